@@ -1,0 +1,99 @@
+"""Dataclasses that cross folders. Token ids travel from the engine to the loss; text is for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "eos", "length"]  # end tag sampled | end-of-sequence token | token limit
+
+
+class InputError(ValueError):
+    """Something the user controls is wrong. `rlt` prints its message on one line, without a traceback."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its solution, tokenised once into the pieces that are spliced around an explanation.
+
+    Teacher sequence: teacher_prefix + think_prefix + completion.
+    Student sequence: student_prefix + think_prefix + explanation body + student_suffix + solution_ids.
+    """
+
+    row: int  # number of the row in its source, from 1
+    question: str
+    solution: str  # text between the solution tags, surrounding newlines included
+    teacher_prefix: list[int]  # through the opening explanation tag
+    think_prefix: list[int]  # the separator after that tag: scored by r_KL, given rather than sampled
+    student_prefix: list[int]  # through the opening thought tag
+    student_suffix: list[int]  # closing thought tag through the opening solution tag
+    solution_ids: list[int]  # the S tokens that r_SS scores
+    given_completion: list[int] | None = None  # completion to be scored, when the row carries one
+    columns: dict[str, Any] = field(default_factory=dict)  # the source row as it was read
+
+    @property
+    def teacher_prompt(self) -> list[int]:
+        return self.teacher_prefix + self.think_prefix
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one prompt: the sampled token ids, end tag included."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None  # nats, at the sampling temperature, over the full vocabulary; None: not known
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion attached to its problem, with the spans that the reward needs, in tokens."""
+
+    problem: Problem
+    completion: Completion
+    num_body: int  # completion tokens before the closing tag: what is copied into the student's context
+    num_think: int  # of those, the tokens that r_KL scores: without the separator before the closing tag
+    text: str  # the explanation, for people
+
+    @property
+    def closed(self) -> bool:
+        return self.completion.finish_reason == "stop"
+
+    @property
+    def body(self) -> list[int]:
+        return self.completion.token_ids[: self.num_body]
+
+    @property
+    def empty(self) -> bool:
+        return not self.text.strip()
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """`group_size` rollouts per problem in adjacent rows, stamped with the weights that sampled them."""
+
+    rollouts: list[Rollout]  # N = P * group_size
+    group_size: int
+    policy_version: int  # optimizer steps taken by the policy that sampled them
+
+
+@dataclass
+class PromptBatch:
+    """One RL iteration of one rank. RolloutCallback attaches the rollouts."""
+
+    problems: list[Problem]
+    rollouts: Rollouts | None = None
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    """One token sequence of supervised fine-tuning; the loss counts the tokens where `loss_mask` is True."""
+
+    row: int
+    token_ids: list[int]
+    loss_mask: list[bool]
+
+
+@dataclass(frozen=True)
+class SFTBatch:
+    examples: list[SFTExample]
