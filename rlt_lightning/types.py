@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlt_lightning.numerics.rewards import RewardTerms
 
 FinishReason = Literal["stop", "eos", "length"]  # end tag sampled | end-of-sequence token | token limit
 
@@ -75,14 +80,25 @@ class Rollouts:
     rollouts: list[Rollout]  # N = P * group_size
     group_size: int
     policy_version: int  # optimizer steps taken by the policy that sampled them
+    temperature: float  # that they were sampled at; policy and reference log-probs are taken at it
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The reward of N rollouts, its terms, and the tokens behind them."""
+
+    terms: RewardTerms  # each (N,)
+    solution_log_probs: list[Tensor]  # N of (S,), nats, at the student's temperature
+    kl: list[Tensor]  # N of (K,), nats: KL of the think tokens, the given separator included
 
 
 @dataclass
 class PromptBatch:
-    """One RL iteration of one rank. RolloutCallback attaches the rollouts."""
+    """One RL iteration of one rank. RolloutCallback attaches the rollouts, the module their scores."""
 
     problems: list[Problem]
     rollouts: Rollouts | None = None
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True)
