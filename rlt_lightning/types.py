@@ -33,11 +33,12 @@ class Problem:
     student_prefix: list[int]  # through the opening thought tag
     student_suffix: list[int]  # closing thought tag through the opening solution tag
     solution_ids: list[int]  # the S tokens that r_SS scores
-    given_completion: list[int] | None = None  # completion to be scored, when the row carries one
+    given_completion: Completion | None = None  # to be scored, when the row carries one
     columns: dict[str, Any] = field(default_factory=dict)  # the source row as it was read
 
     @property
     def teacher_prompt(self) -> list[int]:
+        """What the engine is given."""
         return self.teacher_prefix + self.think_prefix
 
 
@@ -46,7 +47,9 @@ class Completion:
     """What an engine returns for one prompt: the sampled token ids, end tag included."""
 
     token_ids: list[int]
-    log_probs: list[float] | None  # nats, at the sampling temperature, over the full vocabulary; None: not known
+    log_probs: (
+        list[float] | None
+    )  # nats, at the sampling temperature, over the full vocabulary; None: not known
     finish_reason: FinishReason
 
 
@@ -62,14 +65,17 @@ class Rollout:
 
     @property
     def closed(self) -> bool:
+        """Whether the teacher wrote the end tag."""
         return self.completion.finish_reason == "stop"
 
     @property
     def body(self) -> list[int]:
+        """The tokens that are copied into the student's context."""
         return self.completion.token_ids[: self.num_body]
 
     @property
     def empty(self) -> bool:
+        """Whether nothing but white space was written."""
         return not self.text.strip()
 
 
@@ -112,4 +118,6 @@ class SFTExample:
 
 @dataclass(frozen=True)
 class SFTBatch:
+    """The examples of one optimizer step of one rank."""
+
     examples: list[SFTExample]

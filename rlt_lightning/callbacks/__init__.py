@@ -1,0 +1,18 @@
+"""Lightning callbacks. RolloutCallback brings the completions; every other one only observes."""
+
+from rlt_lightning.callbacks.checkpoint import Checkpoint
+from rlt_lightning.callbacks.export import ModelExporter
+from rlt_lightning.callbacks.metrics import MetricsCSV
+from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
+from rlt_lightning.callbacks.reference import ReferenceSync
+from rlt_lightning.callbacks.rollout import RolloutCallback
+
+__all__ = [
+    "Checkpoint",
+    "MetricsCSV",
+    "ModelExporter",
+    "ReferenceSync",
+    "RolloutCallback",
+    "RolloutRecorder",
+    "ScoreWriter",
+]

@@ -45,7 +45,9 @@ class Sampling:
             "max_completion_length >= 1": self.max_completion_length >= 1,
         }
         if broken := [limit for limit, holds in limits.items() if not holds]:
-            raise InputError(f"Sampling must satisfy {' and '.join(broken)}, but got {self}. Correct the sampling section.")
+            raise InputError(
+                f"Sampling must satisfy {' and '.join(broken)}, but got {self}. Correct the sampling section."
+            )
 
 
 @runtime_checkable

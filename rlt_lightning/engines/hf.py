@@ -49,7 +49,9 @@ class HFEngine:
         with torch.no_grad():
             for name, tensor in named_tensors:
                 if name not in own:
-                    raise EngineError(f"HFEngine has no weight named '{name}'. Push the weights of the model it was started with.")
+                    raise EngineError(
+                        f"HFEngine has no weight named '{name}'. Push the weights of the model it was started with."
+                    )
                 if own[name] is not tensor:
                     own[name].copy_(tensor)
         self.policy_version = policy_version
@@ -57,7 +59,9 @@ class HFEngine:
     def health(self) -> None:
         """Raise if `start` has not been called."""
         if self.model is None:
-            raise EngineError("HFEngine must be started with a model before it can serve: call start(model, tokenizer).")
+            raise EngineError(
+                "HFEngine must be started with a model before it can serve: call start(model, tokenizer)."
+            )
 
     def close(self) -> None:
         """Drop the references to the trainer's model."""
@@ -91,7 +95,9 @@ class HFEngine:
         active = list(range(len(drafts)))
         for step in range(sampling.max_completion_length):
             uniforms = torch.stack([drafts[i].uniforms[step] for i in active])
-            tokens, log_probs = draw(logits.float(), history, uniforms.to(logits.device), sampling)  # (n,), (n,)
+            tokens, log_probs = draw(
+                logits.float(), history, uniforms.to(logits.device), sampling
+            )  # (n,), (n,)
             for i, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
                 drafts[i].token_ids.append(token)
                 drafts[i].log_probs.append(log_prob)
@@ -137,7 +143,8 @@ class HFEngine:
         )
         output.past_key_values.batch_repeat_interleave(num_completions)
         logits, history, mask = (
-            tensor.repeat_interleave(num_completions, dim=0) for tensor in (output.logits[:, -1], history, mask)
+            tensor.repeat_interleave(num_completions, dim=0)
+            for tensor in (output.logits[:, -1], history, mask)
         )
         return logits, output.past_key_values, history, mask
 
@@ -145,7 +152,9 @@ class HFEngine:
 def row_uniforms(seed: int, num_completions: int, sampling: Sampling) -> Tensor:
     """Draw the random numbers of a group, (num_completions, max_completion_length), from its prompt's seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_completions, sampling.max_completion_length, generator=generator, dtype=torch.float64)
+    return torch.rand(
+        num_completions, sampling.max_completion_length, generator=generator, dtype=torch.float64
+    )
 
 
 def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -168,7 +177,9 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
     else:
         cumulative = filtered.double().softmax(dim=-1).cumsum(dim=-1)  # (n, V)
         targets = uniforms[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)  # first token whose sum exceeds u
+        tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(
+            1
+        )  # first token whose sum exceeds u
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens, scaled.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
 
@@ -197,7 +208,9 @@ class StopWatcher:
         self.tokenizer = tokenizer
         self.stop = stop
         self.eos_token_ids = eos_token_ids
-        self.window = len(stop.encode()) + 1  # tokens that can hold the tag: each carries at least a byte of it
+        self.window = (
+            len(stop.encode()) + 1
+        )  # tokens that can hold the tag: each carries at least a byte of it
         self.may_end: dict[int, bool] = {}  # token id -> whether the tag's last character is in its text
 
     def finish_reason(self, token_ids: list[int]) -> FinishReason:

@@ -1,0 +1,23 @@
+# `make quickstart` and `make test` work on a bare machine with Python 3.11, pip, make and git.
+PYTHON ?= python3
+RUN = .venv/bin
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+setup: .venv/.installed
+
+quickstart: setup
+	$(RUN)/rlt fit --config configs/quickstart.yaml
+
+test: setup
+	$(RUN)/python -m pytest
+
+check: setup
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+.PHONY: setup quickstart test check

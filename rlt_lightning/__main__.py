@@ -1,0 +1,44 @@
+"""Entry point of `rlt`: answers --version and --help at once, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import sys
+
+from rlt_lightning import __version__
+
+HELP = """usage: rlt {fit,validate,test,predict} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
+
+Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
+
+  rlt fit --config configs/quickstart.yaml      a teacher, a student and GRPO on this computer
+  rlt fit --config configs/teacher_sft.yaml     stage 1: warm the teacher up on reasoning traces
+  rlt fit --config configs/teacher_rlt.yaml     stage 2: GRPO with the dense reward of a frozen student
+  rlt validate --config configs/teacher_rlt.yaml   held-out reward
+  rlt predict --config configs/score.yaml       the reward of explanations that you have
+
+options:
+  --output_dir DIR    where a run's files lie; runs/<config>-<time> when not given
+  --ckpt_path last    go on from the last finished iteration of --output_dir
+  --overwrite true    replace the run in --output_dir
+  --version           show the version and exit
+  --help              show this and exit; `rlt fit --help` lists every setting, and
+                      `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class
+"""
+
+
+def main() -> None:
+    """Run the command line; end with one clear line where the user can mend what is wrong."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return
+    if arguments[0] == "--version":
+        print(f"rlt {__version__}")
+        return
+    from rlt_lightning.cli import run
+
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

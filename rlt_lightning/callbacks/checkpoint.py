@@ -1,0 +1,77 @@
+"""Checkpoints that a crash cannot spoil."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from rlt_lightning.types import InputError
+
+
+class Checkpoint(ModelCheckpoint):
+    """Keep the newest checkpoints of the trained weights, optimizer, schedule and data position.
+
+    Args:
+        dirpath: Folder; the run's `checkpoints/` by default.
+        every_n_train_steps: Optimizer steps between checkpoints: what a crash can cost.
+        save_top_k: How many of the newest to keep; -1 keeps all.
+        train_time_interval: Instead of steps, the time between checkpoints.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | None = None,
+        every_n_train_steps: int | None = 1,
+        save_top_k: int = 1,
+        train_time_interval: timedelta | None = None,
+    ) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename="step={step:06d}",
+            monitor="step" if save_top_k > 1 else None,  # the newest k are those with the largest step
+            mode="max",
+            auto_insert_metric_name=False,
+            save_top_k=save_top_k,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            save_on_train_epoch_end=False,
+        )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write a checkpoint beside its final name and rename it: a reader sees the whole file or none."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(target.name + ".tmp")
+        with open(scratch, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, target)
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint with the largest step; half-written ones have another suffix and are never chosen.
+
+    Raises:
+        InputError: If there is none.
+    """
+    checkpoints = sorted(folder.glob("step=*.ckpt"))
+    if not checkpoints:
+        raise InputError(
+            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its first. "
+            "Start it again with --overwrite true."
+        )
+    return checkpoints[-1]

@@ -1,0 +1,105 @@
+"""One line that says where a run is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+from typing_extensions import override
+
+
+class IterationBar(ProgressBar):
+    """One bar per run: iteration, phase (generate / score / train), reward or loss, tokens/s and ETA.
+
+    On a terminal the line is redrawn; in a log file each iteration is one line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar: tqdm[Any] | None = None
+        self.enabled = True
+        self.started = 0.0
+
+    @override
+    def disable(self) -> None:
+        self.enabled = False
+
+    @override
+    def enable(self) -> None:
+        self.enabled = True
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        tqdm.write(" ".join(map(str, args)), file=sys.stderr)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        total = int(trainer.estimated_stepping_batches)
+        self.started, self.first_step = time.monotonic(), trainer.global_step
+        if self.enabled and sys.stderr.isatty():
+            layout = "{desc} {n_fmt}/{total_fmt} {bar:12} {postfix} {elapsed}<{remaining}"
+            self.bar = tqdm(
+                total=total,
+                initial=trainer.global_step,
+                desc="iteration",
+                bar_format=layout,
+                dynamic_ncols=True,
+            )
+        pl_module.phase.on_change = self.show_phase  # type: ignore[union-attr]
+
+    def show_phase(self, phase: str) -> None:
+        """Redraw the line with the phase that has begun."""
+        if self.bar is not None:
+            self.bar.set_description_str(f"iteration [{phase:<8}]")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        metrics = trainer.callback_metrics
+        shown = {
+            "reward": "reward/mean",
+            "closed": "rollout/closed_frac",
+            "loss": "policy/loss",
+            "tok/s": "perf/tokens_per_s",
+        }
+        parts = [f"{label} {float(metrics[name]):.3g}" for label, name in shown.items() if name in metrics]
+        if self.bar is not None:
+            self.bar.set_postfix_str(", ".join(parts), refresh=False)
+            self.bar.update(trainer.global_step - self.bar.n)
+        elif self.enabled and trainer.is_global_zero:
+            print(self.log_line(trainer, parts), file=sys.stderr, flush=True)
+
+    def log_line(self, trainer: Trainer, parts: list[str]) -> str:
+        """The iteration as one line of a log file, ETA in seconds."""
+        total, step = int(trainer.estimated_stepping_batches), trainer.global_step
+        per_step = (time.monotonic() - self.started) / max(1, step - self.first_step)
+        return f"iteration {step}/{total}: {', '.join(parts)}, ETA {per_step * (total - step):.0f} s"
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.bar is not None:
+            self.bar.close()  # the error message starts on a line of its own
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        total = trainer.num_predict_batches[dataloader_idx]
+        if self.enabled and trainer.is_global_zero:
+            print(f"scored batch {batch_idx + 1}/{total}", file=sys.stderr, flush=True)

@@ -1,0 +1,235 @@
+"""The command line: Lightning's, plus the run folder, the linked arguments and one-line errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from rlt_lightning import callbacks
+from rlt_lightning.callbacks.checkpoint import AtomicCheckpointIO, newest_checkpoint
+from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
+from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.types import InputError
+
+VERBS: dict[str, set[str]] = {
+    "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+    "validate": {"model", "dataloaders", "datamodule"},
+    "predict": {"model", "dataloaders", "datamodule"},
+}
+# What a run may leave in its folder: all that --overwrite may delete.
+RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
+RUN_ENTRIES |= {
+    "checkpoints",
+    "model",
+    "model.tmp",
+    "reference",
+    "wandb",
+    "lightning_logs",
+    "metrics.tmp",
+    "rollouts.tmp",
+}
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says what is wrong with an argument in one line, without the usage text."""
+
+    def error(self, message: str, *args: Any) -> NoReturn:
+        """Print the innermost reason and exit with status 2."""
+        print(f"rlt: error: {one_line(message)}", file=sys.stderr)
+        sys.exit(2)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Write the resolved configuration to `config.yaml` in the run folder."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called on rank zero, before the models are loaded."""
+        path = Path(trainer.default_root_dir) / "config.yaml"
+        self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
+
+
+class RLTCommandLine(LightningCLI):
+    """`rlt fit|validate|predict --config FILE [--config OVERLAY …] [--KEY VALUE …]`."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the verbs; when the command line names one, only that, since each costs half a second to build."""
+        named = [verb for verb in VERBS if verb in sys.argv[1:2]]
+        return {verb: VERBS[verb] for verb in named or VERBS}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run folder and the callbacks that every run has; link what would be written twice."""
+        parser.add_argument(
+            "--output_dir", type=str | None, default=None, help="Run folder; runs/<config>-<time> by default."
+        )
+        parser.add_argument(
+            "--overwrite", type=bool, default=False, help="Replace the run that lies in output_dir."
+        )
+        parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
+        parser.add_lightning_class_args(callbacks.ModelExporter, "export")
+        parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")
+        parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
+        parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
+        parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
+
+    def before_instantiate_classes(self) -> None:
+        """Choose and check the run folder, before anything is built."""
+        config = self.config[self.subcommand]
+        if config.output_dir is None:
+            name = Path(str(config.config[0])).stem if config.config else self.subcommand
+            config.output_dir = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(config.output_dir)
+        if config.get("ckpt_path") == "last":
+            config.ckpt_path = str(newest_checkpoint(folder / "checkpoints"))
+        open_run_folder(
+            folder,
+            resume=self.subcommand == "fit" and config.get("ckpt_path") is not None,
+            overwrite=config.overwrite,
+        )
+        config.trainer.default_root_dir = str(folder)
+        config.checkpoint.dirpath = config.checkpoint.dirpath or str(folder / "checkpoints")
+        if "output_dir" in (config.data.get("init_args") or {}):
+            config.data.init_args.output_dir = str(folder)
+        for logger in as_list(config.trainer.logger):
+            if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, "."):
+                logger.init_args.save_dir = str(folder)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Add what every run has and no config needs to name."""
+        config = self._get(self.config_init, "trainer")
+        config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
+        config["plugins"] = [AtomicCheckpointIO(), *as_list(config["plugins"])]
+        config["callbacks"] = [*as_list(config["callbacks"]), IterationBar(), MetricsResume()]
+        return super().instantiate_trainer(**kwargs)
+
+    def _parse_ckpt_path(self) -> None:
+        """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""
+
+    def after_fit(self) -> None:
+        """Say where everything is and what to do next."""
+        folder = Path(self.config[self.subcommand].output_dir)
+        print(f"\nDone: {self.trainer.global_step} steps.")
+        for name, meaning in (
+            ("model", "the trained model, an ordinary Hugging Face folder"),
+            ("metrics.csv", "every metric of every step"),
+            ("rollouts.jsonl", "every completion with its reward terms"),
+            ("checkpoints", "to go on: --ckpt_path last"),
+        ):
+            if (folder / name).exists():
+                print(f"  {folder / name}: {meaning}")
+        if (folder / "rollouts.jsonl").exists():
+            print(
+                "Next: score explanations with it:\n"
+                f"  rlt predict --config configs/score.yaml --data.source FILE --model.teacher {folder / 'model'}"
+            )
+
+    def after_predict(self) -> None:
+        """Say where the scores are."""
+        print(f"\nDone: {Path(self.config[self.subcommand].output_dir) / 'scores.jsonl'}")
+
+
+def run() -> int:
+    """Run the command line; 2 after a mistake of the user's, which is told in one line."""
+    quiet_third_parties()
+    try:
+        RLTCommandLine(
+            PolicyModule,
+            StratosDataModule,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults={
+                "log_every_n_steps": 1,
+                "num_sanity_val_steps": 0,
+                "enable_model_summary": False,
+                "use_distributed_sampler": False,  # our loader shares the rows out itself
+            },
+            seed_everything_default=0,
+            parser_class=OneLineParser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+    except InputError as error:
+        print(f"rlt: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def trained_model(model: Any) -> str | None:
+    """The model whose tokenizer the data are made with."""
+    arguments = model.get("init_args") or {}
+    return arguments.get("teacher") or arguments.get("pretrained")
+
+
+def frozen_student(model: Any) -> str | None:
+    """The student's name, so that its vocabulary is compared before any model is loaded."""
+    return (model.get("init_args") or {}).get("student")
+
+
+def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Make the run folder, or refuse to mix two runs in one.
+
+    Raises:
+        InputError: If the folder holds a run and neither resume nor overwrite was asked for, or cannot be written.
+    """
+    try:
+        if folder.is_dir() and any(folder.iterdir()) and not resume:
+            if not overwrite:
+                raise InputError(
+                    f"--output_dir must be empty or new, but {folder} holds a run. Go on with it (--ckpt_path last), "
+                    "replace it (--overwrite true), or choose another folder."
+                )
+            if strangers := sorted(entry.name for entry in folder.iterdir() if entry.name not in RUN_ENTRIES):
+                raise InputError(
+                    f"--overwrite replaces a run and nothing else, but {folder} also holds {', '.join(strangers[:5])}. "
+                    "Choose another folder or move them away."
+                )
+            for entry in folder.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). Choose another."
+        ) from error
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a setting that may be one object, a list, a switch or nothing as a list of objects."""
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def one_line(message: str) -> str:
+    """Put a message of several lines into one, without the parser's notes on where it looked."""
+    text = re.sub(r"\s+", " ", message).strip()
+    return re.sub(r"^error: ", "", text)
+
+
+def quiet_third_parties() -> None:
+    """Silence what says nothing about the user's run: tips, hardware lists, warnings about workers."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for pattern in (
+        ".*does not have many workers.*",
+        ".*exists and is not empty.*",
+        ".*isn't a `LightningModule`.*",
+    ):
+        warnings.filterwarnings("ignore", pattern)

@@ -1,0 +1,262 @@
+"""What both training stages share: a language model, its optimizer, packed log-probs and the clock of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from rlt_lightning.numerics.log_probs import head_log_probs
+from rlt_lightning.numerics.packing import PackedSequences
+from rlt_lightning.pretrained import load_model
+from rlt_lightning.types import InputError
+
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+
+
+class PhaseClock:
+    """Seconds spent per phase of the current step; tells a listener, such as the progress bar, what runs now."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.on_change: Callable[[str], None] | None = None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time spent inside to `phase`."""
+        if self.on_change:
+            self.on_change(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds per phase since the last lap, and start anew."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class FrozenModel:
+    """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its schedule and the clipping of gradients.
+
+    Args:
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay of the matrices; vectors (norms, biases) are not decayed.
+        betas: Decay rates of the two moments.
+        scheduler: Shape of the learning rate after the warm-up: constant, linear or cosine to zero.
+        warmup_frac: Part of the run, in [0, 1), over which the learning rate rises linearly from 0.
+        max_grad_norm: Gradients are scaled down to this global L2 norm; 0 is off.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_frac: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_frac < 1:
+            raise InputError(
+                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of the run."
+            )
+        if self.lr <= 0 or self.max_grad_norm < 0:
+            raise InputError(
+                f"optimizer.lr must be > 0 and max_grad_norm >= 0, but got {self}. Correct model.optimizer."
+            )
+
+
+class PolicyModule(LightningModule):
+    """A trainable language model behind manual optimization: one Lightning batch is one optimizer step.
+
+    Args:
+        pretrained: Embedded default, local folder or hub id.
+        optimizer: AdamW, its schedule and gradient clipping.
+        micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
+        head_chunk_size: Scored tokens per pass through the language-model head.
+        dtype: Of the trained weights.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        attn_implementation: transformers' name, None for its default.
+        trust_remote_code: Run code that comes with a model.
+        seed: Of everything random inside a step.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        optimizer: OptimizerConfig,
+        micro_batch_tokens: int,
+        head_chunk_size: int,
+        dtype: Dtype,
+        gradient_checkpointing: bool,
+        attn_implementation: str | None,
+        trust_remote_code: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.pretrained = pretrained
+        self.optimizer_config = optimizer
+        self.micro_batch_tokens = micro_batch_tokens
+        self.head_chunk_size = head_chunk_size
+        self.dtype_name: Dtype = dtype
+        self.gradient_checkpointing = gradient_checkpointing
+        self.attn_implementation = attn_implementation
+        self.trust_remote_code = trust_remote_code
+        self.seed = seed
+        self.phase = PhaseClock()
+        self.policy: Any = None  # the trained model, made in configure_model
+
+    def configure_model(self) -> None:
+        """Load the weights, after the data have been checked."""
+        if self.policy is not None:
+            return
+        self.policy = self.load(self.pretrained, self.dtype_name)
+        check_packing(self.policy, self.pretrained)
+        self.policy.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
+        disable_dropout(self.policy)  # the policy that is scored is the policy that is trained
+        if self.gradient_checkpointing:
+            self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def load(self, name: str, dtype: Dtype) -> Any:
+        """Load a model with this module's options."""
+        return load_model(name, dtype, self.attn_implementation, self.trust_remote_code)
+
+    def forward(self, packed: PackedSequences, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropy of the scored tokens under the policy, (M,) each, nats.
+
+        The one entry that the strategy wraps: every forward with gradient comes through here.
+        """
+        hidden = scored_hidden_states(self.policy, packed)  # (M, H)
+        log_probs, entropy = head_log_probs(
+            hidden, head_of(self.policy), packed.targets, temperature, self.head_chunk_size, with_entropy=True
+        )
+        assert entropy is not None
+        return log_probs, entropy
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave batches alone: they hold lists of token ids, which become tensors when they are packed."""
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make the random state of a step a function of seed, step and rank, so that a resumed run repeats it."""
+        torch.manual_seed(mix_seed(self.seed, self.global_step, self.global_rank))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW with linear warm-up into a constant, linear or cosine schedule over the whole run."""
+        from transformers import get_scheduler
+
+        config = self.optimizer_config
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
+        schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def optimizer_step_now(self) -> dict[str, Tensor]:
+        """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
+        optimizer: Any = self.optimizers()
+        lr = optimizer.param_groups[0]["lr"]
+        max_norm = self.optimizer_config.max_grad_norm or torch.inf
+        grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm, error_if_nonfinite=True)
+        optimizer.step()
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        return {"policy/grad_norm": grad_norm, "policy/lr": torch.tensor(lr)}
+
+    def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
+        """Log the metrics of one optimizer step against the number of steps taken."""
+        self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False)
+        self.log("step", float(self.global_step), batch_size=batch_size)  # Lightning's x axis counts from 0
+
+
+def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
+    """Run the transformer without its head; return the states that predict the scored tokens, (M, H)."""
+    # No attention_mask and no cache: with either, transformers attends across packed sequences.
+    output = model.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False)
+    return output.last_hidden_state[0, packed.predictors]
+
+
+def head_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return the map from hidden states (M, H) to logits (M, V), with the scalings of the models that have them."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    scale = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1
+    )  # Cohere, Granite
+
+    def logits(hidden: Tensor) -> Tensor:
+        values = head(hidden) * scale if scale != 1 else head(hidden)
+        return values if cap is None else cap * torch.tanh(values / cap)
+
+    return logits
+
+
+def check_packing(model: Any, name: str) -> None:
+    """Prove on two short sequences that packed log-probs equal the model's own, one by one.
+
+    Raises:
+        InputError: If the architecture attends across packed sequences or scales its logits in a way we do not know.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = min(1000, model.config.get_text_config().vocab_size)
+    sequences = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (7, 12)]
+    device = next(model.parameters()).device
+    masks = [[False] + [True] * (len(sequence) - 1) for sequence in sequences]
+    packed = PackedSequences.from_lists(sequences, masks, device)
+    with torch.no_grad():
+        ours, _ = head_log_probs(scored_hidden_states(model, packed), head_of(model), packed.targets)
+        theirs = []
+        for sequence in sequences:
+            ids = torch.tensor([sequence], device=device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            theirs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1))
+    error = (ours - torch.cat(theirs)).abs().max().item()
+    bound = (
+        1e-3 if next(model.parameters()).dtype == torch.float32 else 0.5
+    )  # nats; a leak shows as whole nats
+    if not error <= bound:
+        raise InputError(
+            f"Packed log-probs of '{name}' must equal its one-by-one log-probs, but differ by {error:.2g} nats: "
+            f"the architecture {type(model).__name__} cannot be trained packed. Use a Llama, Qwen2 or Qwen3 model."
+        )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def mix_seed(*parts: int) -> int:
+    """Hash integers to one 63-bit seed: neighbouring inputs give unrelated streams."""
+    seed = 0x9E3779B97F4A7C15
+    for part in parts:
+        seed = (seed ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        seed ^= seed >> 31
+    return seed & 0x7FFFFFFFFFFFFFFF

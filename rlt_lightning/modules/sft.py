@@ -1,0 +1,110 @@
+"""Supervised fine-tuning: the teacher's warm-up (stage 1) and the student's distillation (stage 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule
+from rlt_lightning.numerics.packing import PackedSequences, pack_by_tokens
+from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.pretrained import EMBEDDED_MODEL
+from rlt_lightning.types import SFTBatch
+
+
+class SFTModule(PolicyModule):
+    """Fit a language model to completions: packed, with the loss on completion tokens only.
+
+    loss = - sum_t log p_t / number of completion tokens of the whole optimizer step
+
+    Args:
+        pretrained: Model to start from: embedded default, local folder or hub id.
+        optimizer: AdamW, its schedule and gradient clipping; the defaults are the released recipe's.
+        micro_batch_tokens: Tokens per forward; a longer example goes alone.
+        head_chunk_size: Completion tokens per pass through the language-model head.
+        dtype: Of the weights.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        attn_implementation: transformers' name, None for its default.
+        trust_remote_code: Run code that comes with the model.
+        seed: Of everything random inside a step.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = EMBEDDED_MODEL,
+        optimizer: OptimizerConfig = OptimizerConfig(1e-5, 1e-4, (0.9, 0.95), "cosine", warmup_frac=0.05),
+        micro_batch_tokens: int = 16384,
+        head_chunk_size: int = 1024,
+        dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            pretrained,
+            optimizer,
+            micro_batch_tokens,
+            head_chunk_size,
+            dtype,
+            gradient_checkpointing,
+            attn_implementation,
+            trust_remote_code,
+            seed,
+        )
+
+    def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
+        """One optimizer step over all examples of the batch."""
+        num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
+        total_tokens = self.trainer.strategy.reduce(
+            torch.tensor(float(num_tokens), device=self.device), reduce_op="sum"
+        )
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        loss = torch.zeros((), device=self.device)
+        with self.phase("train"):
+            for packed in self.micro_batches(batch):
+                log_probs, _ = self.trainer.strategy.model(packed, 1.0)  # type: ignore[misc]
+                share = -log_probs.sum() / total_tokens
+                self.manual_backward(share * self.trainer.world_size)  # the strategy averages over ranks
+                loss += share.detach()
+            metrics = self.optimizer_step_now()
+        seconds = self.phase.lap()["train"]
+        total_length = sum(len(example.token_ids) for example in batch.examples)
+        metrics |= {"policy/loss": loss, "perf/train_s": seconds, "perf/tokens_per_s": total_length / seconds}
+        metrics |= {"data/completion_tokens": float(num_tokens), "data/epoch": float(self.current_epoch)}
+        self.log_step(metrics, len(batch.examples))
+
+    def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
+        """Mean loss per completion token of held-out rows."""
+        num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
+        log_probs = torch.cat([self(packed, 1.0)[0] for packed in self.micro_batches(batch)])
+        self.log(
+            "policy/val_loss",
+            -log_probs.sum() / num_tokens,
+            batch_size=num_tokens,
+            on_epoch=True,
+            sync_dist=True,
+        )
+
+    def micro_batches(self, batch: SFTBatch) -> list[PackedSequences]:
+        """Pack the examples by tokens, longest first."""
+        lengths = [len(example.token_ids) for example in batch.examples]
+        return [
+            PackedSequences.from_lists(
+                [batch.examples[i].token_ids for i in rows],
+                [batch.examples[i].loss_mask for i in rows],
+                self.device,
+            )
+            for rows in pack_by_tokens(lengths, self.micro_batch_tokens)
+        ]
+
+    def forward(self, packed: PackedSequences, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs of the completion tokens; see PolicyModule.forward.
+
+        Raises:
+            NonFiniteError: If one is NaN or infinite, naming the sequence.
+        """
+        log_probs, entropy = super().forward(packed, temperature)
+        require_finite(log_probs, "log-prob of a completion token", packed.sequence_of_scored.tolist())
+        return log_probs, entropy

@@ -1,0 +1,56 @@
+"""Fixtures: the real embedded model, and small real architectures that share its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the hub fails at once
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+import torch
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real rows and reference figures that lies beside a working copy."""
+    if not SHARED.is_dir():
+        pytest.skip(f"needs the folder {SHARED.name} beside the checkout")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """Folder of the embedded default model: SmolLM2-135M, fetched and converted once."""
+    from rlt_lightning.pretrained import embedded_model
+
+    return str(embedded_model())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a two-layer Llama with SmolLM2's tokenizer, random weights: 3 M parameters."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    return str(folder)
