@@ -1,0 +1,230 @@
+"""Policy losses. Each is a weighted sum over tokens, so those of micro-batches add up to the step's loss."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.kl import schulman_kl
+
+
+class PolicyLoss(ABC):
+    """The clipped policy loss with a KL penalty; its subclasses choose ratio, surrogate and weights.
+
+    loss = sum over tokens of weight * (kl_coef * ratio * k3(policy || reference) - surrogate)
+    surrogate = min(ratio * A, clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high) * A)
+
+    (DeepSeekMath, arXiv:2402.03300, Eqs. 3 and 4; k3 is `schulman_kl`.) The ratio before k3 comes later, from
+    DeepSeek-V3.2 (arXiv:2512.02556), and TRL has it by default. With it the mean gradient is that of
+    KL(policy || reference); without it, it is not, even where the ratio is 1.
+
+    Args:
+        clip_eps_low: How far the ratio may fall below 1 before a bad token is let alone, epsilon in the
+            paper.
+        clip_eps_high: How far the ratio may rise above 1 before a good token is let alone.
+        kl_coef: Weight of the KL from the reference, beta in the paper.
+        unbiased_kl: Weigh k3 by the ratio. False: plain k3, as in the paper.
+
+    Raises:
+        ValueError: If a number is negative.
+    """
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        kl_coef: float = 0.04,
+        unbiased_kl: bool = True,
+    ) -> None:
+        self.clip_eps_low = clip_eps_low
+        self.clip_eps_high = clip_eps_high
+        self.kl_coef = kl_coef
+        self.unbiased_kl = unbiased_kl
+        for name in ("clip_eps_low", "clip_eps_high", "kl_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, but it is {getattr(self, name)}.")
+
+    def __call__(
+        self,
+        *,
+        log_probs: Tensor,
+        advantages: Tensor,
+        token_mask: Tensor,
+        old_log_probs: Tensor | None = None,
+        ref_log_probs: Tensor | None = None,
+        num_tokens: float | None = None,
+        num_sequences: float | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss to minimise, and metrics.
+
+        With the totals of a whole step in `num_tokens` and `num_sequences`, the losses, gradients and metrics
+        of its micro-batches sum to those of the whole batch.
+
+        Args:
+            log_probs: Of the policy, the only term with gradient, (N, T), nats. Padding may hold anything.
+            advantages: (N,).
+            token_mask: True on completion tokens, (N, T). A row without any adds 0.
+            old_log_probs: Of the policy that sampled, (N, T), nats. None: it is the policy itself, ratio 1.
+            ref_log_probs: Of the reference, (N, T), nats. None only where `kl_coef` is 0.
+            num_tokens: Tokens of the whole step; by default those of this mask.
+            num_sequences: Completions of the whole step; by default the rows of this mask.
+
+        Returns:
+            The loss, scalar; and scalars without gradient, means over a sequence's tokens and then over
+            sequences, or over all tokens where the loss is a mean over tokens: `policy/kl_ref` in nats, if
+            there is a reference, as it enters the loss, `policy/clip_frac` between 0 and 1, the tokens that
+            clipping holds back, and `policy/ratio_mean`.
+
+        Raises:
+            ValueError: If `kl_coef` is not 0 and there is no reference.
+        """
+        assert log_probs.shape == token_mask.shape
+        assert advantages.shape == log_probs.shape[:1]
+        if ref_log_probs is None and self.kl_coef:
+            raise ValueError(
+                f"The KL penalty needs ref_log_probs, but kl_coef is {self.kl_coef} and none came. "
+                "Pass the reference's log-probs or set kl_coef to 0."
+            )
+        # Mask before exp(): inf or NaN on padding would reach the weights through the backward pass.
+        padding = ~token_mask  # (N, T)
+        log_probs = log_probs.masked_fill(padding, 0.0)
+        old_log_probs = (
+            log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
+        )
+        mask = token_mask.to(log_probs.dtype)  # (N, T), 1 on tokens and 0 on padding
+        ratio = self.ratio(log_probs - old_log_probs, mask)  # (N, T)
+        advantages = advantages.unsqueeze(1)  # (N, 1)
+        mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
+
+        token_loss = -self.surrogate(ratio, advantages, log_probs)  # (N, T)
+        metrics = {
+            "policy/clip_frac": (mean_weights * self.held_back(ratio, advantages)).sum(),
+            "policy/ratio_mean": (mean_weights * ratio).sum().detach(),
+        }
+        if ref_log_probs is not None:
+            kl = schulman_kl(log_probs, ref_log_probs.masked_fill(padding, 0.0))  # (N, T), nats
+            kl = ratio * kl if self.unbiased_kl else kl
+            token_loss = token_loss + self.kl_coef * kl
+            metrics["policy/kl_ref"] = (mean_weights * kl).sum().detach()
+        return (self.loss_weights(mask, mean_weights) * token_loss).sum(), metrics
+
+    @abstractmethod
+    def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
+        """Return the weight of each token, (N, T), 0 on padding; over a whole step they sum to 1."""
+
+    def loss_weights(self, mask: Tensor, mean_weights: Tensor) -> Tensor:
+        """Return the weight of each token in the loss, (N, T), where that is no mean."""
+        return mean_weights
+
+    def ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """Return the importance ratio of each token, (N, T)."""
+        return log_ratio.exp()
+
+    def surrogate(self, ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> Tensor:
+        """Return what is to be maximised at each token, (N, T)."""
+        clipped_ratio = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
+        return torch.minimum(ratio * advantages, clipped_ratio * advantages)
+
+    def held_back(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Return True at each token that clipping keeps from moving further, (N, T)."""
+        too_low = (ratio < 1 - self.clip_eps_low) & (advantages < 0)
+        too_high = (ratio > 1 + self.clip_eps_high) & (advantages > 0)
+        return too_low | too_high
+
+
+class GRPOLoss(PolicyLoss):
+    """GRPO: the mean over a sequence's tokens, then over sequences (DeepSeekMath, arXiv:2402.03300).
+
+    A token of a long completion weighs less than one of a short completion.
+    """
+
+    def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
+        """Return 1 / (sequences * tokens of the sequence)."""
+        num_sequences = max(len(mask), 1) if num_sequences is None else num_sequences
+        return mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_sequences)
+
+
+class DrGRPOLoss(GRPOLoss):
+    """Dr. GRPO: the sum over tokens, divided by a constant length and the sequences (arXiv:2503.20783).
+
+    Every token weighs the same, however long its completion. Meant for `GroupCenteredAdvantages`. Metrics are
+    still means over a sequence's tokens, then over sequences.
+
+    Args:
+        clip_eps_low: As in `PolicyLoss`.
+        clip_eps_high: As in `PolicyLoss`.
+        kl_coef: As in `PolicyLoss`.
+        unbiased_kl: As in `PolicyLoss`.
+        max_completion_length: The constant length, in tokens: the limit that sampling sets.
+
+    Raises:
+        ValueError: If `max_completion_length` is below 1 or another number is negative.
+    """
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        kl_coef: float = 0.04,
+        unbiased_kl: bool = True,
+        *,
+        max_completion_length: int,
+    ) -> None:
+        super().__init__(clip_eps_low, clip_eps_high, kl_coef, unbiased_kl)
+        if max_completion_length < 1:
+            raise ValueError(f"max_completion_length must be at least 1 token, not {max_completion_length}.")
+        self.max_completion_length = max_completion_length
+
+    def loss_weights(self, mask: Tensor, mean_weights: Tensor) -> Tensor:
+        """Return 1 / (sequences * max_completion_length)."""
+        return mean_weights * mask.sum(dim=1, keepdim=True) / self.max_completion_length
+
+
+class GSPOLoss(GRPOLoss):
+    """GSPO: one ratio per sequence, (pi(y) / pi_old(y))^(1 / tokens of y), clipped whole (arXiv:2507.18071).
+
+    These ratios stay far closer to 1 than those of tokens: the paper clips at 3e-4 below and 4e-4 above. They
+    also weigh the tokens' k3, whose gradient they only make unbiased where sequences are one token long.
+    """
+
+    def ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """Return the geometric mean of the sequence's ratios, at each of its tokens."""
+        num_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)  # (N, 1)
+        return (log_ratio.sum(dim=1, keepdim=True) / num_tokens).exp().expand_as(log_ratio)
+
+
+class BNPOLoss(PolicyLoss):
+    """BNPO, as TRL names it: the mean over all tokens, of the whole step, over all micro-batches and ranks.
+
+    Dividing by each micro-batch's own tokens instead would make the loss depend on how the batch was cut.
+    """
+
+    def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
+        """Return 1 / tokens."""
+        return mask / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
+
+
+class DAPOLoss(BNPOLoss):
+    """DAPO: the mean over all tokens of the step (arXiv:2503.14476), so equal to `BNPOLoss` as we define it.
+
+    The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
+    """
+
+
+class CISPOLoss(BNPOLoss):
+    """CISPO: REINFORCE weighted by a clipped ratio without gradient (MiniMax-M1, arXiv:2506.13585).
+
+    surrogate = detach(min(ratio, 1 + clip_eps_high)) * A * log pi
+
+    So no token is ever left without gradient. There is no lower clip, as in the paper's experiments:
+    `clip_eps_low` is taken, so that a config can swap `class_path`, and has no effect. TRL's `epsilon_high`
+    bounds the ratio itself: its 5.0 is `clip_eps_high=4.0` here.
+    """
+
+    def surrogate(self, ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> Tensor:
+        """Return the weighted log-probs."""
+        return ratio.detach().clamp(max=1 + self.clip_eps_high) * advantages * log_probs
+
+    def held_back(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Return True where the weight is clipped."""
+        return ratio > 1 + self.clip_eps_high

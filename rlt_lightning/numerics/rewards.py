@@ -1,0 +1,280 @@
+"""The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
+
+
+class NonFiniteError(ValueError):
+    """A number that would reach the weights is NaN or infinite."""
+
+
+def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
+    """Return the mean of each row's tokens.
+
+    Args:
+        values: (N, T). Padding may hold anything, NaN and inf included.
+        token_mask: True where a token counts, (N, T).
+
+    Returns:
+        (N,), in the unit of `values`.
+
+    Raises:
+        ValueError: If a row has no tokens, since its mean is undefined.
+    """
+    require_tokens(token_mask, "token")
+    return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
+
+
+def masked_min(values: Tensor, token_mask: Tensor) -> Tensor:
+    """Return the smallest of each row's tokens, (N,); inf for a row without tokens."""
+    return values.masked_fill(~token_mask, torch.inf).amin(dim=1)
+
+
+def masked_max(values: Tensor, token_mask: Tensor) -> Tensor:
+    """Return the largest of each row's tokens, (N,); -inf for a row without tokens."""
+    return values.masked_fill(~token_mask, -torch.inf).amax(dim=1)
+
+
+def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: float = 0.01) -> Tensor:
+    """Score how likely the student finds the solution after reading the explanation.
+
+    r_SS = mean_t log p_t + min_coef * min_t log p_t          (RLT, arXiv:2506.08388, Eq. 3)
+
+    Args:
+        log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
+        token_mask: True on solution tokens, False on padding, (N, S).
+        min_coef: Weight of the hardest token, alpha in the paper.
+
+    Returns:
+        One reward per completion, (N,), nats, never positive. A mean, so long solutions pay no penalty.
+
+    Raises:
+        ValueError: If a row has no solution tokens, since its mean is undefined.
+    """
+    require_tokens(token_mask, "solution token")
+    return masked_mean(log_probs, token_mask) + min_coef * masked_min(log_probs, token_mask)
+
+
+def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -> Tensor:
+    """Measure how little the explanation follows from the question alone, as the student would continue it.
+
+    r_KL = mean_t KL_t + max_coef * max_t KL_t          (RLT, arXiv:2506.08388, Eq. 4)
+
+    Args:
+        kl: KL of teacher from student at each think token, (N, K), nats.
+        token_mask: True on think tokens, False on padding, (N, K).
+        max_coef: Weight of the least natural token, alpha in the paper.
+
+    Returns:
+        One penalty per completion, (N,), nats. 0 for a row without think tokens: an empty explanation has no
+        KL, and it is the format term that punishes it.
+    """
+    kl, token_mask = with_zero_for_empty_rows(kl, token_mask)
+    return masked_mean(kl, token_mask) + max_coef * masked_max(kl, token_mask)
+
+
+@dataclass(frozen=True)
+class RewardTerms:
+    """The reward of each completion and what it is made of; all (N,).
+
+    `reward` is the sum of the three terms below it. Means, minima and maxima over tokens are given as they
+    entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
+    """
+
+    reward: Tensor
+    solution_log_prob_reward: Tensor  # w_SS * r_SS
+    kl_reward: Tensor  # -lambda * r_KL
+    format_reward: Tensor  # 0, or the format penalty
+    solution_log_prob_mean: Tensor
+    solution_log_prob_min: Tensor
+    kl_mean: Tensor
+    kl_max: Tensor
+    raw_solution_log_prob_mean: Tensor
+    raw_solution_log_prob_min: Tensor
+    raw_kl_mean: Tensor
+    raw_kl_max: Tensor
+
+
+@dataclass(frozen=True)
+class RLTReward:
+    """The reward of an explanation; its defaults are the recipe that the paper's authors released.
+
+    r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
+
+    Args:
+        solution_weight: Weight of r_SS, `student_solution_reward`.
+        min_coef: Weight of the hardest solution token inside r_SS, alpha in the paper.
+        kl_weight: Weight of r_KL, `student_kl_penalty`, lambda in the paper.
+        max_coef: Weight of the least natural think token inside r_KL, alpha in the paper.
+        format_penalty: Added to the reward of a badly formed completion.
+        kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
+        teacher_temperature: Temperature of the teacher's log-probs in the KL.
+        student_temperature: Temperature of the student's log-probs, in the KL and on the solution.
+        normalise_log_probs: exp turns the solution's log-probs into probabilities.
+        normalise_kl: one_minus_exp turns each token's KL into 1 - exp(-KL), below 1.
+        clip_log_probs: Lower bound on a solution token's log-prob, nats, applied before normalisation.
+        clip_kl: Upper bound on the size of a think token's KL, nats, applied before normalisation.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    solution_weight: float = 1.0
+    min_coef: float = 0.01
+    kl_weight: float = 3.0
+    max_coef: float = 0.01
+    format_penalty: float = -1.0
+    kl_estimator: Literal["k1", "k3", "exact"] = "k1"
+    teacher_temperature: float = 0.7
+    student_temperature: float = 0.7
+    normalise_log_probs: Literal["none", "exp"] = "none"
+    normalise_kl: Literal["none", "one_minus_exp"] = "none"
+    clip_log_probs: float | None = None
+    clip_kl: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("solution_weight", "min_coef", "kl_weight", "max_coef"):
+            self.require(name, getattr(self, name) >= 0, "at least 0; 0 switches the term off")
+        self.require("format_penalty", self.format_penalty <= 0, "at most 0; 0 switches the term off")
+        for name in ("teacher_temperature", "student_temperature"):
+            self.require(name, getattr(self, name) > 0, "positive; 1.0 is the model's own distribution")
+        self.require("kl_estimator", self.kl_estimator in ("k1", "k3", "exact"), "k1, k3 or exact")
+        self.require("normalise_log_probs", self.normalise_log_probs in ("none", "exp"), "none or exp")
+        self.require("normalise_kl", self.normalise_kl in ("none", "one_minus_exp"), "none or one_minus_exp")
+        bound = self.clip_log_probs
+        self.require("clip_log_probs", bound is None or bound < 0, "negative nats, or null for no bound")
+        self.require(
+            "clip_kl", self.clip_kl is None or self.clip_kl > 0, "positive nats, or null for no bound"
+        )
+
+    def require(self, name: str, holds: bool, expected: str) -> None:
+        """Raise a ValueError that names an option unless it holds."""
+        if not holds:
+            raise ValueError(f"reward.{name} must be {expected}. It is {getattr(self, name)!r}.")
+
+    def __call__(
+        self,
+        solution_log_probs: Tensor,
+        solution_mask: Tensor,
+        kl: Tensor,
+        kl_mask: Tensor,
+        format_ok: Tensor,
+    ) -> RewardTerms:
+        """Return the reward of each completion and its terms.
+
+        Args:
+            solution_log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
+            solution_mask: True on solution tokens, (N, S).
+            kl: KL of teacher from student at each think token, raw, (N, K), nats.
+            kl_mask: True on think tokens, (N, K). A row may have none.
+            format_ok: False where the completion is badly formed, bool, (N,).
+
+        Returns:
+            The terms of the reward, each (N,).
+
+        Raises:
+            ValueError: If a row has no solution tokens.
+        """
+        require_tokens(solution_mask, "solution token")
+        kl, kl_mask = with_zero_for_empty_rows(kl, kl_mask)
+        log_probs = self.process_log_probs(solution_log_probs, solution_mask)
+        processed_kl = self.process_kl(kl, kl_mask)
+
+        solution = self.solution_weight * student_solution_reward(log_probs, solution_mask, self.min_coef)
+        penalty = -self.kl_weight * student_kl_penalty(processed_kl, kl_mask, self.max_coef)
+        format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
+        return RewardTerms(
+            reward=solution + penalty + format_reward,
+            solution_log_prob_reward=solution,
+            kl_reward=penalty,
+            format_reward=format_reward,
+            solution_log_prob_mean=masked_mean(log_probs, solution_mask),
+            solution_log_prob_min=masked_min(log_probs, solution_mask),
+            kl_mean=masked_mean(processed_kl, kl_mask),
+            kl_max=masked_max(processed_kl, kl_mask),
+            raw_solution_log_prob_mean=masked_mean(solution_log_probs, solution_mask),
+            raw_solution_log_prob_min=masked_min(solution_log_probs, solution_mask),
+            raw_kl_mean=masked_mean(kl, kl_mask),
+            raw_kl_max=masked_max(kl, kl_mask),
+        )
+
+    def token_kl(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Estimate the KL of teacher from student at each think token, by the estimator of the options.
+
+        Args:
+            log_p: The teacher's log-probabilities of the think tokens, any shape, nats.
+            log_q: The student's, same shape, nats.
+
+        Returns:
+            Same shape, nats.
+
+        Raises:
+            ValueError: If the estimator is `exact`, which needs the logits of both.
+        """
+        if self.kl_estimator == "exact":
+            raise ValueError(
+                "token_kl estimates from log-probs of sampled tokens, but reward.kl_estimator is 'exact'. "
+                "Call head_exact_kl on both models' hidden states, or choose k1 or k3."
+            )
+        return log_ratio_kl(log_p, log_q) if self.kl_estimator == "k1" else schulman_kl(log_p, log_q)
+
+    def process_log_probs(self, log_probs: Tensor, token_mask: Tensor) -> Tensor:
+        """Clip and normalise the solution's log-probs, (N, S); padding becomes harmless."""
+        log_probs = log_probs.masked_fill(~token_mask, 0.0)
+        if self.clip_log_probs is not None:
+            log_probs = log_probs.clamp(min=self.clip_log_probs)
+        return log_probs.exp() if self.normalise_log_probs == "exp" else log_probs
+
+    def process_kl(self, kl: Tensor, token_mask: Tensor) -> Tensor:
+        """Clip and normalise the think tokens' KL, (N, K); padding becomes harmless."""
+        kl = kl.masked_fill(~token_mask, 0.0)
+        if self.clip_kl is not None:
+            kl = kl.clamp(-self.clip_kl, self.clip_kl)
+        return -torch.expm1(-kl) if self.normalise_kl == "one_minus_exp" else kl
+
+
+def with_zero_for_empty_rows(values: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every row without tokens a single 0, as a new first column, (N, K) -> (N, K + 1)."""
+    empty = ~token_mask.any(dim=1, keepdim=True)  # (N, 1)
+    values = values.masked_fill(~token_mask, 0.0)
+    return torch.cat([values.new_zeros(empty.shape), values], dim=1), torch.cat([empty, token_mask], dim=1)
+
+
+def require_tokens(token_mask: Tensor, what: str) -> None:
+    """Raise a ValueError that names the rows without any token."""
+    empty_rows = (~token_mask.any(dim=1)).nonzero().flatten().tolist()
+    if empty_rows:
+        raise ValueError(
+            f"Every row needs at least one {what}, but row(s) {empty_rows} of the batch have none. "
+            "Drop these examples before they are scored."
+        )
+
+
+def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
+    """Stop before NaN or an infinity reaches the weights.
+
+    Args:
+        values: One row per example, (N,) or (N, T), padding already masked.
+        term: What the values are, for the message, e.g. "student log-prob".
+        rows: The examples' row numbers in the data, N of them.
+
+    Raises:
+        NonFiniteError: If a value is NaN or infinite; it names the term and the rows.
+    """
+    values = values.detach().unsqueeze(-1).flatten(1)  # (N, T)
+    bad = ~values.isfinite()  # (N, T)
+    if not bad.any():
+        return
+    bad_rows = sorted({row for row, is_bad in zip(rows, bad.any(dim=1).tolist(), strict=True) if is_bad})
+    found = " and ".join(sorted({str(value) for value in values[bad].tolist()}))
+    raise NonFiniteError(
+        f"Every {term} must be finite, but row(s) {', '.join(map(str, bad_rows))} have {found}. "
+        "Look at these rows in the data; if they are sound, the model has diverged: resume from an earlier "
+        "checkpoint, with a lower learning rate or in fp32."
+    )
