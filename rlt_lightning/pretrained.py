@@ -99,6 +99,8 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {CHOICES}.")
+    if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
+        raise InputError(f"The {kind} folder '{name}' must hold a config.json, but has none. Use {CHOICES}.")
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below

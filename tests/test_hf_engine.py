@@ -1,0 +1,171 @@
+"""The in-process engine on a real small model: seeded, exact log-probs, every sampling option, every ending."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlt_lightning.engines import EngineError, HFEngine, Sampling
+from rlt_lightning.engines.hf import draw
+from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.types import Completion, InputError
+
+END = "<|end_of_explanation|>"
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: str) -> HFEngine:
+    engine = HFEngine()
+    engine.start(load_model(smollm2), load_tokenizer(smollm2))
+    return engine
+
+
+def prompts_of(engine: HFEngine) -> list[list[int]]:
+    questions = ["What is 3 + 4?", "Name the capital of France, and say in one sentence where it lies."]
+    return [
+        engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in questions
+    ]
+
+
+def token_ids(groups: list[list[Completion]]) -> list[list[int]]:
+    return [completion.token_ids for group in groups for completion in group]
+
+
+def test_log_probs_are_the_models_own_at_the_sampling_temperature(engine: HFEngine) -> None:
+    prompts = prompts_of(engine)
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=50, max_completion_length=12)
+    for prompt, group in zip(prompts, engine.generate(prompts, sampling, 3, END, [1, 2]), strict=True):
+        for completion in group:
+            with torch.no_grad():
+                logits = engine.model(torch.tensor([prompt + completion.token_ids])).logits[0] / 0.7
+            expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
+            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEngine) -> None:
+    prompts, sampling = prompts_of(engine), Sampling(max_completion_length=10)
+    together = engine.generate(prompts, sampling, 2, END, [5, 6])
+    alone = engine.generate(prompts[1:], sampling, 2, END, [6])
+    assert token_ids([together[1]]) == token_ids(alone)
+    in_turns = HFEngine(max_sequences=2)
+    in_turns.start(engine.model, engine.tokenizer)
+    assert token_ids(in_turns.generate(prompts, sampling, 2, END, [5, 6])) == token_ids(together)
+    other = engine.generate(prompts, sampling, 2, END, [7, 8])
+    assert token_ids(other) != token_ids(together)
+    assert token_ids([together[0]])[0] != token_ids([together[0]])[1]  # one group, two streams
+
+
+def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
+    prompt = prompts_of(engine)[1]
+    [[completion]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=6), 1, END, [0])
+    ids = list(prompt)
+    for token in completion.token_ids:
+        with torch.no_grad():
+            assert engine.model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
+        ids.append(token)
+
+
+def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
+    # The model copies: greedy decoding of its own short answer ends where a piece of that answer is the stop string.
+    prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
+    [[free]] = engine.generate([prompt], greedy, 1, END, [0])
+    text = engine.tokenizer.decode(free.token_ids[:4])
+    [[stopped]] = engine.generate([prompt], greedy, 1, text[-6:], [0])
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert text[-6:] in engine.tokenizer.decode(stopped.token_ids)
+    assert text[-6:] not in engine.tokenizer.decode(stopped.token_ids[:-1])
+
+
+def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> None:
+    prompts = prompts_of(engine)
+    endings = {
+        c.finish_reason
+        for g in engine.generate(prompts, Sampling(max_completion_length=60), 4, END, [1, 2])
+        for c in g
+    }
+    assert endings == {"eos", "length"}  # the short answer ends by itself
+    together = engine.generate(prompts, Sampling(max_completion_length=60), 4, END, [1, 2])
+    alone = [
+        engine.generate([p], Sampling(max_completion_length=60), 4, END, [s])[0]
+        for p, s in zip(prompts, [1, 2], strict=True)
+    ]
+    assert token_ids(together) == token_ids(alone)
+
+
+def test_draw_follows_the_truncated_distribution() -> None:
+    # p = 0.5, 0.3, 0.2; top_k 2 leaves 0.625 and 0.375. 4000 even spaced numbers make the counts exact to one.
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(4000, 3)
+    uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    history = torch.zeros(4000, 1, dtype=torch.long)
+    tokens, log_probs = draw(logits, history, uniforms, Sampling(temperature=1, top_k=2))
+    assert Counter(tokens.tolist()) == {0: 2500, 1: 1500}
+    torch.testing.assert_close(log_probs[0], torch.tensor(0.5).log())  # of the full distribution
+    tokens, _ = draw(logits, history, uniforms, Sampling(temperature=1, top_p=0.4))
+    assert set(tokens.tolist()) == {0}
+    tokens, _ = draw(logits, history, uniforms, Sampling(temperature=1, min_p=0.5))
+    assert set(tokens.tolist()) == {0, 1}
+    # Temperature 0.5 squares: 0.25, 0.09, 0.04 of 0.38.
+    tokens, log_probs = draw(logits, history, uniforms, Sampling(temperature=0.5))
+    assert Counter(tokens.tolist())[0] == pytest.approx(4000 * 25 / 38, abs=1)
+    torch.testing.assert_close(log_probs[0], torch.tensor(25 / 38).log())
+
+
+def test_repetition_penalty_divides_the_logits_of_tokens_already_there() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0]])
+    uniforms = torch.tensor([0.0], dtype=torch.float64)
+    tokens, _ = draw(logits, torch.tensor([[0]]), uniforms, Sampling(temperature=0, repetition_penalty=2.0))
+    assert tokens.item() == 1  # 2.0 / 2 = 1.0 < 1.5
+
+
+def test_update_weights_copies_what_is_not_shared(tiny_model: str) -> None:
+    engine = HFEngine()
+    engine.start(load_model(tiny_model), load_tokenizer(tiny_model))
+    other = {name: tensor + 1 for name, tensor in engine.model.named_parameters()}
+    engine.update_weights(other.items(), policy_version=7)
+    assert engine.policy_version == 7
+    for name, tensor in engine.model.named_parameters():
+        torch.testing.assert_close(tensor, other[name])
+    with pytest.raises(EngineError, match="no weight named 'nonsense'"):
+        engine.update_weights([("nonsense", torch.zeros(1))], 8)
+
+
+def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
+    engine = HFEngine()
+    engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model))
+    engine.generate([[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
+    assert engine.model.training
+    engine.close()
+    with pytest.raises(EngineError, match="must be started"):
+        engine.health()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"temperature": -1}, "temperature >= 0"),
+        ({"top_p": 0}, "0 < top_p <= 1"),
+        ({"min_p": 1}, "0 <= min_p < 1"),
+        ({"max_completion_length": 0}, "max_completion_length >= 1"),
+    ],
+)
+def test_sampling_refuses_values_out_of_range(options: dict[str, float], limit: str) -> None:
+    with pytest.raises(InputError, match=limit):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+def test_golden_prompts_can_be_closed_and_split(engine: HFEngine, shared: Path) -> None:
+    case = json.loads((shared / "golden" / "rlt_reward.jsonl").read_text().splitlines()[0])
+    prompt = engine.tokenizer(
+        case["teacher_prompt"] + case["think"] + "\n\n<|end_of_", add_special_tokens=False
+    ).input_ids
+    [[completion]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=8), 1, "|>", [0])
+    assert engine.tokenizer.decode(completion.token_ids).endswith("|>")

