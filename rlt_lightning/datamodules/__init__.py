@@ -1,0 +1,1 @@
+"""Rows from any source, tokenised into the contexts of teacher and student."""

@@ -1,0 +1,419 @@
+"""The texts that teacher and student see, as token ids, with every span known by construction."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
+
+BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
+SENTINEL = "A"  # stands for the text that follows a prompt, which decides how its last newlines are tokenised
+NO_SYSTEM_ROLE = (
+    "Use another model, or set data.teacher_system_prompt and data.student_system_prompt to '' if it knows "
+    "no system role."
+)
+
+TEACHER_SYSTEM_PROMPT = (
+    "You are a teacher. You are given a question together with its solution. Explain step by step how to get "
+    "from the question to this solution, so that a student who has not seen the solution can follow every "
+    "step and reach it alone. Write the explanation between {explanation_open} and {explanation_close}."
+)
+STUDENT_SYSTEM_PROMPT = (
+    "Answer the question in two parts. First think step by step, checking your steps, between {thought_open} "
+    "and {thought_close}. Then write the final solution, short and complete, between {solution_open} and "
+    "{solution_close}."
+)
+
+
+@dataclass(frozen=True)
+class TagStyle:
+    """The tags around thoughts, solutions and explanations, and the separator between a tag and its content.
+
+    Raises:
+        InputError: If a tag is empty or occurs in another one.
+    """
+
+    thought_open: str
+    thought_close: str
+    solution_open: str
+    solution_close: str
+    explanation_open: str
+    explanation_close: str
+    separator: str = "\n\n"
+
+    def __post_init__(self) -> None:
+        tags = self.tags()
+        if empty := [name for name, tag in tags.items() if not tag.strip()]:
+            raise InputError(
+                f"Every tag must have text, but {', '.join(empty)} is empty. Fill it in data.tags."
+            )
+        for name, tag in tags.items():
+            for other, text in tags.items():
+                if name != other and tag in text:
+                    raise InputError(
+                        f"No tag may occur in another one, but {name} '{tag}' is in {other} '{text}'. "
+                        "Choose six different tags in data.tags."
+                    )
+
+    def tags(self) -> dict[str, str]:
+        """Return the six tags by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "separator"}
+
+    def fill(self, text: str) -> str:
+        """Put the tags in place of placeholders such as {thought_open}; other braces stay."""
+        for name, tag in self.tags().items():
+            text = text.replace("{" + name + "}", tag)
+        return text
+
+    def wrap(self, text: str) -> str:
+        """Put the separator on both sides of a text, instead of the white space that it has there."""
+        return self.separator + text.strip() + self.separator
+
+
+STRATOS = TagStyle(
+    "<|begin_of_thought|>",
+    "<|end_of_thought|>",
+    "<|begin_of_solution|>",
+    "<|end_of_solution|>",
+    "<|begin_of_explanation|>",
+    "<|end_of_explanation|>",
+    separator="\n\n",
+)
+R1 = TagStyle(
+    "<think>", "</think>", "<solution>", "</solution>", "<explanation>", "</explanation>", separator="\n"
+)
+TAG_STYLES = {"stratos": STRATOS, "r1": R1}
+
+
+def tag_style(tags: str | TagStyle) -> TagStyle:
+    """Look up a built-in tag style; a style of one's own is passed through."""
+    if isinstance(tags, TagStyle):
+        return tags
+    if tags not in TAG_STYLES:
+        raise InputError(
+            f"data.tags must be {' or '.join(TAG_STYLES)} or a mapping with the fields of TagStyle, "
+            f"but got '{tags}'. Choose one of them."
+        )
+    return TAG_STYLES[tags]
+
+
+def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
+    """Tokenise the concatenated pieces once and give each token to the piece in which it starts.
+
+    A token that glues the end of one piece to the start of the next, such as `>\\n\\n` in Qwen's vocabulary,
+    thus belongs to the first.
+
+    Raises:
+        InputError: If the tokenizer is a slow one, which knows no offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            "The tokenizer must be a fast one, which knows where its tokens start, but "
+            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
+        )
+    encoding = tokenizer(
+        "".join(pieces), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    bounds = list(accumulate(map(len, pieces)))
+    ids_per_piece: list[list[int]] = [[] for _ in pieces]
+    piece = covered = 0
+    for token_id, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        # Some tokenizers trim leading spaces off the offsets: a token starts where the text before it ends.
+        # Tokens that share one multi-byte character share its offsets, and so stay together.
+        piece = max(piece, bisect_right(bounds, min(start, covered)))
+        ids_per_piece[min(piece, len(pieces) - 1)].append(token_id)
+        covered = max(covered, end)
+    return ids_per_piece
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise a text whose special tokens, bos included, are already written out."""
+    return encode_pieces(tokenizer, [text])[0]
+
+
+class ChatFormat:
+    """Build and take apart the contexts of teacher and student for one tokenizer.
+
+    Teacher: chat(system, question) + <solution> + <explanation> … </explanation>
+    Student: chat(system, question) + <thought> … </thought> + <solution>
+
+    The chat template renders only system, user and generation prompt; the assistant's text is appended as it
+    is, since some templates cut reasoning out of an assistant turn.
+
+    Args:
+        tokenizer: Fast tokenizer with a chat template.
+        tags: "stratos", "r1" or a TagStyle.
+        teacher_system_prompt: None for our own. The empty string means no system message at all; some
+            templates, Qwen2.5's for one, then insert a system message of theirs.
+        student_system_prompt: As above; for rows that bring none.
+
+    Raises:
+        InputError: If the tokenizer is slow, has no chat template or one that cannot carry these prompts, or
+            glues the separator to what follows it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tags: str | TagStyle = "stratos",
+        teacher_system_prompt: str | None = None,
+        student_system_prompt: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tags = tag_style(tags)
+        self.teacher_system_prompt = self._system_prompt(teacher_system_prompt, TEACHER_SYSTEM_PROMPT)
+        self.student_system_prompt = self._system_prompt(student_system_prompt, STUDENT_SYSTEM_PROMPT)
+        if tokenizer.eos_token_id is None:
+            raise InputError(
+                "The tokenizer must have an end-of-sequence token, but has none. Set its eos_token."
+            )
+        for system_prompt in (self.teacher_system_prompt, self.student_system_prompt):
+            self._check_template(system_prompt)
+        opening = self._encode_opening(self.tags.explanation_open)
+        self._explanation_opening = opening[0] + opening[1]
+
+    @property
+    def end_tag(self) -> str:
+        """The stop string of the engines: the tag that closes an explanation."""
+        return self.tags.explanation_close
+
+    # Problems
+
+    def problem(
+        self,
+        row_number: int,
+        question: str,
+        solution: str,
+        student_system_prompt: str | None = None,
+        columns: dict[str, Any] | None = None,
+    ) -> Problem:
+        """Tokenise one question with its solution.
+
+        The prompts get the tokens that they have in front of a letter, as in training text.
+
+        Args:
+            row_number: Number of the row in its source, from 1.
+            question: What the user asks.
+            solution: Text between the solution tags, surrounding newlines included; see `TagStyle.wrap`.
+            student_system_prompt: The row's own; None for the format's.
+            columns: The row as it was read.
+        """
+        tags = self.tags
+        given = tags.solution_open + solution + tags.solution_close + BLOCK_BREAK + tags.explanation_open
+        teacher_prefix, think_prefix = self._encode_opening(self.teacher_chat(question) + given)
+        chat = self.student_chat(question, student_system_prompt)
+        student_prefix, student_separator = self._encode_opening(chat + tags.thought_open)
+        if student_separator != think_prefix:  # the two tags end differently: nothing can be shared
+            teacher_prefix, student_prefix = teacher_prefix + think_prefix, student_prefix + student_separator
+            think_prefix = []
+        between = tags.thought_close + BLOCK_BREAK + tags.solution_open
+        content = solution.removesuffix(tags.separator)
+        closing = solution[len(content) :] + tags.solution_close
+        _, student_suffix, solution_ids, _ = encode_pieces(
+            self.tokenizer, [SENTINEL + tags.separator, between, content, closing]
+        )
+        return Problem(
+            row=row_number,
+            question=question,
+            solution=solution,
+            teacher_prefix=teacher_prefix,
+            think_prefix=think_prefix,
+            student_prefix=student_prefix,
+            student_suffix=student_suffix,
+            solution_ids=solution_ids,
+            columns=columns or {},
+        )
+
+    def teacher_chat(self, question: str) -> str:
+        """Render the teacher's conversation up to the assistant's text."""
+        return self.render(self.teacher_system_prompt, question)
+
+    def student_chat(self, question: str, student_system_prompt: str | None = None) -> str:
+        """Render the student's conversation up to the assistant's text."""
+        system_prompt = self.student_system_prompt if student_system_prompt is None else student_system_prompt
+        return self.render(system_prompt, question)
+
+    def render(self, system_prompt: str, question: str) -> str:
+        """Render system message, user message and generation prompt with the tokenizer's chat template.
+
+        Raises:
+            InputError: If there is no template, or it refuses a system message.
+        """
+        import jinja2
+
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        messages.append({"role": "user", "content": question})
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InputError(
+                "The tokenizer must have a chat template, but has none. Use an instruction-tuned model, or "
+                "put a chat_template.jinja into its folder."
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+            )
+        except jinja2.TemplateError as error:
+            raise InputError(
+                f"The chat template must accept a system and a user message, but it refused them ({error}). "
+                f"{NO_SYSTEM_ROLE}"
+            ) from error
+        # Reasoning models' templates may open, or open and close, a thought of their own; ours replaces it.
+        return re.sub(r"<think>\s*(</think>\s*)?$", "", text)
+
+    # Completions
+
+    def completion_from_text(self, problem: Problem, text: str) -> Completion:
+        """Tokenise a completion that is given as text: what follows its first end tag is dropped."""
+        text, end_tag, _ = text.partition(self.end_tag)
+        finish_reason: FinishReason = "stop" if end_tag else "length"
+        opening = [self.tags.explanation_open + self.tags.separator]
+        prompt_ids, token_ids = encode_pieces(self.tokenizer, [*opening, text + end_tag])
+        if prompt_ids != self._explanation_opening:  # the text would change the prompt's own tokens
+            token_ids = encode(self.tokenizer, text + end_tag)
+        return Completion(token_ids, None, finish_reason)
+
+    def completion_from_trace(self, problem: Problem, trace: str) -> Completion:
+        """Tokenise a reasoning trace as the completion that a perfect teacher would sample."""
+        return self.completion_from_text(problem, trace.strip() + self.tags.separator + self.end_tag)
+
+    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """Find the spans of a completion by looking at its last tokens only.
+
+        A token that holds the start of the end tag is not part of the body, even if it also holds the
+        explanation's last character: no part of the tag reaches the student.
+        """
+        body = completion.token_ids
+        if completion.finish_reason == "stop":
+            body = body[: self._start_of_end_tag(body)]
+        elif completion.finish_reason == "eos":
+            body = body[:-1]
+        num_think = len(body) - self._num_separator_tokens(body)
+        return Rollout(problem, completion, len(body), num_think, self._decode(body).strip())
+
+    # Supervised fine-tuning
+
+    def teacher_sft_example(self, problem: Problem, trace: str) -> SFTExample:
+        """The teacher's prompt with a human or model trace as its explanation.
+
+        The prompt is the one of RL token by token; the loss counts the explanation, its end tag and the eos.
+        """
+        completion = [*self.completion_from_trace(problem, trace).token_ids, self.tokenizer.eos_token_id]
+        return masked_example(problem.row, problem.teacher_prompt, completion)
+
+    def student_sft_example(
+        self,
+        row_number: int,
+        question: str,
+        thought: str,
+        solution: str,
+        student_system_prompt: str | None = None,
+    ) -> SFTExample:
+        """The student's conversation with the assistant turn that it should write; the loss counts that turn.
+
+        Args:
+            row_number: Number of the row in its source.
+            question: What the user asks.
+            thought: Text between the thought tags, surrounding newlines included.
+            solution: Text between the solution tags, surrounding newlines included.
+            student_system_prompt: The row's own; None for the format's.
+        """
+        tags = self.tags
+        turn = tags.thought_open + thought + tags.thought_close + BLOCK_BREAK
+        turn += tags.solution_open + solution + tags.solution_close
+        # Prompt and turn are tokenised apart, as they are when the student is used.
+        prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
+        return masked_example(
+            row_number, prompt, [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id]
+        )
+
+    # Helpers
+
+    def _system_prompt(self, prompt: str | None, default: str) -> str:
+        return self.tags.fill(default if prompt is None else prompt)
+
+    def _check_template(self, system_prompt: str) -> None:
+        """Check that the template renders what it is given."""
+        text = self.render(system_prompt, "What is 1 + 1?")
+        for name, content in {"system message": system_prompt, "user message": "What is 1 + 1?"}.items():
+            if content.strip() not in text:
+                raise InputError(
+                    f"The chat template must render the {name}, but it leaves it out. {NO_SYSTEM_ROLE}"
+                )
+
+    def _encode_opening(self, text: str) -> tuple[list[int], list[int]]:
+        """Tokenise a prompt that ends in an opening tag, and the separator after that tag."""
+        prefix, separator, sentinel = encode_pieces(self.tokenizer, [text, self.tags.separator, SENTINEL])
+        if not sentinel:
+            raise InputError(
+                f"The separator must be tokenised apart from the text after it, but {self.tags.separator!r} "
+                "is glued to it. Let data.tags.separator end in a newline."
+            )
+        return prefix, separator
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _start_of_end_tag(self, token_ids: list[int]) -> int:
+        """Index of the token with the end tag's first character, given that its last is in the last token."""
+        # Each token holds at least one byte of the tag.
+        shortest = max(0, len(token_ids) - len(self.end_tag.encode()))
+        for start in range(len(token_ids) - 1, shortest - 1, -1):
+            if self.end_tag in self._decode(token_ids[start:]):
+                return start
+        raise ValueError(
+            f"A completion that finished with 'stop' must end with {self.end_tag}, but its last tokens read "
+            f"{self._decode(token_ids[shortest:])!r}. Check the engine that sampled it."
+        )
+
+    def _ends_in_separator(self, token_ids: list[int]) -> bool:
+        separator = self.tags.separator
+        return not separator or self._decode(token_ids[-len(separator.encode()) :]).endswith(separator)
+
+    def _num_separator_tokens(self, token_ids: list[int]) -> int:
+        """Count the last tokens that start inside the separator."""
+        separator = self.tags.separator
+        if not separator or not self._ends_in_separator(token_ids):
+            return 0
+        count = 0
+        while count < len(token_ids) and separator.endswith(
+            self._decode(token_ids[len(token_ids) - count - 1 :])
+        ):
+            count += 1
+        return count
+
+
+def masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:
+    """Join prompt and completion; the loss counts the completion."""
+    return SFTExample(row, prompt + completion, [False] * len(prompt) + [True] * len(completion))
+
+
+def ensure_pad_token(tokenizer: Any) -> int:
+    """Give the tokenizer a padding token that is not its eos, out of its own vocabulary, and return its id.
+
+    We train packed, so no padding enters a loss; but whoever pads with the exported tokenizer and masks the
+    padding would mask the eos too, if they were the same.
+
+    Raises:
+        InputError: If the vocabulary has no token that could serve.
+    """
+    candidates = [
+        tokenizer.pad_token,
+        "<|endoftext|>",
+        tokenizer.unk_token,
+        "<pad>",
+        "<|finetune_right_pad_id|>",  # Llama 3.1 and later
+        "<|reserved_special_token_0|>",  # Llama 3
+    ]
+    vocabulary = tokenizer.get_vocab()
+    for token in candidates:
+        if token in vocabulary and vocabulary[token] != tokenizer.eos_token_id:
+            tokenizer.pad_token = token
+            return vocabulary[token]
+    raise InputError(
+        f"The tokenizer must have a padding token other than its eos {tokenizer.eos_token!r}, but its "
+        "vocabulary has no spare one. Set pad_token in its tokenizer_config.json."
+    )
