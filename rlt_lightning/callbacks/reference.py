@@ -18,7 +18,8 @@ from rlt_lightning.types import InputError
 class ReferenceSync(Callback):
     """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
 
-    The reference stays out of checkpoints. What it has become is written to `reference/` in the run folder at each
+    The reference stays out of checkpoints. What it has become is written to `reference/` in the run folder
+    at each
     sync, and the callback's state names that folder, so a resumed run goes on with the same reference.
 
     Args:
@@ -29,7 +30,8 @@ class ReferenceSync(Callback):
     def __init__(self, every_n_steps: int = 32, alpha: float = 0.9) -> None:
         if not 0 < alpha <= 1 or every_n_steps < 1:
             raise InputError(
-                f"ReferenceSync needs 0 < alpha <= 1 and every_n_steps >= 1, but got {alpha} and {every_n_steps}."
+                f"ReferenceSync needs 0 < alpha <= 1 and every_n_steps >= 1, but got {alpha} and "
+                f"{every_n_steps}."
             )
         self.every_n_steps = every_n_steps
         self.alpha = alpha
@@ -50,10 +52,11 @@ class ReferenceSync(Callback):
         folder = self._folder(trainer)
         if not folder.is_dir():
             raise InputError(
-                f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. Restore it."
+                f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. "
+                "Restore it."
             )
         restored = load_model(str(folder), str(pl_module.dtype_name))
-        pl_module.reference.model.load_state_dict(restored.state_dict())  # type: ignore[union-attr, operator]
+        pl_module.reference.model.load_state_dict(restored.state_dict())  # type: ignore[union-attr]
 
     @override
     def on_train_batch_end(

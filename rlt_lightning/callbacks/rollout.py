@@ -22,7 +22,8 @@ class RolloutCallback(Callback):
         sampling: Temperature and limits of training completions.
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
-        seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run repeats it.
+        seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run
+            repeats it.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class RolloutCallback(Callback):
         """Check, before any model is loaded, that prompts and completions fit into both contexts."""
         if stage == "fit" and self.sampling.temperature == 0:
             raise InputError(
-                "RolloutCallback.sampling.temperature must be above 0 in training, but is 0: greedy completions of a "
+                "RolloutCallback.sampling.temperature must be above 0 in training, but is 0: greedy "
+                "completions of a "
                 "group are all alike. Set it, the released recipe uses 0.7."
             )
         problems: list[Problem] = trainer.datamodule.problems  # type: ignore[attr-defined]
@@ -127,7 +129,8 @@ def require_room(problems: list[Problem], role: str, context: int, max_completio
             fixed += len(problem.solution_ids)
         if fixed + max_completion_length > context:
             raise InputError(
-                f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row {problem.row} "
+                f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
+                f"{problem.row} "
                 f"needs {fixed} + max_completion_length {max_completion_length}. "
                 "Lower sampling.max_completion_length or data.max_prompt_length."
             )

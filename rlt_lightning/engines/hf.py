@@ -26,11 +26,13 @@ class Draft:
 class HFEngine:
     """Sample with the teacher itself: a prompt's keys and values are computed once and shared by its group.
 
-    Every completion draws from its own seeded stream by inverting the cumulative distribution, so a completion does
+    Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
+    completion does
     not depend on its neighbours in the batch, on the number of ranks, or on the random state of the process.
 
     Args:
-        max_sequences: Completions sampled at once; more go in turns. Bounds the memory of the key-value cache.
+        max_sequences: Completions sampled at once; more go in turns. Bounds the memory of the key-value
+            cache.
     """
 
     def __init__(self, max_sequences: int = 64) -> None:
@@ -50,7 +52,8 @@ class HFEngine:
             for name, tensor in named_tensors:
                 if name not in own:
                     raise EngineError(
-                        f"HFEngine has no weight named '{name}'. Push the weights of the model it was started with."
+                        f"HFEngine has no weight named '{name}'. Push the weights of the model it was "
+                        "started with."
                     )
                 if own[name] is not tensor:
                     own[name].copy_(tensor)
@@ -128,7 +131,8 @@ class HFEngine:
         """Run every prompt once, then repeat its keys and values for each completion of its group."""
         length = max(map(len, prompts))
         device = next(self.model.parameters()).device
-        # Left padding. A pad position repeats the prompt's first token: the mask hides it from attention, and the
+        # Left padding. A pad position repeats the prompt's first token: the mask hides it from attention,
+        # and the
         # repetition penalty, which looks at the tokens present, sees nothing new.
         rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
         history = torch.tensor(rows, device=device)  # (P, L)
@@ -150,7 +154,7 @@ class HFEngine:
 
 
 def row_uniforms(seed: int, num_completions: int, sampling: Sampling) -> Tensor:
-    """Draw the random numbers of a group, (num_completions, max_completion_length), from its prompt's seed."""
+    """Draw a group's random numbers, (num_completions, max_completion_length), from its prompt's seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(
         num_completions, sampling.max_completion_length, generator=generator, dtype=torch.float64
@@ -167,7 +171,8 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
         sampling: Temperature and truncation.
 
     Returns:
-        Token ids (n,) and their log-probs (n,) under softmax(logits / temperature) of the full vocabulary, nats.
+        Token ids (n,) and their log-probs (n,) under softmax(logits / temperature) of the full vocabulary,
+        nats.
         Greedy sampling reports log-probs at temperature 1.
     """
     scaled = logits / (sampling.temperature or 1.0)
@@ -185,7 +190,7 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
 
 
 def truncate(logits: Tensor, history: Tensor, sampling: Sampling) -> Tensor:
-    """Apply repetition penalty, temperature, top-k, top-p and min-p, in that order, with transformers' own code."""
+    """Apply repetition penalty, temperature, top-k, top-p and min-p, in that order, by transformers' code."""
     from transformers.generation import logits_process as processors
 
     if sampling.repetition_penalty != 1:
@@ -197,7 +202,7 @@ def truncate(logits: Tensor, history: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         logits = processors.TopPLogitsWarper(sampling.top_p)(history, logits)
     if sampling.min_p:
-        logits = processors.MinPLogitsWarper(sampling.min_p)(history, logits)
+        logits = processors.MinPLogitsWarper(sampling.min_p)(history, logits)  # type: ignore[arg-type]
     return logits
 
 

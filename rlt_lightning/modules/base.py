@@ -1,4 +1,4 @@
-"""What both training stages share: a language model, its optimizer, packed log-probs and the clock of a step."""
+"""What both training stages share: a language model, its optimizer, packed log-probs, a clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class PhaseClock:
-    """Seconds spent per phase of the current step; tells a listener, such as the progress bar, what runs now."""
+    """Seconds per phase of the current step; tells a listener, such as the progress bar, what runs now."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -75,7 +75,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_frac < 1:
             raise InputError(
-                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of the run."
+                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of "
+                "the run."
             )
         if self.lr <= 0 or self.max_grad_norm < 0:
             raise InputError(
@@ -130,7 +131,7 @@ class PolicyModule(LightningModule):
             return
         self.policy = self.load(self.pretrained, self.dtype_name)
         check_packing(self.policy, self.pretrained)
-        self.policy.train()  # from_pretrained returns eval mode, in which gradient checkpointing is silently off
+        self.policy.train()  # in eval mode, as it is loaded, gradient checkpointing would silently be off
         disable_dropout(self.policy)  # the policy that is scored is the policy that is trained
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -156,7 +157,7 @@ class PolicyModule(LightningModule):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make the random state of a step a function of seed, step and rank, so that a resumed run repeats it."""
+        """Make a step's random state a function of seed, step and rank, so that a resumed run repeats it."""
         torch.manual_seed(mix_seed(self.seed, self.global_step, self.global_rank))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -175,15 +176,15 @@ class PolicyModule(LightningModule):
         schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def optimizer_step_now(self) -> dict[str, Tensor]:
+    def optimizer_step_now(self) -> dict[str, Any]:
         """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
         max_norm = self.optimizer_config.max_grad_norm or torch.inf
         grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm, error_if_nonfinite=True)
         optimizer.step()
-        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
-        return {"policy/grad_norm": grad_norm, "policy/lr": torch.tensor(lr)}
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step against the number of steps taken."""
@@ -199,7 +200,7 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
 
 
 def head_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return the map from hidden states (M, H) to logits (M, V), with the scalings of the models that have them."""
+    """Return the map from hidden states (M, H) to logits (M, V), scaled and capped as the model does."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
@@ -218,7 +219,8 @@ def check_packing(model: Any, name: str) -> None:
     """Prove on two short sequences that packed log-probs equal the model's own, one by one.
 
     Raises:
-        InputError: If the architecture attends across packed sequences or scales its logits in a way we do not know.
+        InputError: If the architecture attends across packed sequences or scales its logits in a way we do
+            not know.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(1000, model.config.get_text_config().vocab_size)
@@ -239,8 +241,10 @@ def check_packing(model: Any, name: str) -> None:
     )  # nats; a leak shows as whole nats
     if not error <= bound:
         raise InputError(
-            f"Packed log-probs of '{name}' must equal its one-by-one log-probs, but differ by {error:.2g} nats: "
-            f"the architecture {type(model).__name__} cannot be trained packed. Use a Llama, Qwen2 or Qwen3 model."
+            f"Packed log-probs of '{name}' must equal its one-by-one log-probs, but differ by {error:.2g} "
+            "nats: "
+            f"the architecture {type(model).__name__} cannot be trained packed. Use a Llama, Qwen2 or "
+            "Qwen3 model."
         )
 
 

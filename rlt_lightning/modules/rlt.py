@@ -1,4 +1,4 @@
-"""Reinforcement-Learned Teachers: GRPO of a teacher against a frozen student. Start reading at `training_step`."""
+"""Reinforcement-Learned Teachers: GRPO of a teacher against a frozen student. Start at `training_step`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class RLTModule(PolicyModule):
         if not 0 <= staleness <= self.max_staleness:
             raise RuntimeError(
                 f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
-                f"RolloutCallback brought some of version {rollouts.policy_version} at step {self.global_step}."
+                f"RolloutCallback brought some of version {rollouts.policy_version} at step "
+                f"{self.global_step}."
             )
         return rollouts
 
@@ -198,17 +199,22 @@ class RLTModule(PolicyModule):
 
     def policy_micro_batches(self, rows: list[Rollout]) -> Iterator[tuple[list[int], PackedSequences]]:
         """Pack teacher prompts with their completions; the sampled tokens are the scored ones."""
-        sequences = [r.problem.teacher_prompt + r.completion.token_ids for r in rows]
-        masks = [[False] * len(r.problem.teacher_prompt) + [True] * len(r.completion.token_ids) for r in rows]
-        for indices in pack_by_tokens([len(s) for s in sequences], self.micro_batch_tokens):
-            chosen = [sequences[i] for i in indices], [masks[i] for i in indices]
-            yield indices, PackedSequences.from_lists(*chosen, self.device)
+        sequences = [sampled_sequence(row) for row in rows]
+        for indices in pack_by_tokens(
+            [len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens
+        ):
+            yield indices, self.pack([sequences[i] for i in indices])
+
+    def pack(self, sequences: list[ScoredTokens]) -> PackedSequences:
+        """Lay sequences out in one row on this rank's device."""
+        token_ids, score_masks = zip(*sequences, strict=True)
+        return PackedSequences.from_lists(list(token_ids), list(score_masks), self.device)
 
     # Scoring
 
     @torch.no_grad()
     def score(self, rollouts: Rollouts) -> Scores:
-        """Compute the RLT reward of every rollout: one student forward for both terms, one teacher forward for r_KL.
+        """Compute every rollout's reward: one student forward for both terms, one teacher forward for r_KL.
 
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite, naming the rows and the term.
@@ -232,8 +238,7 @@ class RLTModule(PolicyModule):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return per row the solution log-probs (S,) and the KL of the think tokens (K,)."""
         assert self.student is not None
-        student = PackedSequences.from_lists(*map(list, zip(*student_rows, strict=True)), self.device)
-        teacher = PackedSequences.from_lists(*map(list, zip(*teacher_rows, strict=True)), self.device)
+        student, teacher = self.pack(student_rows), self.pack(teacher_rows)
         student_hidden = scored_hidden_states(self.student.model, student)  # (sum of K + S, H)
         teacher_hidden = scored_hidden_states(self.policy, teacher)  # (sum of K, H)
         student_head, teacher_head = head_of(self.student.model), head_of(self.policy)
@@ -337,6 +342,12 @@ def teacher_sequence(rollout: Rollout) -> ScoredTokens:
     )
 
 
+def sampled_sequence(rollout: Rollout) -> ScoredTokens:
+    """The completion after its prompt; score every token that was sampled, the end tag included."""
+    prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
+    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+
+
 def sampled_log_probs(rows: list[Rollout], log_probs: Tensor) -> Tensor:
     """Return the engine's log-probs of the sampled tokens, padded like `log_probs`, (n, T)."""
     old = torch.zeros_like(log_probs, requires_grad=False)
@@ -344,7 +355,8 @@ def sampled_log_probs(rows: list[Rollout], log_probs: Tensor) -> Tensor:
         values = row.completion.log_probs
         if values is None:
             raise RuntimeError(
-                "Stale rollouts need the log-probs of the policy that sampled them, but the engine sent none. "
+                "Stale rollouts need the log-probs of the policy that sampled them, but the engine sent "
+                "none. "
                 "Let it return log-probs, or set model.max_staleness to 0."
             )
         old[i, : len(values)] = torch.tensor(values, device=log_probs.device)
