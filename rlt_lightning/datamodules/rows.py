@@ -1,0 +1,459 @@
+"""Rows of any source: read, understood, and, where they cannot be used, counted with the reason."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rlt_lightning.datamodules.arithmetic import arithmetic_rows
+from rlt_lightning.datamodules.formats import STRATOS, TagStyle
+from rlt_lightning.types import InputError
+
+ARITHMETIC = "arithmetic"
+CHOICES = (
+    f"'{ARITHMETIC}' (embedded default), a .jsonl, .json, .parquet or .csv file, a folder of such files, or "
+    "a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k'"
+)
+QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
+SHOWN_ROWS = 5  # row numbers per reason in messages
+
+
+class BadRowReason(StrEnum):
+    """Why a row cannot be used."""
+
+    BROKEN_JSON = "broken_json"
+    WRONG_TYPE = "wrong_type"
+    MISSING_COLUMN = "missing_column"
+    MISSING_TAGS = "missing_tags"
+    EMPTY_QUESTION = "empty_question"
+    EMPTY_SOLUTION = "empty_solution"
+    EMPTY_TRACE = "empty_trace"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    SOLUTION_TOO_LONG = "solution_too_long"
+    TOO_LONG = "too_long"
+
+
+class BadRowError(Exception):
+    """This row cannot be used. Caught where rows are counted; it never reaches the user."""
+
+    def __init__(self, reason: BadRowReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+Row = tuple[int, "dict[str, Any] | BadRowError"]  # its number from 1, and its columns or why there are none
+
+
+@dataclass
+class BadRowReport:
+    """The rows of one source that cannot be used, by number and reason."""
+
+    source: str
+    num_rows: int
+    bad: list[tuple[int, BadRowError]] = field(default_factory=list)
+
+    def add(self, row: int, error: BadRowError) -> None:
+        """Count a bad row."""
+        self.bad.append((row, error))
+
+    @property
+    def frac(self) -> float:
+        """Part of the rows that cannot be used."""
+        return len(self.bad) / max(1, self.num_rows)
+
+    def rows_by_reason(self) -> dict[str, list[int]]:
+        """Row numbers by reason, the most frequent reason first."""
+        rows: dict[str, list[int]] = {}
+        for row, error in self.bad:
+            rows.setdefault(str(error.reason), []).append(row)
+        return dict(sorted(rows.items(), key=lambda item: -len(item[1])))
+
+    def summary(self) -> str:
+        """Counts by reason and the first row numbers, in one line."""
+        reasons = []
+        for reason, rows in self.rows_by_reason().items():
+            shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
+            reasons.append(f"{reason} {len(rows)} (row{'s' if len(rows) > 1 else ''} {shown})")
+        return f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used" + (
+            f": {', '.join(reasons)}" if reasons else ""
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts, and every bad row with its reason and detail."""
+        return {
+            "source": self.source,
+            "num_rows": self.num_rows,
+            "num_used": self.num_rows - len(self.bad),
+            "num_bad": len(self.bad),
+            "reasons": {reason: len(rows) for reason, rows in self.rows_by_reason().items()},
+            "bad_rows": [
+                {"row": row, "reason": str(error.reason), "detail": error.detail} for row, error in self.bad
+            ],
+        }
+
+    def check(self, max_bad_frac: float, report_path: Path | None) -> None:
+        """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used."""
+        if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
+            return
+        where = f" All of them are listed in {report_path}." if report_path else ""
+        raise InputError(
+            f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
+            f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
+        )
+
+
+def write_reports(path: Path, reports: list[BadRowReport]) -> None:
+    """Write the reports of a run's sources to one JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"sources": [report.as_dict() for report in reports]}, indent=1) + "\n")
+
+
+# Reading
+
+
+def read_rows(source: str, split: str = "train", num_arithmetic_rows: int = 1000, seed: int = 0) -> list[Row]:
+    """Read all rows of a source.
+
+    Args:
+        source: The embedded default, a file, a folder or a hub id.
+        split: Of a hub data set, a saved data set, the embedded default, or a folder whose files carry the
+            names of splits.
+        num_arithmetic_rows: Size of the embedded default.
+        seed: Of the embedded default.
+
+    Returns:
+        Row numbers from 1 (line numbers of a JSONL file) with their columns, or with the reason why a row has
+        none.
+
+    Raises:
+        InputError: If the source does not exist, cannot be read as a whole, or is empty.
+    """
+    rows = list(_numbered_rows(source, split, num_arithmetic_rows, seed))
+    if not rows:
+        raise InputError(f"The source must have at least one row, but '{source}' has none. Use {CHOICES}.")
+    return rows
+
+
+def _numbered_rows(source: str, split: str, num_arithmetic_rows: int, seed: int) -> Iterator[Row]:
+    path = Path(source).expanduser()
+    if source == ARITHMETIC:
+        yield from enumerate(arithmetic_rows(num_arithmetic_rows, seed, split), start=1)
+    elif path.is_dir():
+        yield from _read_folder(path, split)
+    elif path.is_file():
+        yield from _read_file(path)
+    elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
+        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {CHOICES}.")
+    else:
+        yield from _read_hub(source, split)
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if path.suffix not in READERS:
+        raise InputError(
+            f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {CHOICES}."
+        )
+    try:
+        yield from READERS[path.suffix](path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"The data file {path} must be readable, but is not ({error}). Check its permissions and "
+            "encoding (UTF-8)."
+        ) from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    """A broken line is a bad row; blank lines are not rows. Lines are numbered as an editor numbers them."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, _columns(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield number, BadRowError(BadRowReason.BROKEN_JSON, str(error))
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"The file {path} must be valid JSON, but is not ({error}). Correct it; if it holds one object "
+            "per line, name it .jsonl."
+        ) from error
+    if isinstance(content, dict):
+        content = content.get("data")
+    if not isinstance(content, list):
+        raise InputError(
+            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert it '
+            "to one of them, or to .jsonl."
+        )
+    for number, value in enumerate(content, start=1):
+        yield number, _columns(value)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"The file {path} must be a Parquet file, but is not ({reason}). Write it anew, or use {CHOICES}."
+        ) from error
+    yield from enumerate(rows, start=1)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """Every cell is text, also one that looks like a number; the first line names the columns."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a reasoning trace is longer than the default allows
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                if None in row or None in row.values():
+                    detail = "the row has more or fewer cells than the header"
+                    yield number, BadRowError(BadRowReason.WRONG_TYPE, detail)
+                else:
+                    yield number, dict(row)
+        except csv.Error as error:
+            raise InputError(
+                f"The file {path} must be valid CSV, but is not ({error}). Correct it, or convert it "
+                "to .jsonl."
+            ) from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
+
+
+def _columns(value: Any) -> dict[str, Any] | BadRowError:
+    if isinstance(value, dict):
+        return value
+    return BadRowError(BadRowReason.WRONG_TYPE, f"a row must be an object, but is {type(value).__name__}")
+
+
+def _read_folder(folder: Path, split: str) -> Iterator[Row]:
+    """Read a saved data set, or all files of one kind, those of the split if they carry its name."""
+    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        yield from _read_saved_dataset(folder, split)
+        return
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in READERS and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    kinds = sorted({path.suffix for path in files})
+    if len(kinds) != 1:
+        found = f"holds {', '.join(kinds)}" if kinds else "holds none"
+        raise InputError(
+            f"A data folder must hold files of one kind ({', '.join(READERS)}) or a saved data set, but "
+            f"{folder} {found}. Name one file, or use {CHOICES}."
+        )
+    of_split = [path for path in files if re.split(r"[-_.]", path.name)[0] == split]
+    offset = 0
+    for path in of_split or files:
+        number = 0
+        for number, columns in _read_file(path):
+            yield offset + number, columns
+        offset += number
+
+
+def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"The saved data set {folder} must be loadable, but is not ({_first_line(error)}). Save it anew, "
+            f"or use {CHOICES}."
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise InputError(
+                f"The saved data set {folder} must have the split '{split}', but has {', '.join(dataset)}. "
+                "Set data.split."
+            )
+        dataset = dataset[split]
+    yield from enumerate(dataset.to_list(), start=1)
+
+
+def _read_hub(name: str, split: str) -> Iterator[Row]:
+    import datasets
+
+    hub_log = logging.getLogger("huggingface_hub")
+    level = hub_log.level
+    hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
+    try:
+        dataset = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"The data set '{name}', split '{split}', could not be loaded ({_first_line(error)}). "
+            f"Use {CHOICES}."
+        ) from error
+    finally:
+        hub_log.setLevel(level)
+    yield from enumerate(dataset.to_list(), start=1)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+# Understanding
+
+
+@dataclass(frozen=True)
+class ParsedRow:
+    """What a row says, whatever its columns are called."""
+
+    question: str
+    solution: str  # as it stands between the solution tags, surrounding newlines included
+    trace: str | None  # as it stands between the thought tags
+    completion: str | None  # raw generated text of a teacher
+    system: str | None  # the row's own system prompt, of the student
+
+
+def check_columns(rows: Iterable[Row], source: str, needs_trace: bool, allows_completion: bool) -> None:
+    """Stop if no row of the source has the columns that a task needs.
+
+    Raises:
+        InputError: Naming the missing columns and those found.
+    """
+    columns = [row for _, row in rows if isinstance(row, dict)]
+    missing = [missing_columns(row, needs_trace, allows_completion) for row in columns]
+    if not missing or not all(missing):
+        return
+    found = sorted({str(name) for row in columns[:100] for name in row})
+    raise InputError(
+        "Rows must have the columns question and solution (and reasoning_trace for fine-tuning and scoring), "
+        f"or conversations, but '{source}' lacks {', '.join(missing[0])} and has "
+        f"{', '.join(found) or 'no columns'}. Rename its columns."
+    )
+
+
+def missing_columns(row: dict[str, Any], needs_trace: bool, allows_completion: bool) -> list[str]:
+    """Return the names of the columns that a row should have but has not."""
+    if row.get("conversations") is not None:
+        return []
+    missing = [] if any(name in row for name in QUESTION_COLUMNS) else ["question"]
+    missing += [] if "solution" in row else ["solution"]
+    if needs_trace and "reasoning_trace" not in row and not (allows_completion and "completion" in row):
+        missing += ["reasoning_trace"]
+    return missing
+
+
+def parse_row(
+    row: dict[str, Any], tags: TagStyle, needs_trace: bool = False, allows_completion: bool = False
+) -> ParsedRow:
+    """Understand a row of Bespoke-Stratos' format or one with question and solution.
+
+    Args:
+        row: Its columns.
+        tags: Of the texts to be made. Text between a row's own tags stays as it is where they are these tags,
+            and else gets these tags' separator.
+        needs_trace: Whether the task needs a reasoning trace.
+        allows_completion: Whether a `completion` will do instead.
+
+    Raises:
+        BadRowError: With the reason why the row cannot be used.
+    """
+    if missing := missing_columns(row, needs_trace, allows_completion):
+        raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
+    parsed = _parse_stratos(row, tags) if row.get("conversations") is not None else _parse_custom(row, tags)
+    if not parsed.question.strip():
+        raise BadRowError(BadRowReason.EMPTY_QUESTION, "the question has no text")
+    if not parsed.solution.strip():
+        raise BadRowError(BadRowReason.EMPTY_SOLUTION, "the solution has no text")
+    has_completion = allows_completion and bool(parsed.completion)
+    if needs_trace and not (parsed.trace or "").strip() and not has_completion:
+        raise BadRowError(BadRowReason.EMPTY_TRACE, "the reasoning trace has no text")
+    return parsed
+
+
+def _parse_custom(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
+    question = next((row[name] for name in QUESTION_COLUMNS if name in row), None)
+    trace = _text(row.get("reasoning_trace"), "reasoning_trace")
+    return ParsedRow(
+        question=_text(question, "question"),
+        solution=tags.wrap(_text(row["solution"], "solution")),
+        trace=tags.wrap(trace) if trace.strip() else None,
+        completion=_text(row.get("completion"), "completion") or None,
+        system=None,
+    )
+
+
+def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
+    turns = [_turn(turn) for turn in _list(row["conversations"])]
+    systems = [text for role, text in turns if role == "system"]
+    roles = [role for role, _ in turns if role != "system"]
+    if roles not in (["user", "assistant"], ["human", "gpt"]):
+        detail = (
+            f"conversations must be one user and one assistant turn, but are {', '.join(roles) or 'empty'}"
+        )
+        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+    question, answer = (text for role, text in turns if role != "system")
+    system = _text(row.get("system"), "system") or next(iter(systems), None)
+    completion = _text(row.get("completion"), "completion") or None
+    if blocks := _split_blocks(answer, tags):
+        return ParsedRow(question, blocks[1], blocks[0], completion, system)
+    if blocks := _split_blocks(answer, STRATOS):
+        thought, solution = map(tags.wrap, blocks)
+        return ParsedRow(question, solution, thought, completion, system and _translate(system, tags))
+    raise BadRowError(BadRowReason.MISSING_TAGS, "the assistant's turn lacks one of the four tags in order")
+
+
+def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:
+    """Return thought and solution as they stand between their tags; None if a tag is missing."""
+    _, opened, rest = text.partition(tags.thought_open)
+    thought, closed, rest = rest.partition(tags.thought_close)
+    _, solution_opened, rest = rest.partition(tags.solution_open)
+    solution, solution_closed, _ = rest.partition(tags.solution_close)
+    return (thought, solution) if opened and closed and solution_opened and solution_closed else None
+
+
+def _translate(system: str, tags: TagStyle) -> str:
+    """Let a system prompt that explains the Stratos tags explain the ones that are used."""
+    for name, tag in STRATOS.tags().items():
+        system = system.replace(tag, tags.tags()[name])
+    return system
+
+
+def _turn(turn: Any) -> tuple[str, str]:
+    if not isinstance(turn, dict):
+        raise BadRowError(BadRowReason.WRONG_TYPE, f"a turn must be an object, but is {type(turn).__name__}")
+    role = turn.get("from", turn.get("role"))
+    return _text(role, "from"), _text(turn.get("value", turn.get("content")), "value")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        kind = type(value).__name__
+        raise BadRowError(BadRowReason.WRONG_TYPE, f"conversations must be a list, but is {kind}")
+    return value
+
+
+def _text(value: Any, column: str) -> str:
+    """Return a text; a missing value counts as empty."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadRowError(BadRowReason.WRONG_TYPE, f"{column} must be text, but is {type(value).__name__}")
+    return value

@@ -1,0 +1,319 @@
+"""The datamodule of all training stages: rows in, checked and tokenised problems or examples out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from rlt_lightning.datamodules.formats import ChatFormat, TagStyle
+from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
+from rlt_lightning.datamodules.rows import (
+    ARITHMETIC,
+    BadRowError,
+    BadRowReason,
+    BadRowReport,
+    ParsedRow,
+    check_columns,
+    parse_row,
+    read_rows,
+    write_reports,
+)
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts, SFTBatch, SFTExample
+
+Task = Literal["rlt", "teacher_sft", "student_sft", "score"]
+Item = Problem | SFTExample
+
+
+class StratosDataModule(LightningDataModule):
+    """Questions with solutions, in Bespoke-Stratos' format or in columns of one's own.
+
+    `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are kept
+    out, counted, and listed in `data_report.json`.
+
+    Args:
+        source: "arithmetic" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub id.
+        split: Split of the source, where it has any.
+        task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
+            teacher or the student, or given completions to be scored (score).
+        tokenizer: Name of the teacher's (or trained) model; linked from the model.
+        student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
+        tags: "stratos", "r1", or the fields of a TagStyle.
+        teacher_system_prompt: None for ours; '' for none. May hold placeholders such as {explanation_open}.
+        student_system_prompt: None for the row's own, else ours; '' for none.
+        prompts_per_step: Rows per optimizer step, over all processes.
+        max_prompt_length: Tokens of a prompt; longer rows are kept out.
+        max_solution_length: Tokens of a solution; None for no limit.
+        max_length: Tokens of a whole sequence; longer rows are kept out.
+        val_source: Source of held-out rows.
+        val_split: Its split, where it has any.
+        val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
+        val_batch_size: Rows per batch of validation and prediction, over all processes; None:
+            prompts_per_step.
+        max_rows: Rows read of the source at most, from its start.
+        num_arithmetic_rows: Size of the embedded source.
+        max_bad_frac: Part of the rows that may be unusable.
+        seed: Of order, held-out rows and the embedded source.
+        output_dir: Folder of `data_report.json`; None writes none.
+        trust_remote_code: Run code that comes with a tokenizer.
+    """
+
+    def __init__(
+        self,
+        source: str = ARITHMETIC,
+        split: str = "train",
+        task: Task = "rlt",
+        tokenizer: str | None = None,
+        student_tokenizer: str | None = None,
+        tags: str | TagStyle = "stratos",
+        teacher_system_prompt: str | None = None,
+        student_system_prompt: str | None = None,
+        prompts_per_step: int = 16,
+        max_prompt_length: int = 16384,
+        max_solution_length: int | None = None,
+        max_length: int = 16384,
+        val_source: str | None = None,
+        val_split: str = "test",
+        val_rows: int = 0,
+        val_batch_size: int | None = None,
+        max_rows: int | None = None,
+        num_arithmetic_rows: int = 1000,
+        max_bad_frac: float = 0.01,
+        seed: int = 0,
+        output_dir: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.split = split
+        self.task: Task = task
+        self.tokenizer_name = tokenizer
+        self.student_tokenizer_name = student_tokenizer
+        self.tags = tags
+        self.teacher_system_prompt = teacher_system_prompt
+        self.student_system_prompt = student_system_prompt
+        self.prompts_per_step = prompts_per_step
+        self.max_prompt_length = max_prompt_length
+        self.max_solution_length = max_solution_length
+        self.max_length = max_length
+        self.val_source = val_source
+        self.val_split = val_split
+        self.val_rows = val_rows
+        self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
+        self.max_rows = max_rows
+        self.num_arithmetic_rows = num_arithmetic_rows
+        self.max_bad_frac = max_bad_frac
+        self.seed = seed
+        self.output_dir = output_dir
+        self.trust_remote_code = trust_remote_code
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        limits = {
+            "prompts_per_step": self.prompts_per_step,
+            "max_prompt_length": self.max_prompt_length,
+            "max_length": self.max_length,
+            "val_batch_size": self.val_batch_size,
+            "num_arithmetic_rows": self.num_arithmetic_rows,
+            "max_rows": 1 if self.max_rows is None else self.max_rows,
+            "max_solution_length": 1 if self.max_solution_length is None else self.max_solution_length,
+            "val_rows + 1": self.val_rows + 1,
+        }
+        if low := [f"data.{name} is {value}" for name, value in limits.items() if value < 1]:
+            raise InputError(f"Sizes and limits must be at least 1, but {', '.join(low)}. Raise them.")
+        if not 0 <= self.max_bad_frac <= 1:
+            raise InputError(
+                f"data.max_bad_frac must be in [0, 1], but is {self.max_bad_frac}. It is a part of the rows."
+            )
+
+    # Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Read, check and tokenise everything; nothing is left to fail once a model is loaded."""
+        if hasattr(self, "format"):
+            return
+        self.format = self._load_format()
+        self.report, items = self._prepare(self.source, self.split)
+        reports = [self.report]
+        val_items: list[Item] = []
+        if stage != "predict":
+            if self.val_source is not None:
+                val_report, val_items = self._prepare(self.val_source, self.val_split)
+                val_items = val_items[: self.val_rows or None]
+                reports.append(val_report)
+            elif self.val_rows:
+                items, val_items = self._hold_out(items)
+        self.items: list[Item] = items
+        self.val_items: list[Item] = val_items
+        path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
+        if path and self._rank() == 0:
+            write_reports(path, reports)
+        for report in reports:
+            report.check(self.max_bad_frac, path)
+            if report.bad:
+                rank_zero_info(report.summary() + (f"; see {path}" if path else ""))
+        if stage == "fit":
+            self.train_dataloader()  # says now whether a step's rows can be had and shared out
+
+    def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
+        """Shuffled batches of one optimizer step, resumable in the middle of an epoch."""
+        rank, world_size = self._rank(), self._world_size()
+        return StepLoader(self.items, self.prompts_per_step, self.collate, self.seed, rank, world_size)
+
+    def val_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch] | list[Any]:
+        """The held-out rows in order; none without `val_source` and `val_rows`."""
+        return self._ordered(self.val_items) if self.val_items else []
+
+    def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
+        """All rows of the source, in its order."""
+        return self._ordered(self.items)
+
+    def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
+        """Make a batch; completions that the rows bring are attached as rollouts."""
+        if self.task in ("teacher_sft", "student_sft"):
+            return SFTBatch(items)
+        if self.task == "rlt":
+            return PromptBatch(items)
+        rollouts = [self.format.rollout(problem, problem.given_completion) for problem in items]
+        return PromptBatch(items, Rollouts(rollouts, group_size=1, policy_version=0, temperature=1.0))
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All problems, the held-out ones last; empty in fine-tuning."""
+        return [item for item in [*self.items, *self.val_items] if isinstance(item, Problem)]
+
+    # Helpers
+
+    def _ordered(self, items: list[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
+        return OrderedLoader(items, self.val_batch_size, self.collate, self._rank(), self._world_size())
+
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self.trainer else 1
+
+    def _load_format(self) -> ChatFormat:
+        from rlt_lightning.pretrained import load_tokenizer
+
+        if self.tokenizer_name is None:
+            raise InputError(
+                "data.tokenizer must name the model whose tokenizer is used, but is not set. Set it to a "
+                "folder or hub id."
+            )
+        tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
+        student = self.student_tokenizer_name
+        if student is not None and student != self.tokenizer_name:
+            student_vocabulary = load_tokenizer(student, self.trust_remote_code).get_vocab()
+            check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
+        return ChatFormat(tokenizer, self.tags, self.teacher_system_prompt, self.student_system_prompt)
+
+    def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
+        """Read a source and make its usable rows into items."""
+        rows = read_rows(source, split, self.num_arithmetic_rows, self.seed)[: self.max_rows]
+        needs_trace = self.task != "rlt"
+        check_columns(rows, source, needs_trace, self.task == "score")
+        report = BadRowReport(source, len(rows))
+        items: list[Item] = []
+        make_item = self._item_maker()
+        for number, columns in rows:
+            try:
+                if isinstance(columns, BadRowError):
+                    raise columns
+                parsed = parse_row(columns, self.format.tags, needs_trace, self.task == "score")
+                items.append(make_item(number, parsed, columns))
+            except BadRowError as error:
+                report.add(number, error)
+        return report, items
+
+    def _item_maker(self) -> Callable[[int, ParsedRow, dict[str, Any]], Item]:
+        makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any]], Item]] = {
+            "rlt": self._problem,
+            "score": self._scored_problem,
+            "teacher_sft": self._teacher_example,
+            "student_sft": self._student_example,
+        }
+        return makers[self.task]
+
+    def _problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+        problem = self.format.problem(number, row.question, row.solution, self._student_prompt(row), columns)
+        require_length(BadRowReason.PROMPT_TOO_LONG, len(problem.teacher_prompt), self.max_prompt_length)
+        if self.max_solution_length is not None:
+            num_solution = len(problem.solution_ids)
+            require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.max_solution_length)
+        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0), self.max_length)
+        return problem
+
+    def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+        problem = self._problem(number, row, columns)
+        if row.completion:
+            completion = self.format.completion_from_text(problem, row.completion)
+        else:
+            completion = self.format.completion_from_trace(problem, row.trace or "")
+        num_tokens = len(completion.token_ids)
+        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, num_tokens), self.max_length)
+        return replace(problem, given_completion=completion)
+
+    def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> SFTExample:
+        problem = self._problem(number, row, columns)
+        return self._short_enough(self.format.teacher_sft_example(problem, row.trace or ""))
+
+    def _student_example(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> SFTExample:
+        prompt = self._student_prompt(row)
+        example = self.format.student_sft_example(number, row.question, row.trace or "", row.solution, prompt)
+        num_prompt = example.loss_mask.index(True)
+        require_length(BadRowReason.PROMPT_TOO_LONG, num_prompt, self.max_prompt_length)
+        return self._short_enough(example)
+
+    def _short_enough(self, example: SFTExample) -> SFTExample:
+        require_length(BadRowReason.TOO_LONG, len(example.token_ids), self.max_length)
+        return example
+
+    def _student_prompt(self, row: ParsedRow) -> str | None:
+        """The row's own system prompt, unless the user has set one for all rows."""
+        return row.system if self.student_system_prompt is None else None
+
+    def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
+        """Split items by seed into training and held-out ones, both in the source's order."""
+        if self.val_rows >= len(items):
+            raise InputError(
+                f"data.val_rows must be below the number of usable rows, but is {self.val_rows} of "
+                f"{len(items)}. Lower it, or set data.val_source."
+            )
+        held_out = set(random.Random(f"held out {self.seed}").sample(range(len(items)), self.val_rows))
+        train = [item for i, item in enumerate(items) if i not in held_out]
+        return train, [items[i] for i in sorted(held_out)]
+
+
+def require_length(reason: BadRowReason, length: int, limit: int) -> None:
+    """Keep a row out that has more tokens than the limit."""
+    if length > limit:
+        raise BadRowError(reason, f"{length} tokens, limit {limit}")
+
+
+def longest_sequence(problem: Problem, num_completion: int) -> int:
+    """Tokens of the longer of the two sequences that a problem and a completion make."""
+    student = len(problem.student_prefix) + len(problem.think_prefix) + len(problem.student_suffix)
+    return num_completion + max(len(problem.teacher_prompt), student + len(problem.solution_ids))
+
+
+def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:
+    """Check that every token of the teacher has the same id in the student's vocabulary.
+
+    Raises:
+        InputError: Naming the first token that differs.
+    """
+    if teacher.items() <= student.items():
+        return
+    differing = [token for token, token_id in teacher.items() if student.get(token) != token_id]
+    token = min(differing, key=teacher.__getitem__)
+    raise InputError(
+        "Teacher and student must share a vocabulary, since explanations pass between them as token ids, but "
+        f"{len(differing)} of the teacher's {len(teacher)} tokens differ, the first being {token!r} (teacher "
+        f"{teacher[token]}, student {student.get(token)}). Choose models of one family, such as Qwen2.5."
+    )
