@@ -1,4 +1,4 @@
-"""The in-process engine on a real small model: seeded, exact log-probs, every sampling option, every ending."""
+"""The in-process engine on a real small model: seeded, exact log-probs, every option and every ending."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
 
 
 def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
-    # The model copies: greedy decoding of its own short answer ends where a piece of that answer is the stop string.
+    # The model copies: greedy decoding of its own short answer ends where a piece of that answer is the stop
+    # string.
     prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
     [[free]] = engine.generate([prompt], greedy, 1, END, [0])
     text = engine.tokenizer.decode(free.token_ids[:4])
@@ -102,7 +103,8 @@ def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> Non
 
 
 def test_draw_follows_the_truncated_distribution() -> None:
-    # p = 0.5, 0.3, 0.2; top_k 2 leaves 0.625 and 0.375. 4000 even spaced numbers make the counts exact to one.
+    # p = 0.5, 0.3, 0.2; top_k 2 leaves 0.625 and 0.375. 4000 even spaced numbers make the counts exact to
+    # one.
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(4000, 3)
     uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
     history = torch.zeros(4000, 1, dtype=torch.long)

@@ -68,7 +68,7 @@ def model_card(trainer: Trainer, pl_module: Any) -> str:
         *([f"| frozen student | {student} |", f"| group size | {pl_module.group_size} |"] if student else []),
         f"| optimizer steps | {trainer.global_step} |",
         f"| peak learning rate | {pl_module.optimizer_config.lr} |",
-        f"| data | {data.source} ({len(data.train_rows)} rows) |",
+        f"| data | {data.source} ({len(data.items)} rows) |",
         f"| made with | rlt_lightning {__version__} |",
         "",
         "The resolved configuration is `config.yaml` in the run folder; the figures of every step are in "

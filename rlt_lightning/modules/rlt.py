@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from jsonargparse import lazy_instance
 from torch import Tensor
 
 from rlt_lightning.modules.base import (
@@ -37,8 +36,8 @@ class RLTModule(PolicyModule):
         student: Frozen model that scores the explanations; it shares the teacher's vocabulary.
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options.
-        advantages: How rewards of a group become advantages.
-        policy_loss: GRPO or a variant of it.
+        advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
+        policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
@@ -60,8 +59,8 @@ class RLTModule(PolicyModule):
         student: str = EMBEDDED_MODEL,
         group_size: int = 8,
         reward: RLTReward = RLTReward(),
-        advantages: AdvantageEstimator = lazy_instance(GroupNormalisedAdvantages),
-        policy_loss: PolicyLoss = lazy_instance(GRPOLoss),
+        advantages: AdvantageEstimator | None = None,
+        policy_loss: PolicyLoss | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
         max_staleness: int = 0,
         micro_batch_tokens: int = 16384,
@@ -92,8 +91,8 @@ class RLTModule(PolicyModule):
         self.student_name = student
         self.group_size = group_size
         self.reward = reward
-        self.advantages = advantages
-        self.policy_loss = policy_loss
+        self.advantages = advantages or GroupNormalisedAdvantages()
+        self.policy_loss = policy_loss or GRPOLoss()
         self.max_staleness = max_staleness
         self.student_dtype: Dtype = student_dtype
         self.student: FrozenModel | None = None

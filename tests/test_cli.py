@@ -1,0 +1,346 @@
+"""The command line as users meet it: run folders, crashes and resumes, bad input, start-up time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[1]
+RLT = [sys.executable, "-m", "rlt_lightning"]
+
+
+def rlt(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RLT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def small_fit(model: str, folder: Path, *options: str) -> list[str]:
+    """`rlt fit` of the quickstart config at tiny size: a few seconds."""
+    return [
+        "fit",
+        "--config=configs/quickstart.yaml",
+        f"--model.teacher={model}",
+        f"--model.student={model}",
+        "--model.group_size=2",
+        "--model.optimizer.lr=1e-3",
+        "--data.num_arithmetic_rows=10",
+        f"--output_dir={folder}",
+        *options,
+    ]
+
+
+@pytest.fixture(scope="module")
+def short_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An overlay that makes completions short and moves the reference every second step."""
+    path = tmp_path_factory.mktemp("config") / "short.yaml"
+    callbacks = [
+        {
+            "class_path": "rlt_lightning.callbacks.RolloutCallback",
+            "init_args": {"sampling": {"max_completion_length": 6}},
+        },
+        {"class_path": "rlt_lightning.callbacks.ReferenceSync", "init_args": {"every_n_steps": 2}},
+    ]
+    path.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks, "max_steps": 7}}))
+    return f"--config={path}"
+
+
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return {
+            int(row["step"]): {k: float(v) for k, v in row.items() if v and not k.startswith("perf/")}
+            for row in csv.DictReader(file)
+        }
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = rlt(*small_fit(tiny_model, run, short_config, "--trainer.max_steps=2"))
+    assert result.returncode == 0, result.stderr
+    assert f"{run / 'model'}: the trained model" in result.stdout
+    assert "Next: score explanations" in result.stdout
+    assert "iteration 2/2: reward" in result.stderr
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["init_args"]["reward"]["kl_weight"] == 3.0  # defaults are resolved
+    assert config["data"]["init_args"]["tokenizer"] == tiny_model
+    assert metrics(run).keys() == {1, 2}
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    assert len(rows) == 2 * 2 * 2  # steps, problems, completions
+    for row in rows:
+        parts = row["solution_log_prob_reward"] + row["kl_reward"] + row["format_reward"]
+        assert row["reward"] == pytest.approx(parts, abs=1e-4)
+        assert row["explanation"] is not None
+    assert metrics(run)[1]["reward/mean"] == pytest.approx(
+        sum(row["reward"] for row in rows if row["step"] == 1) / 4, abs=1e-4
+    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.chat_template
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+    card = (run / "model" / "README.md").read_text()
+    assert tiny_model in card
+    assert "arithmetic" in card
+
+
+def test_killed_at_any_moment_and_resumed_equals_not_stopping(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    result = rlt(*small_fit(tiny_model, whole, short_config))
+    assert result.returncode == 0, result.stderr
+    for step in (1, 4):  # after the first iteration; after the reference has moved twice, mid-epoch
+        resume = ["--ckpt_path=last"] if step > 1 else []
+        process = subprocess.Popen(
+            [*RLT, *small_fit(tiny_model, killed, short_config, *resume)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        wait_for((killed / "checkpoints" / f"step={step:06d}.ckpt").exists, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    result = rlt(*small_fit(tiny_model, killed, short_config, "--ckpt_path=last"))
+    assert result.returncode == 0, result.stderr
+    expected, found = metrics(whole), metrics(killed)
+    assert found.keys() == expected.keys() == set(range(1, 8))
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, abs=1e-6), step
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(killed)[name], tensor, atol=1e-6, rtol=0)
+    terms = ("step", "row", "completion", "explanation")
+    rows = [
+        [tuple(json.loads(line)[term] for term in terms) for line in (folder / "rollouts.jsonl").open()]
+        for folder in (whole, killed)
+    ]
+    assert rows[0] == rows[1]  # none lost, none twice
+
+
+def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
+    from rlt_lightning.callbacks.checkpoint import newest_checkpoint
+
+    for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
+        (tmp_path / name).touch()
+    assert newest_checkpoint(tmp_path).name == "step=000010.ckpt"
+
+
+def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) -> None:
+    arguments = [
+        "fit",
+        "--config=configs/teacher_sft.yaml",
+        f"--model.pretrained={tiny_model}",
+        "--model.optimizer.lr=3e-3",
+        "--data.source=arithmetic",
+        "--data.num_arithmetic_rows=24",
+        "--data.prompts_per_step=4",
+        "--data.val_rows=4",
+        "--trainer.precision=32-true",
+        "--trainer.max_epochs=2",
+        "--checkpoint.every_n_train_steps=1",
+        "--trainer.accelerator=cpu",
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    result = rlt(*arguments, f"--output_dir={whole}")
+    assert result.returncode == 0, result.stderr
+    process = subprocess.Popen(
+        [*RLT, *arguments, f"--output_dir={killed}"], cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+    )
+    wait_for((killed / "checkpoints" / "step=000003.ckpt").exists, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    result = rlt(*arguments, f"--output_dir={killed}", "--ckpt_path=last")
+    assert result.returncode == 0, result.stderr
+    expected, found = metrics(whole), metrics(killed)
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, abs=1e-6), step
+    losses = [row["policy/loss"] for _, row in sorted(expected.items())]
+    assert losses[-1] < losses[0] - 0.3
+    assert "policy/val_loss" in expected[max(expected)]
+
+
+BAD_INPUT: dict[str, tuple[list[str], str]] = {
+    "missing file": (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
+    "unknown model": (["--model.teacher=nobody/nothing"], "smollm2-135m"),
+    "group size 1": (["--model.group_size=1"], "model.group_size must be at least 2, but got 1"),
+    "misspelled key": (["--model.group_sise=4"], "group_sise"),
+    "misspelled value": (["--model.reward.kl_estimator=k2"], "kl_estimator"),
+    "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),
+    "greedy sampling": (
+        ["--trainer.callbacks.init_args.sampling.temperature=0"],
+        "temperature must be above 0",
+    ),
+    "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
+}
+
+
+def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: str) -> None:
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("rlt: error: ")
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_line(case: str, tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    options, expected = BAD_INPUT[case]
+    if case == "greedy sampling":  # `callbacks` is a list: the setting is changed in an overlay
+        overlay = tmp_path / "greedy.yaml"
+        callback = {
+            "class_path": "rlt_lightning.callbacks.RolloutCallback",
+            "init_args": {"sampling": {"temperature": 0}},
+        }
+        overlay.write_text(yaml.safe_dump({"trainer": {"callbacks": [callback]}}))
+        options = [f"--config={overlay}"]
+    assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ('{"question": "1 + 1?", "answer": "2"}\n', [], "solution"),
+        ('{"question": "1 + 1?", "solution": "2"}\n', [], "prompts_per_step"),
+        ('{"question": "1 + 1?", "solution": "2"}\nnot json\n' * 3, [], "broken_json"),
+        ('{"question": "1 + 1?", "solution": "2"}\n' * 4, ["--data.max_prompt_length=20"], "prompt_too_long"),
+    ],
+)
+def test_bad_rows_are_one_clear_line(
+    rows: str, options: list[str], expected: str, tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(rows)
+    options = [f"--data.source={source}", *options]
+    assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
+
+
+def test_prompts_longer_than_the_context_are_one_clear_line(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"question": "Add " + "12 + " * 900 + "1", "solution": "many"}) + "\n")
+    options = [f"--data.source={source}", "--data.prompts_per_step=1"]
+    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options))
+    assert_one_clear_line(result, "context of 2048 tokens, but row 1 needs")
+
+
+def test_different_vocabularies_and_missing_templates_are_one_clear_line(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["the"], vocabulary["and"] = vocabulary["and"], vocabulary["the"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, f"--model.student={other}"))
+    assert_one_clear_line(result, "share a vocabulary")
+    (other / "chat_template.jinja").unlink()
+    result = rlt(*small_fit(tiny_model, tmp_path / "run2", short_config, f"--model.teacher={other}"))
+    assert_one_clear_line(result, "must have a chat template")
+
+
+def test_a_second_run_refuses_the_folder_until_told_to_overwrite(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = small_fit(tiny_model, run, short_config, "--trainer.max_steps=1")
+    assert rlt(*arguments).returncode == 0
+    first = (run / "metrics.csv").read_text()
+    assert_one_clear_line(rlt(*arguments), "must be empty or new")
+    assert (run / "metrics.csv").read_text() == first
+    assert rlt(*arguments, "--overwrite=true", "--model.seed=5").returncode == 0
+    (run / "thesis.txt").write_text("ten years of work")
+    assert_one_clear_line(rlt(*arguments, "--overwrite=true"), "thesis.txt")
+    assert (run / "thesis.txt").exists()
+
+
+def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    for overlay, pattern in (
+        ("wandb", "wandb/offline-run-*/*.wandb"),
+        ("tensorboard", "**/events.out.tfevents.*"),
+    ):
+        run = tmp_path / overlay
+        options = [f"--config=configs/overlays/{overlay}.yaml", "--trainer.max_steps=1"]
+        result = rlt(*small_fit(tiny_model, run, short_config, *options))
+        assert result.returncode == 0, result.stderr
+        assert list(run.glob(pattern)), sorted(run.rglob("*"))
+        assert (run / "metrics.csv").exists()
+
+
+def test_without_output_dir_the_run_is_named_after_config_and_time(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    arguments = [
+        a
+        for a in small_fit(tiny_model, tmp_path, short_config, "--trainer.max_steps=1")
+        if "output_dir" not in a
+    ]
+    arguments[1] = f"--config={ROOT / 'configs/quickstart.yaml'}"
+    result = subprocess.run([*RLT, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("quickstart-20")
+
+
+def best_seconds(command: list[str], times: int = 3) -> float:
+    """Fastest of several runs: the machine's noise only ever adds."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=os.environ)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def test_version_and_help_answer_before_lightning_is_imported() -> None:
+    for flag in ("--version", "--help"):
+        code = f"import sys; sys.argv = ['rlt', '{flag}']; import rlt_lightning.__main__ as m; m.main(); "
+        code += "assert 'lightning' not in sys.modules and 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_fit_help_imports_neither_transformers_nor_datasets() -> None:
+    code = (
+        "import sys; sys.argv = ['rlt', 'fit', '--help']\n"
+        "import lightning.pytorch; before = set(sys.modules)\n"
+        "from rlt_lightning.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "heavy = {'transformers', 'datasets', 'wandb', 'vllm', 'deepspeed'} & (set(sys.modules) - before)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "--model" in result.stdout

@@ -1,0 +1,305 @@
+"""GRPO of a tiny model through the real trainer, against a slow and obvious version of every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.engines import Sampling
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
+from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
+from rlt_lightning.types import InputError, PromptBatch, Rollout
+
+TEMPERATURE = 0.7
+
+
+def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
+    return StratosDataModule(
+        source="arithmetic",
+        num_arithmetic_rows=8,
+        tokenizer=model,
+        student_tokenizer=model,
+        prompts_per_step=2,
+        output_dir=str(folder),
+        **options,
+    )
+
+
+def trainer(folder: Path, *callbacks: Callback, steps: int = 1, **options: Any) -> Trainer:
+    return Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=list(callbacks),
+        **options,
+    )
+
+
+def rollout_callback(length: int = 12) -> RolloutCallback:
+    return RolloutCallback(sampling=Sampling(temperature=TEMPERATURE, max_completion_length=length))
+
+
+def module(model: str, **options: Any) -> RLTModule:
+    options = {"group_size": 4, "optimizer": OptimizerConfig(lr=1e-3, max_grad_norm=0)} | options
+    return RLTModule(teacher=model, student=model, **options)
+
+
+class Witness(Callback):
+    """Keeps what a step saw: the batch, the gradients before clipping, the weights before and after."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.weights_before: dict[str, Tensor] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.weights_before = {n: p.detach().clone() for n, p in pl_module.policy.named_parameters()}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.gradients = {n: p.grad.clone() for n, p in pl_module.policy.named_parameters()}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batches.append(batch)
+
+
+def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature: float) -> Tensor:
+    """One sequence, full logits, nothing packed: log-probs of `scored` after `prompt`."""
+    logits = model(input_ids=torch.tensor([prompt + scored])).logits[0] / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)
+
+
+def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
+    """The released recipe's reward of one rollout, written out."""
+    problem, think = rollout.problem, rollout.problem.think_prefix + rollout.body[: rollout.num_think]
+    rest = rollout.body[rollout.num_think :]
+    with torch.no_grad():
+        teacher = slow_log_probs(policy, problem.teacher_prefix, think, 0.7)
+        kl = teacher - slow_log_probs(student, problem.student_prefix, think, 0.7)
+        context = problem.student_prefix + think + rest + problem.student_suffix
+        solution = slow_log_probs(student, context, problem.solution_ids, 0.7)
+    r_ss = solution.mean() + 0.01 * solution.min()
+    r_kl = kl.mean() + 0.01 * kl.max()
+    return float(r_ss - 3 * r_kl - (0 if rollout.closed else 1))
+
+
+def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Path) -> None:
+    # A reference that differs from the policy, so that the KL penalty has a gradient.
+    class MovedReference(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            torch.manual_seed(1)
+            for parameter in pl_module.reference.model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+
+    witness = Witness()
+    rlt = module(tiny_model, micro_batch_tokens=700, head_chunk_size=7)  # several micro-batches and chunks
+    trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
+
+    policy = module(tiny_model).load(tiny_model, "float32")
+    policy.load_state_dict(witness.weights_before, strict=False)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    assert rlt.student is not None
+    assert rlt.reference is not None
+    rows = batch.rollouts.rollouts
+    rewards = torch.tensor([slow_reward(policy, rlt.student.model, row) for row in rows])
+    torch.testing.assert_close(batch.scores.terms.reward, rewards, atol=1e-5, rtol=1e-5)
+
+    advantages = GroupNormalisedAdvantages()(rewards, 4)
+    loss = torch.zeros(())
+    for row, advantage in zip(rows, advantages, strict=True):
+        prompt, completion = row.problem.teacher_prompt, row.completion.token_ids
+        log_probs = slow_log_probs(policy, prompt, completion, TEMPERATURE)
+        with torch.no_grad():
+            ref = slow_log_probs(rlt.reference.model, prompt, completion, TEMPERATURE)
+        ratio = (log_probs - log_probs.detach()).exp()
+        k3 = (ref - log_probs).exp() - (ref - log_probs) - 1
+        loss = loss + (0.04 * ratio * k3 - ratio * advantage).mean() / len(rows)
+    loss.backward()
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
+    checkpointing: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    gradients = []
+    for tokens in (100_000, 300):
+        witness = Witness()
+        rlt = module(
+            tiny_model, micro_batch_tokens=tokens, gradient_checkpointing=checkpointing and tokens == 300
+        )
+        trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        gradients.append(witness.gradients)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.01))
+    fitted = trainer(tmp_path, rollout_callback(), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    norm = torch.stack([gradient.norm() for gradient in witness.gradients.values()]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.01), rtol=1e-3, atol=0)
+    assert fitted.callback_metrics["policy/grad_norm"] > 0.1  # as it was before
+
+
+def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model: str, tmp_path: Path) -> None:
+    rlt, fitted = module(tiny_model), trainer(tmp_path, rollout_callback())
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fitted.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("policy.") for name in saved)
+    assert {id(p) for p in rlt.parameters()} == {id(p) for p in rlt.policy.parameters()}
+    optimized = sum(len(group["params"]) for group in rlt.optimizers().param_groups)  # type: ignore[union-attr]
+    assert optimized == len(list(rlt.policy.parameters()))
+    assert rlt.student is not None
+    initial = module(tiny_model).load(tiny_model, "float32").state_dict()
+    for name, tensor in rlt.student.model.state_dict().items():
+        torch.testing.assert_close(tensor, initial[name], atol=0, rtol=0)
+
+
+def test_reference_moves_by_alpha_every_n_steps(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model)
+    sync = ReferenceSync(every_n_steps=2, alpha=0.9)
+    initial = module(tiny_model).load(tiny_model, "float32").state_dict()
+    trainer(tmp_path, rollout_callback(), sync, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.reference is not None
+    for (name, reference), policy in zip(
+        rlt.reference.model.named_parameters(), rlt.policy.parameters(), strict=True
+    ):
+        torch.testing.assert_close(reference, 0.9 * policy + 0.1 * initial[name])
+        assert not reference.requires_grad
+    assert (tmp_path / "reference" / "step=000002" / "model.safetensors").is_file()
+
+
+def test_without_kl_penalty_no_reference_is_held(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0))
+    trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.reference is None
+
+
+def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rlt_lightning\.callbacks\.RolloutCallback"):
+        trainer(tmp_path).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+
+
+def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    class Late(RolloutCallback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if args[1].global_step == 0:
+                super().on_train_batch_start(*args)
+                self.kept = args[2].rollouts
+            args[2].rollouts = self.kept
+
+    late = Late(sampling=Sampling(max_completion_length=4))
+    with pytest.raises(RuntimeError, match=r"max_staleness=0 .* version 0 at step 1"):
+        trainer(tmp_path, late, steps=2).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+
+
+def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
+    class Poison(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            pl_module.student.model.get_output_embeddings().weight.data[0] = torch.nan
+
+    with pytest.raises(
+        NonFiniteError, match=r"student log-prob of the solution must be finite, but row\(s\) \d+"
+    ):
+        trainer(tmp_path, rollout_callback(), Poison()).fit(
+            module(tiny_model), datamodule=data(tiny_model, tmp_path)
+        )
+
+
+def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: str, tmp_path: Path) -> None:
+    # All weights zero but the format penalty, which no random model escapes: every reward is -1.
+    reward = RLTReward(solution_weight=0.0, kl_weight=0.0)
+    witness = Witness()
+    rlt = module(tiny_model, reward=reward, policy_loss=GRPOLoss(kl_coef=0.0))
+    fitted = trainer(tmp_path, rollout_callback(), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert all(not gradient.any() for gradient in witness.gradients.values())
+
+
+def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, reward=RLTReward(kl_estimator="exact"), head_chunk_size=5)
+
+    class OtherStudent(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            torch.manual_seed(2)
+            for parameter in pl_module.student.model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+    trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
+    policy = module(tiny_model).load(tiny_model, "float32")
+    policy.load_state_dict(witness.weights_before, strict=False)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    assert rlt.student is not None
+    for row, kl in zip(batch.rollouts.rollouts, batch.scores.kl, strict=True):
+        think = row.problem.think_prefix + row.body[: row.num_think]
+        distributions = []
+        for model, prefix in (
+            (policy, row.problem.teacher_prefix),
+            (rlt.student.model, row.problem.student_prefix),
+        ):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prefix + think])).logits[0, len(prefix) - 1 : -1]
+            distributions.append((logits / 0.7).log_softmax(-1))
+        p, q = distributions
+        torch.testing.assert_close(kl, (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=1e-4)
+        assert (kl >= -1e-6).all()
+
+
+def test_validation_inside_fit_logs_held_out_reward_and_its_terms(tiny_model: str, tmp_path: Path) -> None:
+    fitted = trainer(
+        tmp_path, rollout_callback(), steps=2, val_check_interval=2, check_val_every_n_epoch=None
+    )
+    fitted.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path, val_rows=3))
+    metrics = {name: float(value) for name, value in fitted.callback_metrics.items() if "val_" in name}
+    assert metrics.keys() == {
+        "reward/val_mean",
+        "reward/val_solution",
+        "reward/val_kl",
+        "reward/val_format",
+        "rollout/val_length_mean",
+        "rollout/val_closed_frac",
+    }
+    terms = metrics["reward/val_solution"] + metrics["reward/val_kl"] + metrics["reward/val_format"]
+    assert metrics["reward/val_mean"] == pytest.approx(terms, abs=1e-4)
+
+
+def test_a_completion_that_cannot_fit_the_context_stops_before_a_model_is_loaded(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    rlt = module(tiny_model)
+    with pytest.raises(InputError, match=r"teacher's context of 2048 tokens, but row \d+ needs"):
+        trainer(tmp_path, rollout_callback(length=2040)).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.policy is None
