@@ -9,11 +9,11 @@ from random import Random
 
 from rlt_lightning.types import InputError
 
-NAMES = (
-    "Ada Bruno Chen Dalia Emil Farah Goran Hana Ivo Jana Kofi Lena Mina Noor Otto Priya Quinn Rosa Samir Tilda "
-    "Uma Viktor Wanda Yusuf"
+NAMES = (  # noqa: SIM905
+    "Ada Bruno Chen Dalia Emil Farah Goran Hana Ivo Jana Kofi Lena Mina Noor Otto Priya Quinn Rosa Samir "
+    "Tilda Uma Viktor Wanda Yusuf"
 ).split(" ")
-THINGS = (
+THINGS = (  # noqa: SIM905
     "apples books candles drawings eggs feathers grapes hats jars kites lemons marbles nails oranges pencils "
     "ribbons shells tickets umbrellas stamps bricks buttons pears stones"
 ).split(" ")

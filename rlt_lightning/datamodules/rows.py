@@ -195,8 +195,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         content = content.get("data")
     if not isinstance(content, list):
         raise InputError(
-            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert it '
-            "to one of them, or to .jsonl."
+            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert '
+            "it to one of them, or to .jsonl."
         )
     for number, value in enumerate(content, start=1):
         yield number, _columns(value)
@@ -439,8 +439,10 @@ def _translate(system: str, tags: TagStyle) -> str:
 def _turn(turn: Any) -> tuple[str, str]:
     if not isinstance(turn, dict):
         raise BadRowError(BadRowReason.WRONG_TYPE, f"a turn must be an object, but is {type(turn).__name__}")
-    role = turn.get("from", turn.get("role"))
-    return _text(role, "from"), _text(turn.get("value", turn.get("content")), "value")
+    # A table has both pairs of columns where its rows differ; the one that is not used holds None.
+    role = turn.get("role") if turn.get("from") is None else turn["from"]
+    text = turn.get("content") if turn.get("value") is None else turn["value"]
+    return _text(role, "from"), _text(text, "value")
 
 
 def _list(value: Any) -> list[Any]:

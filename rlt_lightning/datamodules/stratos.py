@@ -111,21 +111,24 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
+        self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        limits = {
+        sizes = {
             "prompts_per_step": self.prompts_per_step,
             "max_prompt_length": self.max_prompt_length,
+            "max_solution_length": self.max_solution_length,
             "max_length": self.max_length,
             "val_batch_size": self.val_batch_size,
+            "max_rows": self.max_rows,
             "num_arithmetic_rows": self.num_arithmetic_rows,
-            "max_rows": 1 if self.max_rows is None else self.max_rows,
-            "max_solution_length": 1 if self.max_solution_length is None else self.max_solution_length,
-            "val_rows + 1": self.val_rows + 1,
         }
-        if low := [f"data.{name} is {value}" for name, value in limits.items() if value < 1]:
-            raise InputError(f"Sizes and limits must be at least 1, but {', '.join(low)}. Raise them.")
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+        if self.val_rows < 0:
+            raise InputError(f"data.val_rows must be at least 0, but is {self.val_rows}. 0 holds none out.")
         if not 0 <= self.max_bad_frac <= 1:
             raise InputError(
                 f"data.max_bad_frac must be in [0, 1], but is {self.max_bad_frac}. It is a part of the rows."
@@ -135,7 +138,7 @@ class StratosDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise everything; nothing is left to fail once a model is loaded."""
-        if hasattr(self, "format"):
+        if self._prepared_for == stage:
             return
         self.format = self._load_format()
         self.report, items = self._prepare(self.source, self.split)
@@ -159,6 +162,7 @@ class StratosDataModule(LightningDataModule):
                 rank_zero_info(report.summary() + (f"; see {path}" if path else ""))
         if stage == "fit":
             self.train_dataloader()  # says now whether a step's rows can be had and shared out
+        self._prepared_for = stage
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Shuffled batches of one optimizer step, resumable in the middle of an epoch."""

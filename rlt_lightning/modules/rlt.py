@@ -305,10 +305,9 @@ class RLTModule(PolicyModule):
             metrics, batch_size=len(rollouts.rollouts), on_epoch=True, on_step=False, sync_dist=True
         )
 
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> PromptBatch:
-        """Score rollouts, the given ones where the rows carry them."""
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Score rollouts, the given ones where the rows carry them; a callback writes what it finds in the batch."""
         batch.scores = self.score(self.require_rollouts(batch))
-        return batch
 
     def speed_metrics(self, rollouts: Rollouts) -> dict[str, float]:
         """Seconds per phase of this iteration, and sampled tokens per second of it."""
