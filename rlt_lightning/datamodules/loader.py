@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any, Generic, TypeVar
-
-import torch
 
 from rlt_lightning.types import InputError
 
@@ -76,8 +75,9 @@ class StepLoader(Generic[Item, Batch]):
 
     def order(self, epoch: int) -> list[int]:
         """Return the order of the items in an epoch."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
-        return torch.randperm(len(self.items), generator=generator).tolist()
+        order = list(range(len(self.items)))
+        Random(f"order {self.seed} {epoch}").shuffle(order)  # seeded with text: the same in every process
+        return order
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, and what it must be made of to go on from there."""

@@ -1,0 +1,461 @@
+"""Contexts of teacher and student on real tokenizers: SmolLM2 splits newlines off, Qwen glues them on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from rlt_lightning.datamodules.formats import (
+    R1,
+    STRATOS,
+    ChatFormat,
+    TagStyle,
+    encode,
+    encode_pieces,
+    ensure_pad_token,
+    tag_style,
+)
+from rlt_lightning.types import Completion, InputError
+
+# The token layouts of four model families, in our own words.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+LLAMA3 = (
+    "<|endoftext|>{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
+)
+OPENS_THOUGHT = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+DROPS_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}")
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: str) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def qwen(shared: Path) -> Any:
+    return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
+
+
+@pytest.fixture(params=["smol", "qwen"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_of(tokenizer: Any, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+SOLUTION = "\n\nx = \\boxed{7}.\n\n"
+
+
+# Against the released reward code's own contexts
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
+    golden = json.loads((Path(__file__).parent / "golden/rlt_reward.jsonl").read_text().splitlines()[case])
+    teacher_system = golden["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
+    chat = ChatFormat(smol, "stratos", teacher_system, golden["student_system_prompt"])
+    problem = chat.problem(1, golden["question"], golden["solution"])
+    completion = chat.completion_from_text(problem, golden["completion"])
+    rollout = chat.rollout(problem, completion)
+
+    teacher = golden["teacher_prompt"] + golden["completion"]
+    assert problem.teacher_prompt + completion.token_ids == encode(smol, teacher)
+    student = [*problem.student_prefix, *problem.think_prefix, *rollout.body]
+    student += [*problem.student_suffix, *problem.solution_ids]
+    expected = encode(smol, golden["student_chat"])
+    assert student == expected[: len(student)]
+    assert text_of(smol, expected[len(student) :]) == "\n\n<|end_of_solution|><|im_end|>\n"
+    assert problem.solution_ids == golden["solution_token_ids"]
+    assert len(problem.think_prefix) + rollout.num_think == len(golden["paper"]["thought_kl"])
+    assert rollout.text == golden["think"].strip()
+    assert rollout.closed == (golden["id"] != "missing_end_tag")
+
+
+# Tokenising pieces
+
+
+def test_a_glued_token_belongs_to_the_piece_in_which_it_starts(qwen: Any):
+    thought, tag, rest = encode_pieces(qwen, ["So 7.", "\n\n<|end_of_thought|>", "\n\nDone"])
+    assert text_of(qwen, thought) == "So 7.\n\n"
+    assert text_of(qwen, tag) == "<|end_of_thought|>\n\n"
+    assert text_of(qwen, rest) == "Done"
+
+
+def test_pieces_are_the_tokens_of_the_whole_text_cut_where_they_start(tokenizer: Any):
+    text = "Résous  x + 12 =\t鬱🧮 \n\n ok.  <|im_end|>\n"
+    whole = encode(tokenizer, text)
+    assert whole == tokenizer(text, add_special_tokens=False).input_ids
+    for cut in range(len(text) + 1):
+        left, right = encode_pieces(tokenizer, [text[:cut], text[cut:]])
+        assert left + right == whole
+        # The last token on the left starts before the cut, the first one on the right does not.
+        assert len(text_of(tokenizer, left[:-1]).rstrip("\ufffd")) < cut or not left
+        assert not right or len(text_of(tokenizer, left)) >= cut
+
+
+def test_trimmed_offsets_do_not_move_a_token_into_the_next_piece(smol: Any):
+    # Llama 3's tokenizer takes leading spaces off the offsets: " b" then seems to start at the b.
+    trimming = copy.deepcopy(smol)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert trimming("a b", return_offsets_mapping=True)["offset_mapping"] == [(0, 1), (2, 3)]
+    assert encode_pieces(trimming, ["a ", "b"]) == encode_pieces(smol, ["a ", "b"])
+    assert encode_pieces(trimming, ["a ", "b"])[1] == []
+
+
+def test_empty_pieces_get_no_tokens(tokenizer: Any):
+    assert encode_pieces(tokenizer, ["", "a b", "", ""]) == [[], encode(tokenizer, "a b"), [], []]
+
+
+def test_a_slow_tokenizer_is_refused():
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(InputError, match=r"must be a fast one.*SlowTokenizer is slow"):
+        encode_pieces(SlowTokenizer(), ["a"])
+
+
+# Contexts
+
+
+@pytest.mark.parametrize("style", ["stratos", "r1"])
+@pytest.mark.parametrize(
+    ("template", "head"),
+    [
+        (
+            CHATML,
+            "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n1+6?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            QWEN3,
+            "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n1+6?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (LLAMA3, "<|endoftext|>[system]\n\n{}<|im_end|>[user]\n\n1+6?<|im_end|>[assistant]\n\n"),
+        (None, "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n1+6?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+    ids=["smollm2", "qwen3", "llama3", "own"],
+)
+def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: str, style: str):
+    tokenizer = tokenizer if template is None else with_template(tokenizer, template)
+    tags = tag_style(style)
+    chat = ChatFormat(tokenizer, style, "Teach.", "Learn.")
+    gap = tags.separator
+    solution = tags.wrap("x = \\boxed{7}.")
+    problem = chat.problem(1, "1+6?", solution)
+    trace = "Count up: 7."
+
+    def show(*token_ids: list[int]) -> str:
+        return text_of(tokenizer, list(chain(*token_ids)))
+
+    # RL: the teacher's prompt, and the student's context around an explanation.
+    given = f"{tags.solution_open}{solution}{tags.solution_close}\n\n{tags.explanation_open}{gap}"
+    assert show(problem.teacher_prompt) == head.format("Teach.") + given
+    rollout = chat.rollout(problem, chat.completion_from_trace(problem, trace))
+    spliced = show(problem.student_prefix, problem.think_prefix, rollout.body, problem.student_suffix)
+    turn = f"{tags.thought_open}{gap}{trace}{gap}{tags.thought_close}\n\n{tags.solution_open}"
+    context = head.format("Learn.") + turn
+    assert (spliced + show(problem.solution_ids)).startswith(context + solution.removesuffix(gap))
+    assert rollout.text == trace
+
+    # Stage 1: prompt as in RL, the loss counts explanation, end tag and eos.
+    teacher = chat.teacher_sft_example(problem, trace)
+    counted = [t for t, count in zip(teacher.token_ids, teacher.loss_mask, strict=True) if count]
+    assert teacher.token_ids == problem.teacher_prompt + counted
+    assert show(counted) == f"{trace}{gap}{tags.explanation_close}{tokenizer.eos_token}"
+
+    # Stage 4: the loss counts the whole assistant turn.
+    student = chat.student_sft_example(1, "1+6?", tags.wrap(trace), solution)
+    counted = [t for t, count in zip(student.token_ids, student.loss_mask, strict=True) if count]
+    assert show(student.token_ids[: -len(counted)]) == head.format("Learn.")
+    assert show(counted) == f"{turn}{solution}{tags.solution_close}{tokenizer.eos_token}"
+
+
+def test_separator_tokens_are_those_in_front_of_text(smol: Any, qwen: Any):
+    # SmolLM2 has one token for two newlines (1116), but not in front of a letter; Qwen glues them to the tag.
+    assert ChatFormat(smol).problem(1, "q", SOLUTION).think_prefix == [198, 198]
+    problem = ChatFormat(qwen).problem(1, "q", SOLUTION)
+    assert problem.think_prefix == []
+    assert (
+        problem.teacher_prefix[-1] == problem.student_prefix[-1] == problem.student_suffix[-1] == 1339
+    )  # >\n\n
+
+
+def test_tags_that_end_differently_share_no_separator(qwen: Any):
+    tags = TagStyle("## Thought", "## End", "<s>", "</s>", "<e>", "</e>")
+    problem = ChatFormat(qwen, tags).problem(1, "q", SOLUTION)
+    assert problem.think_prefix == []
+    assert text_of(qwen, problem.teacher_prefix).endswith("<e>\n\n")
+    assert text_of(qwen, problem.student_prefix).endswith("## Thought\n\n")
+
+
+def test_bos_of_the_template_is_not_doubled(smol: Any):
+    tokenizer = with_template(smol, LLAMA3)
+    bos = ("<|endoftext|>", 0)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        f"{bos[0]} $A", special_tokens=[bos]
+    )
+    assert tokenizer("x").input_ids[0] == 0
+    problem = ChatFormat(tokenizer).problem(1, "q", SOLUTION)
+    assert problem.teacher_prompt.count(0) == problem.student_prefix.count(0) == 1
+
+
+def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
+    chat = ChatFormat(with_template(smol, OPENS_THOUGHT), "r1")
+    problem = chat.problem(1, "q", "\n7\n")
+    assert text_of(smol, problem.student_prefix + problem.think_prefix).endswith("assistant\n<think>\n")
+    assert "<think>\n" not in text_of(smol, problem.teacher_prompt)
+
+
+def test_empty_system_prompt_sends_no_system_message(smol: Any):
+    problem = ChatFormat(with_template(smol, NO_SYSTEM), "stratos", "", "").problem(1, "q", SOLUTION)
+    assert text_of(smol, problem.student_prefix).startswith("<|im_start|>user\nq<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (NO_SYSTEM, "must accept a system and a user message.*no system role"),
+        (DROPS_SYSTEM, "must render the system message"),
+        (None, "must have a chat template"),
+    ],
+)
+def test_templates_that_cannot_carry_the_prompts_are_refused(smol: Any, template: str | None, message: str):
+    with pytest.raises(InputError, match=message):
+        ChatFormat(with_template(smol, template))
+
+
+def test_a_tokenizer_without_eos_is_refused(smol: Any):
+    tokenizer = copy.deepcopy(smol)
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="end-of-sequence"):
+        ChatFormat(tokenizer)
+
+
+def test_own_system_prompts_name_the_tags_in_use(smol: Any):
+    chat = ChatFormat(smol, "r1")
+    assert "<explanation> and </explanation>" in chat.teacher_system_prompt
+    assert "<think> and </think>" in chat.student_system_prompt
+    assert "{" not in chat.teacher_system_prompt + chat.student_system_prompt
+    assert ChatFormat(smol, "r1", "{thought_open} {x}").teacher_system_prompt == "<think> {x}"
+
+
+# Tags
+
+
+def test_tags_must_be_filled_and_not_contain_each_other():
+    tags = {field.name: getattr(STRATOS, field.name) for field in fields(STRATOS)}
+    with pytest.raises(InputError, match="thought_open is empty"):
+        TagStyle(**{**tags, "thought_open": ""})
+    with pytest.raises(InputError, match=r"solution_open.*is in thought_open"):
+        TagStyle(**{**tags, "thought_open": "## T", "solution_open": "##"})
+    with pytest.raises(InputError, match="No tag may occur in another"):
+        TagStyle(**{**tags, "thought_open": tags["solution_open"]})
+
+
+def test_tag_styles_by_name_or_field():
+    assert tag_style("r1") is R1
+    assert tag_style(STRATOS) is STRATOS
+    with pytest.raises(InputError, match=r"data\.tags must be stratos or r1.*got 'xml'"):
+        tag_style("xml")
+
+
+def test_a_separator_that_sticks_to_the_text_is_refused(smol: Any):
+    tags = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator=" ")
+    with pytest.raises(InputError, match="separator must be tokenised apart"):
+        ChatFormat(smol, tags)
+
+
+# Completions
+
+
+def test_text_after_the_first_end_tag_is_dropped(tokenizer: Any):
+    chat = ChatFormat(tokenizer)
+    problem = chat.problem(1, "q", SOLUTION)
+    completion = chat.completion_from_text(
+        problem, "Yes.\n\n<|end_of_explanation|>\n\nmore<|end_of_explanation|>"
+    )
+    assert text_of(tokenizer, completion.token_ids) == "Yes.\n\n<|end_of_explanation|>"
+    assert completion.finish_reason == "stop"
+    assert chat.completion_from_text(problem, "Yes").finish_reason == "length"
+
+
+@pytest.mark.parametrize("text", ["24 + 12 = 36", "\n\nSo", " a", "é", ""])
+def test_a_given_text_never_changes_the_prompts_tokens(tokenizer: Any, text: str):
+    # SmolLM2 joins two newlines in front of a digit, Qwen joins a third one to the tag.
+    chat = ChatFormat(tokenizer)
+    completion = chat.completion_from_text(chat.problem(1, "q", SOLUTION), text)
+    assert text_of(tokenizer, completion.token_ids) == text
+
+
+def test_separator_before_the_end_tag_is_body_but_not_thought(smol: Any):
+    chat = ChatFormat(smol)
+    problem = chat.problem(1, "q", SOLUTION)
+    rollout = chat.rollout(problem, chat.completion_from_trace(problem, " So x is 7.\n"))
+    assert text_of(smol, rollout.body) == "So x is 7.\n\n"
+    assert text_of(smol, rollout.body[: rollout.num_think]) == "So x is 7."
+    assert rollout.num_body - rollout.num_think == 2
+
+
+def test_a_separator_glued_to_the_last_sentence_stays_in_the_thought(qwen: Any):
+    chat = ChatFormat(qwen)
+    problem = chat.problem(1, "q", SOLUTION)
+    rollout = chat.rollout(problem, chat.completion_from_trace(problem, "So x is 7."))
+    assert rollout.num_think == rollout.num_body
+    assert rollout.body[-1] == 382  # .\n\n
+    # A letter in front leaves the newlines a token of their own.
+    rollout = chat.rollout(problem, chat.completion_from_trace(problem, "So x is seven"))
+    assert rollout.num_think == rollout.num_body - 1
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", "\n\n\n", ".\n\n\n", "\n \n\n"])
+def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: str):
+    chat = ChatFormat(tokenizer)
+    problem = chat.problem(1, "q", SOLUTION)
+    rollout = chat.rollout(problem, chat.completion_from_text(problem, f"seven{gap}{chat.end_tag}"))
+    body = f"seven{gap}"
+    assert text_of(tokenizer, rollout.body) == body
+    starts = [len(text_of(tokenizer, rollout.body[:i])) for i in range(rollout.num_body)]
+    in_separator = [start for start in starts if gap.endswith("\n\n") and start >= len(body) - 2]
+    assert rollout.num_body - rollout.num_think == len(in_separator)
+    assert rollout.text == body.strip()
+
+
+def test_a_token_that_holds_the_start_of_the_end_tag_does_not_reach_the_student(qwen: Any):
+    chat = ChatFormat(qwen, "r1")
+    problem = chat.problem(1, "q", "\n7\n")
+    straddling = qwen.convert_tokens_to_ids(".</")
+    token_ids = [*encode(qwen, "It is seven"), straddling, *encode(qwen, "explanation>")]
+    assert text_of(qwen, token_ids) == "It is seven.</explanation>"
+    rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
+    assert text_of(qwen, rollout.body) == rollout.text == "It is seven"
+
+
+def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
+    chat = ChatFormat(qwen)
+    problem = chat.problem(1, "q", SOLUTION)
+    token_ids = encode_pieces(qwen, ["Seven\n\n<|end_of_explanation|>", "\n\nx"])[0]
+    assert token_ids[-1] == 1339  # >\n\n
+    rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
+    assert text_of(qwen, rollout.body) == "Seven\n\n"
+
+
+def test_bodies_of_unclosed_completions(tokenizer: Any):
+    chat = ChatFormat(tokenizer)
+    problem = chat.problem(1, "q", SOLUTION)
+    token_ids = encode(tokenizer, "Count to seven")
+    rollout = chat.rollout(problem, Completion(token_ids, None, "length"))
+    assert (rollout.body, rollout.num_think, rollout.closed) == (token_ids, len(token_ids), False)
+    rollout = chat.rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
+    assert (rollout.body, rollout.text, rollout.closed) == (token_ids, "Count to seven", False)
+
+
+def test_empty_completions_have_empty_bodies(tokenizer: Any):
+    chat = ChatFormat(tokenizer)
+    problem = chat.problem(1, "q", SOLUTION)
+    rollout = chat.rollout(problem, chat.completion_from_text(problem, chat.end_tag))
+    assert (rollout.num_body, rollout.num_think, rollout.empty, rollout.closed) == (0, 0, True, True)
+    rollout = chat.rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
+    assert (rollout.num_body, rollout.empty) == (0, True)
+
+
+def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):
+    chat = ChatFormat(smol)
+    token_ids = encode(smol, "so 鬱🧮")[:-1]
+    rollout = chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "length"))
+    assert rollout.body == token_ids
+    assert rollout.text.startswith("so 鬱")
+    # Nor does a broken character in front of the tag hide it.
+    token_ids += encode(smol, chat.end_tag)
+    assert (
+        chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "stop")).num_body
+        == len(encode(smol, "so 鬱🧮")) - 1
+    )
+
+
+def test_a_stop_without_end_tag_is_an_error(smol: Any):
+    chat = ChatFormat(smol)
+    with pytest.raises(ValueError, match=r"must end with <\|end_of_explanation\|>.*engine"):
+        chat.rollout(chat.problem(1, "q", SOLUTION), Completion(encode(smol, "no tag"), None, "stop"))
+
+
+def test_finding_the_spans_costs_a_few_tokens_whatever_the_length(smol: Any, monkeypatch: pytest.MonkeyPatch):
+    chat = ChatFormat(smol)
+    problem = chat.problem(1, "q", SOLUTION)
+    token_ids = encode(smol, "step. " * 2000 + f"\n\n{chat.end_tag}")
+    lengths = []
+    decode = chat._decode
+    monkeypatch.setattr(chat, "_decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
+    assert rollout.num_body > 3000
+    assert sum(lengths) < rollout.num_body + 400  # the body once, for its text
+
+
+def test_solutions_without_the_separator_are_kept_whole(smol: Any):
+    chat = ChatFormat(smol)
+    assert text_of(smol, chat.problem(1, "q", "\n\nseven\n").solution_ids) == "\n\nseven\n"
+    assert text_of(smol, chat.problem(1, "q", "\n\n7.5\n\n").solution_ids) == "\n\n7.5"
+    assert text_of(smol, chat.problem(1, "q", "seven").solution_ids) == "seven"
+
+
+def test_digits_of_the_fixture_are_split_as_the_model_was_trained(smol: Any):
+    assert "Digits" in str(smol.backend_tokenizer.pre_tokenizer)
+    assert isinstance(smol.backend_tokenizer.pre_tokenizer, pre_tokenizers.Sequence)
+
+
+# Padding
+
+
+def test_pad_token_differs_from_eos(smol: Any, qwen: Any):
+    tokenizer = copy.deepcopy(smol)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert ensure_pad_token(tokenizer) == tokenizer.pad_token_id == 0  # <|endoftext|>
+    assert ensure_pad_token(copy.deepcopy(qwen)) == 151643
+
+
+def test_a_vocabulary_without_a_spare_token_is_refused():
+    class Llama3Tokenizer:
+        pad_token = unk_token = None
+        eos_token, eos_token_id = "<|eot_id|>", 9
+
+        def __init__(self) -> None:
+            self.vocabulary = {"<|eot_id|>": 9}
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocabulary
+
+    tokenizer = Llama3Tokenizer()
+    with pytest.raises(InputError, match="padding token other than its eos"):
+        ensure_pad_token(tokenizer)
+    tokenizer.vocabulary = {
+        "<|eot_id|>": 9,
+        "<|reserved_special_token_0|>": 3,
+        "<|finetune_right_pad_id|>": 4,
+    }
+    assert ensure_pad_token(tokenizer) == 4
+    assert tokenizer.pad_token == "<|finetune_right_pad_id|>"

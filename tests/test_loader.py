@@ -1,0 +1,152 @@
+"""The loaders: what each rank gets, and that a resumed run sees what an uninterrupted one would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
+from rlt_lightning.types import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+ROWS = list(range(11))
+
+
+def make_loader(**options: Any) -> StepLoader[int, list[int]]:
+    return StepLoader(ROWS, **{"batch_size": 3, "collate": list, "seed": 5, **options})
+
+
+def test_an_epoch_is_full_batches_of_different_rows():
+    loader = make_loader()
+    first, second = list(loader), list(loader)
+    assert len(first) == len(loader) == 3  # 11 rows, 2 dropped
+    for epoch in (first, second):
+        rows = [row for batch in epoch for row in batch]
+        assert len(set(rows)) == 9
+    assert first != second
+    assert list(make_loader()) == first
+    assert list(make_loader(seed=6)) != first
+    assert sorted(loader.order(0)) == ROWS
+
+
+def test_ranks_share_the_batch_that_one_process_would_have():
+    whole = list(make_loader(batch_size=4))
+    ranks = [list(make_loader(batch_size=4, rank=rank, world_size=2)) for rank in range(2)]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 7])
+def test_the_state_of_one_rank_restores_any_other(taken: int):
+    def stream(loader: StepLoader[int, list[int]], count: int) -> list[list[int]]:
+        batches: list[list[int]] = []
+        while len(batches) < count:
+            for batch in loader:
+                batches.append(batch)
+                if len(batches) == count:
+                    break
+        return batches
+
+    expected = stream(make_loader(batch_size=4, rank=1, world_size=2), 9)[taken:]
+    other = make_loader(batch_size=4, rank=0, world_size=2)
+    stream(other, taken)
+    resumed = make_loader(batch_size=4, rank=1, world_size=2)
+    resumed.load_state_dict(other.state_dict())
+    assert stream(resumed, 9 - taken) == expected
+
+
+def test_a_checkpoint_of_other_data_is_refused():
+    state = make_loader().state_dict()
+    with pytest.raises(InputError, match="num_rows was 11 and is 10"):
+        StepLoader(ROWS[:10], 3, list, seed=5).load_state_dict(state)
+    with pytest.raises(InputError, match="prompts_per_step was 3 and is 4"):
+        make_loader(batch_size=4).load_state_dict(state)
+    with pytest.raises(InputError, match="seed was 5 and is 6"):
+        make_loader(seed=6).load_state_dict(state)
+
+
+def test_impossible_batches_are_refused():
+    with pytest.raises(InputError, match=r"multiple of the 2 process.*but is 3"):
+        make_loader(world_size=2)
+    with pytest.raises(InputError, match=r"at least data\.prompts_per_step=12 usable rows, but has 11"):
+        make_loader(batch_size=12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 20])
+def test_ordered_loader_gives_every_row_once(world_size: int, batch_size: int):
+    loaders = [OrderedLoader(ROWS, batch_size, list, rank, world_size) for rank in range(world_size)]
+    batches = [list(loader) for loader in loaders]
+    assert [len(loader) for loader in loaders] == [len(rank) for rank in batches]
+    assert sorted(row for rank in batches for batch in rank for row in batch) == ROWS
+    assert all(batch for rank in batches for batch in rank)
+    assert list(loaders[0]) == batches[0]  # again from the start
+
+
+def test_ordered_loader_keeps_file_order_and_the_smaller_last_batch():
+    assert list(OrderedLoader(ROWS, 4, list)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+# Under Lightning's fit
+
+
+class Recorder(LightningModule):
+    """Notes the batches it is given; manual optimization, as in our modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: list[int], batch_idx: int) -> None:
+        self.seen.append(batch)
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.weight.sum())
+        optimizer.step()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, max_steps: int, resume: Path | None = None, every: int = 1) -> list[list[int]]:
+    module = Recorder()
+    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
+    trainer = Trainer(
+        max_steps=max_steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[checkpoint],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, make_loader(), ckpt_path=None if resume is None else str(resume))
+    return module.seen
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
+def test_a_resumed_fit_sees_the_remaining_batches(tmp_path: Path, stop: int):
+    # Three batches per epoch: stops in the middle and at the end of the first and second one.
+    whole = fit(tmp_path / "whole", 8)
+    assert len(whole) == 8
+    first = fit(tmp_path / "stopped", stop)
+    rest = fit(tmp_path / "resumed", 8, resume=tmp_path / "stopped" / f"step={stop}.ckpt")
+    assert first + rest == whole
+
+
+def test_a_fit_killed_after_a_checkpoint_resumes_from_that_checkpoint(tmp_path: Path):
+    # The run goes on after the checkpoint of step 2; what it did then must be done again.
+    whole = fit(tmp_path / "whole", 8, every=2)
+    resumed = fit(tmp_path / "resumed", 8, resume=tmp_path / "whole" / "step=2.ckpt")
+    assert resumed == whole[2:]
+    resumed = fit(tmp_path / "again", 8, resume=tmp_path / "whole" / "step=6.ckpt")
+    assert resumed == whole[6:]
