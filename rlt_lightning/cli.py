@@ -20,7 +20,9 @@ from rlt_lightning.callbacks.checkpoint import AtomicCheckpointIO, newest_checkp
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -47,8 +49,7 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, *args: Any) -> NoReturn:
         """Print the innermost reason and exit with status 2."""
-        print(f"rlt: error: {one_line(message)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(fail(message))
 
 
 class SaveConfig(SaveConfigCallback):
@@ -160,21 +161,30 @@ def run() -> int:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
-    except InputError as error:
-        print(f"rlt: error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+    except (InputError, NonFiniteError, EngineError) as error:
+        return fail(str(error))
+    except ValueError as error:
+        if "Does not validate against any of the Union subtypes" not in str(error):
+            raise
+        return fail(str(error))  # a class refused its arguments: the parser wraps what it said
     return 0
+
+
+def fail(message: str) -> int:
+    """Tell what is wrong in one line; returns the exit status."""
+    print(f"rlt: error: {one_line(message)}", file=sys.stderr)
+    return 2
 
 
 def trained_model(model: Any) -> str | None:
     """The model whose tokenizer the data are made with."""
-    arguments = model.get("init_args") or {}
+    arguments = (model and model.get("init_args")) or {}
     return arguments.get("teacher") or arguments.get("pretrained")
 
 
 def frozen_student(model: Any) -> str | None:
     """The student's name, so that its vocabulary is compared before any model is loaded."""
-    return (model.get("init_args") or {}).get("student")
+    return ((model and model.get("init_args")) or {}).get("student")
 
 
 def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
@@ -217,9 +227,20 @@ def as_list(value: Any) -> list[Any]:
 
 
 def one_line(message: str) -> str:
-    """Put a message of several lines into one, without the parser's notes on where it looked."""
-    text = re.sub(r"\s+", " ", message).strip()
-    return re.sub(r"^error: ", "", text)
+    """Put a message into one line; of a parser's nested alternatives, tell the reason and not the dump."""
+    reasons = re.findall(
+        r"^\s*- (?!Expected a <class 'NoneType'>|Does not validate)(.+)$", message, re.MULTILINE
+    )
+    if "Does not validate against any of the Union subtypes" in message and reasons:
+        place = re.match(r'Parser key "[^"]+": ', message)
+        message = (place.group() if place else "") + reasons[-1]
+    text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
+    if "arguments are required" in text:
+        text += ". Name an experiment, such as --config configs/quickstart.yaml."
+    if "is not accepted" in text or "unrecognized arguments" in text:
+        text += ". Check the spelling; `rlt fit --help` lists the settings"
+        text += ", `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class."
+    return text
 
 
 def quiet_third_parties() -> None:

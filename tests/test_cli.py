@@ -86,7 +86,7 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     assert "iteration 2/2: reward" in result.stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["kl_weight"] == 3.0  # defaults are resolved
-    assert config["data"]["init_args"]["tokenizer"] == tiny_model
+    assert config["model"]["init_args"]["teacher"] == tiny_model
     assert metrics(run).keys() == {1, 2}
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     assert len(rows) == 2 * 2 * 2  # steps, problems, completions
@@ -109,6 +109,15 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     card = (run / "model" / "README.md").read_text()
     assert tiny_model in card
     assert "arithmetic" in card
+
+
+def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    result = rlt(*small_fit(tiny_model, first, short_config, "--trainer.max_steps=2"))
+    assert result.returncode == 0, result.stderr
+    result = rlt("fit", f"--config={first / 'config.yaml'}", f"--output_dir={again}")
+    assert result.returncode == 0, result.stderr
+    assert metrics(again) == metrics(first)
 
 
 def test_killed_at_any_moment_and_resumed_equals_not_stopping(

@@ -78,23 +78,44 @@ class MetricsCSV(Logger):
         self.unsaved = set()
 
     @rank_zero_only
-    def resume_after(self, step: int) -> None:
-        """Read what an earlier run wrote, up to a step."""
-        if not self.path.exists():
-            return
-        with open(self.path, newline="") as file:
-            for row in csv.DictReader(file):
-                number = int(row.pop("step"))
-                if number <= step:
-                    self.rows[number] = {name: value for name, value in row.items() if value}
+    def resume_after(self, step: int, last_row: dict[str, float]) -> None:
+        """Read what an earlier run wrote, up to a step; `last_row` is that step's, from the checkpoint."""
+        if self.path.exists():
+            with open(self.path, newline="") as file:
+                for row in csv.DictReader(file):
+                    number = int(row.pop("step"))
+                    if number <= step:
+                        self.rows[number] = {name: value for name, value in row.items() if value}
+        if step not in self.rows:
+            self.log_metrics(last_row, step)
         self.unsaved = set(self.rows)  # rewrites the file at the next save
 
 
 class MetricsResume(Callback):
-    """On resume, keep the rows of metrics.csv up to the checkpoint's step."""
+    """On resume, keep the rows of metrics.csv up to the checkpoint's step.
+
+    Loggers are told of a step after its checkpoint is written, so the checkpoint carries that step's row: a kill
+    between the two loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self.last_row: dict[str, float] = {}
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        row: dict[str, Any] = pl_module.step_metrics  # type: ignore[assignment]
+        checkpoint["step_metrics"] = {name: float(value) for name, value in row.items()}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.last_row = checkpoint.get("step_metrics", {})
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
-                logger.resume_after(trainer.global_step)
+                logger.resume_after(trainer.global_step, self.last_row)

@@ -38,12 +38,12 @@ class IterationBar(ProgressBar):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        total = int(trainer.estimated_stepping_batches)
+        self.total: int = pl_module.total_steps()  # type: ignore[operator]
         self.started, self.first_step = time.monotonic(), trainer.global_step
         if self.enabled and sys.stderr.isatty():
             layout = "{desc} {n_fmt}/{total_fmt} {bar:12} {postfix} {elapsed}<{remaining}"
             self.bar = tqdm(
-                total=total,
+                total=self.total,
                 initial=trainer.global_step,
                 desc="iteration",
                 bar_format=layout,
@@ -76,7 +76,7 @@ class IterationBar(ProgressBar):
 
     def log_line(self, trainer: Trainer, parts: list[str]) -> str:
         """The iteration as one line of a log file, ETA in seconds."""
-        total, step = int(trainer.estimated_stepping_batches), trainer.global_step
+        total, step = self.total, trainer.global_step
         per_step = (time.monotonic() - self.started) / max(1, step - self.first_step)
         return f"iteration {step}/{total}: {', '.join(parts)}, ETA {per_step * (total - step):.0f} s"
 

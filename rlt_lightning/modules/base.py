@@ -123,6 +123,7 @@ class PolicyModule(LightningModule):
         self.trust_remote_code = trust_remote_code
         self.seed = seed
         self.phase = PhaseClock()
+        self.step_metrics: dict[str, Any] = {}  # of the last step
         self.policy: Any = None  # the trained model, made in configure_model
 
     def configure_model(self) -> None:
@@ -171,10 +172,31 @@ class PolicyModule(LightningModule):
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
-        total_steps = int(self.trainer.estimated_stepping_batches)
+        total_steps = self.total_steps()
         name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
         schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run.
+
+        Not `trainer.estimated_stepping_batches`: asked before a checkpoint is restored, it sets the loader up
+        too early, and Lightning then never restores the loader's position.
+        """
+        trainer = self.trainer
+        steps_per_epoch = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+        limit = trainer.limit_train_batches
+        if limit is not None:
+            steps_per_epoch = (
+                min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
+            )
+        by_epochs = [trainer.max_epochs * steps_per_epoch] if trainer.max_epochs not in (None, -1) else []
+        by_steps = [trainer.max_steps] if trainer.max_steps != -1 else []
+        if not by_epochs + by_steps:
+            raise InputError(
+                "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs."
+            )
+        return min(by_epochs + by_steps)
 
     def optimizer_step_now(self) -> dict[str, Any]:
         """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
@@ -188,6 +210,7 @@ class PolicyModule(LightningModule):
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step against the number of steps taken."""
+        self.step_metrics = metrics
         self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False)
         self.log("step", float(self.global_step), batch_size=batch_size)  # Lightning's x axis counts from 0
 
