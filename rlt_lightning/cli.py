@@ -249,8 +249,12 @@ def quiet_third_parties() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for pattern in (
-        ".*does not have many workers.*",
-        ".*exists and is not empty.*",
-        ".*isn't a `LightningModule`.*",
+        ".*does not have many workers.*",  # the loaders make batches of lists: no workers wanted
+        ".*exists and is not empty.*",  # a resumed run's folder is
+        ".*have overridden `transfer_batch_to_device`.*",
+        ".*Total length of `list` across ranks is zero.*",  # no validation set was asked for
+        ".*defined a `validation_step` but have no `val_dataloader`.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+        ".*gradient_checkpointing_enable` is deprecated.*",
     ):
         warnings.filterwarnings("ignore", pattern)

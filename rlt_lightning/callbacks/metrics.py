@@ -56,17 +56,12 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Append the new rows; rewrite the file when a column is new or an old row has grown."""
-        steps = sorted(self.unsaved)
-        names = {name for step in steps for name in self.rows[step]}
-        appends = (
-            names <= set(self.columns) and self.path.exists() and steps == sorted(self.rows)[-len(steps) :]
-        )
-        if steps and appends and not self.saved & self.unsaved:
+        names = {name for step in self.unsaved for name in self.rows[step]}
+        if names <= set(self.columns) and not self.unsaved & self.saved:
             with open(self.path, "a", newline="") as file:
-                csv.DictWriter(file, self.columns).writerows(
-                    {"step": step, **self.rows[step]} for step in steps
-                )
-        elif steps:
+                rows = ({"step": step, **self.rows[step]} for step in sorted(self.unsaved))
+                csv.DictWriter(file, self.columns).writerows(rows)
+        else:
             self.columns = ["step", *sorted(names | set(self.columns) - {"step"})]
             scratch = self.path.with_suffix(".tmp")
             with open(scratch, "w", newline="") as file:
@@ -88,7 +83,7 @@ class MetricsCSV(Logger):
                         self.rows[number] = {name: value for name, value in row.items() if value}
         if step not in self.rows:
             self.log_metrics(last_row, step)
-        self.unsaved = set(self.rows)  # rewrites the file at the next save
+        self.saved = self.unsaved = set(self.rows)  # the next save rewrites the file
 
 
 class MetricsResume(Callback):

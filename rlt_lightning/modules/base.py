@@ -214,6 +214,11 @@ class PolicyModule(LightningModule):
         self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False)
         self.log("step", float(self.global_step), batch_size=batch_size)  # Lightning's x axis counts from 0
 
+    def log_validation(self, metrics: dict[str, Any], batch_size: int) -> None:
+        """Log means over the held-out set against the number of optimizer steps taken."""
+        metrics = metrics | {"step": float(self.global_step)}
+        self.log_dict(metrics, batch_size=batch_size, on_step=False, on_epoch=True, sync_dist=True)
+
 
 def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
     """Run the transformer without its head; return the states that predict the scored tokens, (M, H)."""

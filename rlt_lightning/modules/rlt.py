@@ -301,12 +301,10 @@ class RLTModule(PolicyModule):
         lengths = rollout_metrics(rollouts)
         metrics["rollout/val_length_mean"] = lengths["rollout/length_mean"]
         metrics["rollout/val_closed_frac"] = lengths["rollout/closed_frac"]
-        self.log_dict(
-            metrics, batch_size=len(rollouts.rollouts), on_epoch=True, on_step=False, sync_dist=True
-        )
+        self.log_validation(metrics, len(rollouts.rollouts))
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Score rollouts, the given ones where the rows carry them; a callback writes what it finds in the batch."""
+        """Score rollouts, the given ones where the rows carry them; a callback writes the batch's scores."""
         batch.scores = self.score(self.require_rollouts(batch))
 
     def speed_metrics(self, rollouts: Rollouts) -> dict[str, float]:

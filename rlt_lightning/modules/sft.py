@@ -79,13 +79,7 @@ class SFTModule(PolicyModule):
         """Mean loss per completion token of held-out rows."""
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
         log_probs = torch.cat([self(packed, 1.0)[0] for packed in self.micro_batches(batch)])
-        self.log(
-            "policy/val_loss",
-            -log_probs.sum() / num_tokens,
-            batch_size=num_tokens,
-            on_epoch=True,
-            sync_dist=True,
-        )
+        self.log_validation({"policy/val_loss": -log_probs.sum() / num_tokens}, batch_size=num_tokens)
 
     def micro_batches(self, batch: SFTBatch) -> list[PackedSequences]:
         """Pack the examples by tokens, longest first."""
