@@ -89,8 +89,8 @@ class MetricsCSV(Logger):
 class MetricsResume(Callback):
     """On resume, keep the rows of metrics.csv up to the checkpoint's step.
 
-    Loggers are told of a step after its checkpoint is written, so the checkpoint carries that step's row: a kill
-    between the two loses nothing.
+    Loggers are told of a step after its checkpoint is written, so the checkpoint carries that step's row: a
+    kill between the two loses nothing.
     """
 
     def __init__(self) -> None:
