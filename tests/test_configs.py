@@ -1,0 +1,115 @@
+"""Every shipped YAML is parsed, and its model, data and callbacks are built and run at tiny size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
+TINY = [  # whatever the experiment, at a size that runs here
+    "--data.source=arithmetic",
+    "--data.prompts_per_step=2",
+    "--data.num_arithmetic_rows=4",
+    "--data.max_length=2048",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.precision=32-true",
+    "--model.micro_batch_tokens=512",
+    "--model.head_chunk_size=64",
+]
+
+
+def verb_of(config: Path) -> str:
+    """The launch line on top of every config names its verb."""
+    [line] = [line for line in config.read_text().splitlines() if line.startswith("# Run: rlt ")]
+    assert f"--config configs/{config.relative_to(ROOT / 'configs')}" in line
+    return line.split()[3]
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
+def test_a_shipped_config_builds_and_runs_at_tiny_size(config: Path, tiny_model: str, tmp_path: Path) -> None:
+    base = config if config in CONFIGS else ROOT / "configs" / "quickstart.yaml"
+    settings = yaml.safe_load(base.read_text())
+    is_sft = settings["model"]["class_path"].endswith("SFTModule")
+    models = ["pretrained"] if is_sft else ["teacher", "student"]
+    options = [f"--config={base.relative_to(ROOT)}", *([] if base == config else [f"--config={config}"])]
+    options += [
+        *TINY,
+        *(f"--model.{name}={tiny_model}" for name in models),
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    if verb_of(config) == "fit":
+        callbacks = settings["trainer"].get("callbacks", [])
+        for callback in callbacks:
+            sampling = callback.get("init_args", {}).get("sampling")
+            if sampling:
+                sampling["max_completion_length"] = 4
+        short = tmp_path / "short.yaml"
+        short.write_text(yaml.safe_dump({"trainer": {"max_steps": 1, "callbacks": callbacks}}))
+        options += [f"--config={short}", *([] if is_sft else ["--model.group_size=2"])]
+    command = [sys.executable, "-m", "rlt_lightning", verb_of(config), *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["model"]["class_path"] == settings["model"]["class_path"]
+    written = "scores.jsonl" if verb_of(config) == "predict" else "metrics.csv"
+    assert (tmp_path / "run" / written).stat().st_size > 0
+
+
+def test_the_released_recipes_figures_are_in_the_configs() -> None:
+    rlt = yaml.safe_load((ROOT / "configs" / "teacher_rlt.yaml").read_text())
+    model, data = rlt["model"]["init_args"], rlt["data"]["init_args"]
+    sampling = rlt["trainer"]["callbacks"][0]["init_args"]["sampling"]
+    assert (rlt["trainer"]["max_steps"], data["prompts_per_step"], model["group_size"]) == (125, 16, 64)
+    assert sampling == {"temperature": 0.7, "max_completion_length": 16384}
+    assert model["optimizer"] == {"lr": 1e-6, "scheduler": "constant"}
+    assert model["policy_loss"]["init_args"]["kl_coef"] == 0.04
+    sft = yaml.safe_load((ROOT / "configs" / "teacher_sft.yaml").read_text())
+    assert (sft["trainer"]["max_epochs"], sft["data"]["init_args"]["prompts_per_step"]) == (10, 16)
+    assert sft["model"]["init_args"]["optimizer"] == {
+        "lr": 1e-5,
+        "weight_decay": 1e-4,
+        "betas": [0.9, 0.95],
+        "scheduler": "cosine",
+        "warmup_frac": 0.05,
+    }
+
+
+def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlt_lightning", "validate", "--config=configs/quickstart.yaml", *TINY]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
+    result = subprocess.run(
+        [*command, f"--output_dir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "reward/val_mean" in result.stdout
+    assert "rollout/val_closed_frac" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": i,
+            "question": f"{i} + 1?",
+            "solution": str(i + 1),
+            "reasoning_trace": f"Add one to {i}.",
+            "source": "x",
+        }
+        for i in range(5)
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "rlt_lightning", "predict", "--config=configs/score.yaml"]
+    command += [f"--data.source={source}", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").open()]
+    assert [{name: score[name] for name in row} for row, score in zip(rows, scores, strict=True)] == rows
