@@ -126,7 +126,7 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
     rewards = torch.tensor([slow_reward(policy, rlt.student.model, row) for row in rows])
     torch.testing.assert_close(batch.scores.terms.reward, rewards, atol=1e-5, rtol=1e-5)
 
-    advantages = GroupNormalisedAdvantages()(rewards, 4)
+    advantages = GroupNormalisedAdvantages()(batch.scores.terms.reward, 4)  # their scale magnifies rounding
     loss = torch.zeros(())
     for row, advantage in zip(rows, advantages, strict=True):
         prompt, completion = row.problem.teacher_prompt, row.completion.token_ids
@@ -138,7 +138,9 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
         loss = loss + (0.04 * ratio * k3 - ratio * advantage).mean() / len(rows)
     loss.backward()
     for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+        assert parameter.grad is not None
+        bound = 1e-5 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -19,6 +19,7 @@ from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+ScoredTokens = tuple[list[int], list[bool]]  # token ids of a sequence, and which of them are scored
 
 
 class PhaseClock:
@@ -146,9 +147,8 @@ class PolicyModule(LightningModule):
 
         The one entry that the strategy wraps: every forward with gradient comes through here.
         """
-        hidden = scored_hidden_states(self.policy, packed)  # (M, H)
-        log_probs, entropy = head_log_probs(
-            hidden, head_of(self.policy), packed.targets, temperature, self.head_chunk_size, with_entropy=True
+        log_probs, entropy = log_probs_of(
+            self.policy, packed, temperature, self.head_chunk_size, with_entropy=True
         )
         assert entropy is not None
         return log_probs, entropy
@@ -227,6 +227,20 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
     return output.last_hidden_state[0, packed.predictors]
 
 
+def log_probs_of(
+    model: Any, packed: PackedSequences, temperature: float, head_chunk_size: int, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the scored tokens and, if asked for, the entropies behind them, (M,) each, nats."""
+    hidden = scored_hidden_states(model, packed)  # (M, H)
+    return head_log_probs(hidden, head_of(model), packed.targets, temperature, head_chunk_size, with_entropy)
+
+
+def pack(sequences: list[ScoredTokens], device: torch.device) -> PackedSequences:
+    """Lay sequences out in one row."""
+    token_ids, score_masks = zip(*sequences, strict=True)
+    return PackedSequences.from_lists(list(token_ids), list(score_masks), device)
+
+
 def head_of(model: Any) -> Callable[[Tensor], Tensor]:
     """Return the map from hidden states (M, H) to logits (M, V), scaled and capped as the model does."""
     head = model.get_output_embeddings()
@@ -257,7 +271,7 @@ def check_packing(model: Any, name: str) -> None:
     masks = [[False] + [True] * (len(sequence) - 1) for sequence in sequences]
     packed = PackedSequences.from_lists(sequences, masks, device)
     with torch.no_grad():
-        ours, _ = head_log_probs(scored_hidden_states(model, packed), head_of(model), packed.targets)
+        ours, _ = log_probs_of(model, packed, temperature=1.0, head_chunk_size=len(packed.targets))
         theirs = []
         for sequence in sequences:
             ids = torch.tensor([sequence], device=device)

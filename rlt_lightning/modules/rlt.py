@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,16 +14,17 @@ from rlt_lightning.modules.base import (
     FrozenModel,
     OptimizerConfig,
     PolicyModule,
+    ScoredTokens,
     check_packing,
-    head_of,
-    scored_hidden_states,
+    log_probs_of,
+    pack,
 )
-from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages, zero_std_groups
-from rlt_lightning.numerics.kl import head_exact_kl
-from rlt_lightning.numerics.log_probs import head_log_probs
+from rlt_lightning.modules.logged import reward_metrics, rollout_metrics, speed_metrics
+from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, pack_by_tokens, to_padded
-from rlt_lightning.numerics.rewards import RewardTerms, RLTReward, require_finite
+from rlt_lightning.numerics.rewards import RLTReward, require_finite
 from rlt_lightning.pretrained import EMBEDDED_MODEL
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
@@ -131,7 +132,10 @@ class RLTModule(PolicyModule):
             metrics = self.update_policy(rollouts, advantages)
         metrics |= reward_metrics(batch.scores.terms, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
-        self.log_step(metrics | self.speed_metrics(rollouts), len(rollouts.rollouts))
+        metrics |= speed_metrics(
+            self.phase.lap(), sum(len(r.completion.token_ids) for r in rollouts.rollouts)
+        )
+        self.log_step(metrics, len(rollouts.rollouts))
 
     def require_rollouts(self, batch: PromptBatch) -> Rollouts:
         """Return the batch's rollouts, or say which callback should have brought them."""
@@ -161,28 +165,17 @@ class RLTModule(PolicyModule):
         on_policy = rollouts.policy_version == self.global_step
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        metrics: dict[str, Any] = {"policy/loss": 0.0, "policy/entropy": 0.0}
+        metrics: dict[str, Any] = {}
         for indices, packed in self.policy_micro_batches(rows):
-            lengths = [len(rows[i].completion.token_ids) for i in indices]
-            ref_log_probs = None
-            if self.reference is not None:
-                with torch.no_grad():
-                    hidden = scored_hidden_states(self.reference.model, packed)
-                    head = head_of(self.reference.model)
-                    flat, _ = head_log_probs(
-                        hidden, head, packed.targets, rollouts.temperature, self.head_chunk_size
-                    )
-                ref_log_probs, _ = to_padded(flat, lengths)
+            chosen = [rows[i] for i in indices]
+            lengths = [len(r.completion.token_ids) for r in chosen]
+            ref_log_probs = self.reference_log_probs(packed, lengths, rollouts.temperature)
             flat, entropy = strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
             log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-            require_finite(
-                log_probs.masked_fill(~token_mask, 0.0),
-                "policy log-prob",
-                [rows[i].problem.row for i in indices],
-            )
-            loss, step_metrics = self.policy_loss(
+            require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
+            loss, loss_metrics = self.policy_loss(
                 log_probs=log_probs,
-                old_log_probs=None if on_policy else sampled_log_probs([rows[i] for i in indices], log_probs),
+                old_log_probs=None if on_policy else sampled_log_probs(chosen, log_probs),
                 ref_log_probs=ref_log_probs,
                 advantages=advantages[torch.tensor(indices, device=self.device)],
                 token_mask=token_mask,
@@ -190,11 +183,19 @@ class RLTModule(PolicyModule):
                 num_sequences=num_sequences,
             )
             self.manual_backward(loss * self.trainer.world_size)  # the strategy averages gradients over ranks
-            metrics["policy/loss"] += loss.detach()
-            metrics["policy/entropy"] += entropy.sum() / num_tokens
-            for name, value in step_metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + value
+            loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy.sum() / num_tokens}
+            metrics = {name: metrics.get(name, 0.0) + value for name, value in loss_metrics.items()}
         return metrics | self.optimizer_step_now()
+
+    @torch.no_grad()
+    def reference_log_probs(
+        self, packed: PackedSequences, lengths: list[int], temperature: float
+    ) -> Tensor | None:
+        """Log-probs of the sampled tokens under the reference, (n, T); None without a KL penalty."""
+        if self.reference is None:
+            return None
+        flat, _ = log_probs_of(self.reference.model, packed, temperature, self.head_chunk_size)
+        return to_padded(flat, lengths)[0]
 
     def policy_micro_batches(self, rows: list[Rollout]) -> Iterator[tuple[list[int], PackedSequences]]:
         """Pack teacher prompts with their completions; the sampled tokens are the scored ones."""
@@ -202,89 +203,15 @@ class RLTModule(PolicyModule):
         for indices in pack_by_tokens(
             [len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens
         ):
-            yield indices, self.pack([sequences[i] for i in indices])
+            yield indices, pack([sequences[i] for i in indices], self.device)
 
-    def pack(self, sequences: list[ScoredTokens]) -> PackedSequences:
-        """Lay sequences out in one row on this rank's device."""
-        token_ids, score_masks = zip(*sequences, strict=True)
-        return PackedSequences.from_lists(list(token_ids), list(score_masks), self.device)
-
-    # Scoring
-
-    @torch.no_grad()
     def score(self, rollouts: Rollouts) -> Scores:
-        """Compute every rollout's reward: one student forward for both terms, one teacher forward for r_KL.
-
-        Raises:
-            NonFiniteError: If a log-prob or reward is NaN or infinite, naming the rows and the term.
-        """
-        rows = rollouts.rollouts
-        solution: list[Tensor] = [torch.empty(0)] * len(rows)
-        kl: list[Tensor] = [torch.empty(0)] * len(rows)
-        student_rows, teacher_rows = [student_sequence(r) for r in rows], [teacher_sequence(r) for r in rows]
-        lengths = [max(len(s), len(t)) for (s, _), (t, _) in zip(student_rows, teacher_rows, strict=True)]
-        for indices in pack_by_tokens(lengths, self.micro_batch_tokens):
-            chosen = [rows[i] for i in indices]
-            student_log_probs, kl_values = self.score_micro_batch(
-                [student_rows[i] for i in indices], [teacher_rows[i] for i in indices], chosen
-            )
-            for i, log_probs, values in zip(indices, student_log_probs, kl_values, strict=True):
-                solution[i], kl[i] = log_probs, values
-        return self.reward_of(rows, solution, kl)
-
-    def score_micro_batch(
-        self, student_rows: list[ScoredTokens], teacher_rows: list[ScoredTokens], rows: list[Rollout]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return per row the solution log-probs (S,) and the KL of the think tokens (K,)."""
+        """Compute the RLT reward of every rollout with the student."""
         assert self.student is not None
-        student, teacher = self.pack(student_rows), self.pack(teacher_rows)
-        student_hidden = scored_hidden_states(self.student.model, student)  # (sum of K + S, H)
-        teacher_hidden = scored_hidden_states(self.policy, teacher)  # (sum of K, H)
-        student_head, teacher_head = head_of(self.student.model), head_of(self.policy)
-        student_temperature, teacher_temperature = (
-            self.reward.student_temperature,
-            self.reward.teacher_temperature,
+        scorer = StudentScorer(
+            self.policy, self.student.model, self.reward, self.micro_batch_tokens, self.head_chunk_size
         )
-        student_log_probs, _ = head_log_probs(
-            student_hidden, student_head, student.targets, student_temperature, self.head_chunk_size
-        )
-        num_thinks = [len(r.problem.think_prefix) + r.num_think for r in rows]
-        splits = [n for k, r in zip(num_thinks, rows, strict=True) for n in (k, len(r.problem.solution_ids))]
-        pieces = student_log_probs.split(splits)  # think, solution, think, solution, …
-        row_numbers = [r.problem.row for r in rows]
-        require_finite_rows(pieces[1::2], "student log-prob of the solution", row_numbers)
-        if self.reward.kl_estimator == "exact":
-            think_hidden = torch.cat(student_hidden.split(splits)[::2])
-            kl = head_exact_kl(
-                teacher_hidden,
-                teacher_head,
-                think_hidden,
-                student_head,
-                teacher_temperature,
-                student_temperature,
-                self.head_chunk_size,
-            )
-        else:
-            log_probs, _ = head_log_probs(
-                teacher_hidden, teacher_head, teacher.targets, teacher_temperature, self.head_chunk_size
-            )
-            require_finite_rows(
-                log_probs.split(num_thinks), "teacher log-prob of the explanation", row_numbers
-            )
-            require_finite_rows(pieces[::2], "student log-prob of the explanation", row_numbers)
-            kl = self.reward.token_kl(log_probs, torch.cat(pieces[::2]))
-        kl_rows = list(kl.split(num_thinks))
-        require_finite_rows(kl_rows, "KL of the explanation", row_numbers)
-        return list(pieces[1::2]), kl_rows
-
-    def reward_of(self, rows: list[Rollout], solution: list[Tensor], kl: list[Tensor]) -> Scores:
-        """Reduce per-token scores to the reward and its terms."""
-        solution_log_probs, solution_mask = pad_rows(solution)  # (N, S)
-        kl_values, kl_mask = pad_rows(kl)  # (N, K)
-        format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=self.device)
-        terms = self.reward(solution_log_probs, solution_mask, kl_values, kl_mask, format_ok)
-        require_finite(terms.reward, "reward", [r.problem.row for r in rows])
-        return Scores(terms, solution, kl)
+        return scorer(rollouts.rollouts)
 
     # Validation and prediction
 
@@ -307,36 +234,6 @@ class RLTModule(PolicyModule):
         """Score rollouts, the given ones where the rows carry them; a callback writes the batch's scores."""
         batch.scores = self.score(self.require_rollouts(batch))
 
-    def speed_metrics(self, rollouts: Rollouts) -> dict[str, float]:
-        """Seconds per phase of this iteration, and sampled tokens per second of it."""
-        seconds = self.phase.lap()
-        tokens = sum(len(r.completion.token_ids) for r in rollouts.rollouts)
-        speed = {f"perf/{phase}_s": value for phase, value in seconds.items()}
-        return speed | {"perf/tokens_per_s": tokens / sum(seconds.values())}
-
-
-ScoredTokens = tuple[list[int], list[bool]]  # token ids of one row, and which of them are scored
-
-
-def student_sequence(rollout: Rollout) -> ScoredTokens:
-    """Splice the explanation into the student's context; score think and solution tokens (RLT, figure 3)."""
-    problem = rollout.problem
-    head = problem.student_prefix + problem.think_prefix
-    token_ids = head + rollout.body + problem.student_suffix + problem.solution_ids
-    num_think = len(problem.think_prefix) + rollout.num_think
-    scored = [False] * len(problem.student_prefix) + [True] * num_think
-    scored += [False] * (len(token_ids) - len(scored) - len(problem.solution_ids))
-    return token_ids, scored + [True] * len(problem.solution_ids)
-
-
-def teacher_sequence(rollout: Rollout) -> ScoredTokens:
-    """The explanation in the teacher's own context; score the same think tokens."""
-    problem = rollout.problem
-    token_ids = problem.teacher_prompt + rollout.body[: rollout.num_think]
-    return token_ids, [False] * len(problem.teacher_prefix) + [True] * (
-        len(token_ids) - len(problem.teacher_prefix)
-    )
-
 
 def sampled_sequence(rollout: Rollout) -> ScoredTokens:
     """The completion after its prompt; score every token that was sampled, the end tag included."""
@@ -357,49 +254,3 @@ def sampled_log_probs(rows: list[Rollout], log_probs: Tensor) -> Tensor:
             )
         old[i, : len(values)] = torch.tensor(values, device=log_probs.device)
     return old
-
-
-def require_finite_rows(rows: Sequence[Tensor], term: str, row_numbers: list[int]) -> None:
-    """Check that every value of every row is finite, naming the rows where one is not."""
-    values, _ = pad_rows(rows)
-    require_finite(values, term, row_numbers)
-
-
-def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Stack rows of different lengths: values (N, T) with zeros behind, and their token_mask."""
-    return to_padded(torch.cat(list(rows)), [len(row) for row in rows])
-
-
-def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
-    """Means over the step's completions of the reward and its terms, before and after processing."""
-    groups = terms.reward.view(-1, group_size)  # (P, G)
-    return {
-        "reward/mean": terms.reward.mean(),
-        "reward/std": terms.reward.std(),
-        "reward/group_std": groups.std(dim=1).mean(),
-        "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
-        "reward/solution": terms.solution_log_prob_reward.mean(),
-        "reward/kl": terms.kl_reward.mean(),
-        "reward/format": terms.format_reward.mean(),
-        "reward/solution_log_prob_mean": terms.solution_log_prob_mean.mean(),
-        "reward/solution_log_prob_min": terms.solution_log_prob_min.mean(),
-        "reward/kl_mean": terms.kl_mean.mean(),
-        "reward/kl_max": terms.kl_max.mean(),
-        "student/solution_log_prob_mean": terms.raw_solution_log_prob_mean.mean(),
-        "student/solution_log_prob_min": terms.raw_solution_log_prob_min.mean(),
-        "student/kl_mean": terms.raw_kl_mean.mean(),
-        "student/kl_max": terms.raw_kl_max.mean(),
-    }
-
-
-def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Lengths and endings of the sampled completions."""
-    rows = rollouts.rollouts
-    lengths = [len(r.completion.token_ids) for r in rows]
-    return {
-        "rollout/length_mean": sum(lengths) / len(rows),
-        "rollout/length_max": float(max(lengths)),
-        "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
-        "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
-        "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),
-    }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule
+from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule, pack
+from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.numerics.packing import PackedSequences, pack_by_tokens
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import EMBEDDED_MODEL
@@ -69,9 +70,8 @@ class SFTModule(PolicyModule):
                 self.manual_backward(share * self.trainer.world_size)  # the strategy averages over ranks
                 loss += share.detach()
             metrics = self.optimizer_step_now()
-        seconds = self.phase.lap()["train"]
-        total_length = sum(len(example.token_ids) for example in batch.examples)
-        metrics |= {"policy/loss": loss, "perf/train_s": seconds, "perf/tokens_per_s": total_length / seconds}
+        metrics |= speed_metrics(self.phase.lap(), sum(len(example.token_ids) for example in batch.examples))
+        metrics["policy/loss"] = loss
         metrics |= {"data/completion_tokens": float(num_tokens), "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(batch.examples))
 
@@ -85,11 +85,7 @@ class SFTModule(PolicyModule):
         """Pack the examples by tokens, longest first."""
         lengths = [len(example.token_ids) for example in batch.examples]
         return [
-            PackedSequences.from_lists(
-                [batch.examples[i].token_ids for i in rows],
-                [batch.examples[i].loss_mask for i in rows],
-                self.device,
-            )
+            pack([(batch.examples[i].token_ids, batch.examples[i].loss_mask) for i in rows], self.device)
             for rows in pack_by_tokens(lengths, self.micro_batch_tokens)
         ]
 

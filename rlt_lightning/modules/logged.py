@@ -1,0 +1,50 @@
+"""The figures of a step that are logged; docs/metrics.md describes each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlt_lightning.numerics.advantages import zero_std_groups
+from rlt_lightning.numerics.rewards import RewardTerms
+from rlt_lightning.types import Rollouts
+
+
+def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
+    """Means over the step's completions of the reward and its terms, before and after processing."""
+    groups = terms.reward.view(-1, group_size)  # (P, G)
+    return {
+        "reward/mean": terms.reward.mean(),
+        "reward/std": terms.reward.std(),
+        "reward/group_std": groups.std(dim=1).mean(),
+        "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
+        "reward/solution": terms.solution_log_prob_reward.mean(),
+        "reward/kl": terms.kl_reward.mean(),
+        "reward/format": terms.format_reward.mean(),
+        "reward/solution_log_prob_mean": terms.solution_log_prob_mean.mean(),
+        "reward/solution_log_prob_min": terms.solution_log_prob_min.mean(),
+        "reward/kl_mean": terms.kl_mean.mean(),
+        "reward/kl_max": terms.kl_max.mean(),
+        "student/solution_log_prob_mean": terms.raw_solution_log_prob_mean.mean(),
+        "student/solution_log_prob_min": terms.raw_solution_log_prob_min.mean(),
+        "student/kl_mean": terms.raw_kl_mean.mean(),
+        "student/kl_max": terms.raw_kl_max.mean(),
+    }
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Lengths and endings of the sampled completions."""
+    rows = rollouts.rollouts
+    lengths = [len(r.completion.token_ids) for r in rows]
+    return {
+        "rollout/length_mean": sum(lengths) / len(rows),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
+        "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
+        "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),
+    }
+
+
+def speed_metrics(seconds: dict[str, float], num_tokens: int) -> dict[str, float]:
+    """Seconds per phase of a step, and the step's tokens per second."""
+    speed = {f"perf/{phase}_s": value for phase, value in seconds.items()}
+    return speed | {"perf/tokens_per_s": num_tokens / sum(seconds.values())}
