@@ -1,0 +1,86 @@
+"""docs/metrics.md names what runs log: every metric and column, and no other."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+from lightning.pytorch import Callback, Trainer
+
+from rlt_lightning.callbacks import MetricsCSV, RolloutCallback, RolloutRecorder, ScoreWriter
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.engines import Sampling
+from rlt_lightning.modules import RLTModule, SFTModule
+
+PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+
+
+def names_of(*sections: str) -> set[str]:
+    """First cells of the tables below the headings that start with these words."""
+    names: set[str] = set()
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+        if section.startswith(sections):
+            names |= set(re.findall(r"^\| `([\w/.]+)` \|", section, flags=re.MULTILINE))
+    return names
+
+
+def data(model: str, **options: object) -> StratosDataModule:
+    size = {"num_arithmetic_rows": 6, "prompts_per_step": 2}
+    return StratosDataModule(tokenizer=model, student_tokenizer=model, **(size | options))  # type: ignore[arg-type]
+
+
+def trainer(folder: Path, *callbacks: Callback) -> Trainer:
+    folder.mkdir()
+    return Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_steps=1,
+        max_epochs=-1,
+        val_check_interval=1,
+        log_every_n_steps=1,
+        logger=MetricsCSV(str(folder)),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=list(callbacks),
+    )
+
+
+def logged(folder: Path) -> set[str]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return set(next(csv.reader(file)))
+
+
+def first_row(path: Path) -> dict[str, object]:
+    return json.loads(path.read_text().splitlines()[0])
+
+
+def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Path) -> None:
+    rlt, sft = tmp_path / "rlt", tmp_path / "sft"
+    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
+    teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2)
+    trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
+    trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
+
+    sections = ("Columns", "reward/", "student/", "policy/", "rollout/", "perf/", "data/")
+    found, named = logged(rlt) | logged(sft), names_of(*sections)
+    assert found - named == set(), "logged, but not in docs/metrics.md"
+    assert named - found == set(), "in docs/metrics.md, but not logged"
+    for prefix in sections[1:]:
+        assert all(name.startswith(prefix) for name in names_of(prefix)), prefix
+    assert first_row(rlt / "rollouts.jsonl").keys() == names_of("rollouts.jsonl")
+
+
+def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Path) -> None:
+    teacher = RLTModule(teacher=tiny_model, student=tiny_model)
+    scoring = data(tiny_model, task="score", num_arithmetic_rows=2)
+    trainer(tmp_path / "run", ScoreWriter(per_token=True)).predict(teacher, scoring, return_predictions=False)
+
+    row = first_row(tmp_path / "run" / "scores.jsonl")
+    source = {"question", "solution", "reasoning_trace", "answer"}
+    terms = {name for name in names_of("rollouts.jsonl") if re.match("reward|solution_|kl_|format_", name)}
+    assert len(terms) == 8
+    assert row.keys() == source | terms | names_of("scores.jsonl")
