@@ -15,9 +15,12 @@ quickstart: setup
 test: setup
 	$(RUN)/python -m pytest
 
+prove: setup
+	$(RUN)/python -m pytest -m slow
+
 check: setup
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-.PHONY: setup quickstart test check
+.PHONY: setup quickstart test prove check

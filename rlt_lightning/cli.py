@@ -30,6 +30,7 @@ VERBS: dict[str, set[str]] = {
     "validate": {"model", "dataloaders", "datamodule"},
     "predict": {"model", "dataloaders", "datamodule"},
 }
+RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
 # What a run may leave in its folder: all that --overwrite may delete.
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
 RUN_ENTRIES |= {
@@ -88,17 +89,13 @@ class RLTCommandLine(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose and check the run folder, before anything is built."""
         config = self.config[self.subcommand]
-        if config.output_dir is None:
-            name = Path(str(config.config[0])).stem if config.config else self.subcommand
-            config.output_dir = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(config.output_dir)
+        folder = Path(config.output_dir or self.default_run_folder(config.config))
+        config.output_dir = str(folder)
         if config.get("ckpt_path") == "last":
             config.ckpt_path = str(newest_checkpoint(folder / "checkpoints"))
-        open_run_folder(
-            folder,
-            resume=self.subcommand == "fit" and config.get("ckpt_path") is not None,
-            overwrite=config.overwrite,
-        )
+        if global_rank() == 0:
+            resume = self.subcommand == "fit" and config.get("ckpt_path") is not None
+            open_run_folder(folder, resume, config.overwrite)
         config.trainer.default_root_dir = str(folder)
         config.checkpoint.dirpath = config.checkpoint.dirpath or str(folder / "checkpoints")
         if "output_dir" in (config.data.get("init_args") or {}):
@@ -106,6 +103,13 @@ class RLTCommandLine(LightningCLI):
         for logger in as_list(config.trainer.logger):
             if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, "."):
                 logger.init_args.save_dir = str(folder)
+
+    def default_run_folder(self, configs: list[Any] | None) -> str:
+        """Name a run after its config and the time; processes that this one starts inherit the name."""
+        if global_rank() > 0 and RUN_FOLDER not in os.environ:
+            raise InputError("A run that a launcher starts in several processes needs --output_dir. Set it.")
+        name = Path(str(configs[0])).stem if configs else str(self.subcommand)
+        return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what every run has and no config needs to name."""
@@ -174,6 +178,12 @@ def fail(message: str) -> int:
     """Tell what is wrong in one line; returns the exit status."""
     print(f"rlt: error: {one_line(message)}", file=sys.stderr)
     return 2
+
+
+def global_rank() -> int:
+    """Rank of this process, from what its launcher has set; 0 before anything is launched."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def trained_model(model: Any) -> str | None:
@@ -250,6 +260,7 @@ def quiet_third_parties() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for pattern in (
         ".*does not have many workers.*",  # the loaders make batches of lists: no workers wanted
+        ".*Using `?ModelCheckpoint`? with manual optimization.*",  # ours saves at the end of a step
         ".*exists and is not empty.*",  # a resumed run's folder is
         ".*have overridden `transfer_batch_to_device`.*",
         ".*Total length of `list` across ranks is zero.*",  # no validation set was asked for

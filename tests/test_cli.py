@@ -69,6 +69,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+def explanation(line: str) -> tuple[int, int, int, str]:
+    row = json.loads(line)
+    return row["step"], row["row"], row["completion"], row["explanation"]
+
+
 def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -146,12 +151,36 @@ def test_killed_at_any_moment_and_resumed_equals_not_stopping(
         assert found[step] == pytest.approx(row, abs=1e-6), step
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(killed)[name], tensor, atol=1e-6, rtol=0)
-    terms = ("step", "row", "completion", "explanation")
-    rows = [
-        [tuple(json.loads(line)[term] for term in terms) for line in (folder / "rollouts.jsonl").open()]
-        for folder in (whole, killed)
-    ]
+    rows = [list(map(explanation, (folder / "rollouts.jsonl").open())) for folder in (whole, killed)]
     assert rows[0] == rows[1]  # none lost, none twice
+
+
+def test_two_processes_with_unequal_lengths_equal_one(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    # Prompts differ in length: at 150 tokens a micro-batch, the ranks have different numbers of them.
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = [short_config, "--trainer.max_steps=3", "--model.micro_batch_tokens=150"]
+    result = rlt(*small_fit(tiny_model, one, *options))
+    assert result.returncode == 0, result.stderr
+    result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
+    assert result.returncode == 0, result.stderr
+    names = (
+        "reward/mean",
+        "policy/loss",
+        "policy/kl_ref",
+        "policy/entropy",
+        "policy/grad_norm",
+        "student/kl_mean",
+    )
+    for step, row in metrics(one).items():
+        for name in names:
+            assert metrics(two)[step][name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), (step, name)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, atol=1e-5, rtol=0)
+    rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from rlt_lightning.types import PromptBatch, Scores
+from rlt_lightning.types import InputError, PromptBatch, Scores
 
+Row = dict[str, Any]
 TERMS = (
     "reward",
     "solution_log_prob_mean",
@@ -49,8 +51,9 @@ class RolloutRecorder(Callback):
         step = trainer.global_step  # one batch is one RL iteration is one optimizer step
         if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
+        rows = gather_rows([{"step": step, **row} for row in rollout_rows(batch)], trainer)
         if trainer.is_global_zero:
-            append_rows(self._path(trainer), ({"step": step, **row} for row in rollout_rows(batch)))
+            append_rows(self._path(trainer), rows)
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "rollouts.jsonl"
@@ -65,6 +68,14 @@ class ScoreWriter(Callback):
 
     def __init__(self, per_token: bool = False) -> None:
         self.per_token = per_token
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1:
+            raise InputError(
+                f"`rlt predict` must run in one process, so that rows keep their order, but got "
+                f"{trainer.world_size}. Set --trainer.devices 1."
+            )
 
     @override
     def on_predict_batch_end(
@@ -91,7 +102,7 @@ class ScoreWriter(Callback):
         append_rows(Path(trainer.default_root_dir) / "scores.jsonl", rows)
 
 
-def rollout_rows(batch: PromptBatch) -> Iterator[dict[str, Any]]:
+def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
     """One JSON-ready row per completion."""
     assert batch.rollouts is not None
     assert batch.scores is not None
@@ -116,7 +127,18 @@ def score_rows(scores: Scores) -> list[dict[str, float]]:
     return [dict(zip(TERMS, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def append_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
+    """Bring the rows of all ranks together on rank 0."""
+    if trainer.world_size == 1:
+        return rows
+    gathered: list[list[Row]] | None = (
+        [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
+    )
+    torch.distributed.gather_object(rows, gathered, dst=0)
+    return [row for part in gathered or [] for row in part]
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append rows to a JSONL file in one write, so that a kill leaves at most one torn last line."""
     with open(path, "a") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

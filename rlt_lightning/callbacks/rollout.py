@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.engines.base import Engine, Sampling
@@ -49,10 +50,17 @@ class RolloutCallback(Callback):
                 "completions of a "
                 "group are all alike. Set it, the released recipe uses 0.7."
             )
+        reward = getattr(pl_module, "reward", None)
+        if reward is not None and reward.teacher_temperature != self.sampling.temperature:
+            rank_zero_warn(
+                f"sampling.temperature is {self.sampling.temperature}, but reward.teacher_temperature is "
+                f"{reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
+            )
+        longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         problems: list[Problem] = trainer.datamodule.problems  # type: ignore[attr-defined]
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
             config = model_config(str(model), bool(pl_module.trust_remote_code)).get_text_config()
-            require_room(problems, role, config.max_position_embeddings, self.sampling.max_completion_length)
+            require_room(problems, role, config.max_position_embeddings, longest)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -248,6 +248,10 @@ def _columns(value: Any) -> dict[str, Any] | BadRowError:
     return BadRowError(BadRowReason.WRONG_TYPE, f"a row must be an object, but is {type(value).__name__}")
 
 
+# File names that start with one of these belong to a split: rows of another must not leak into it.
+SPLIT_NAMES = {"train", "test", "validation", "val", "dev"}
+
+
 def _read_folder(folder: Path, split: str) -> Iterator[Row]:
     """Read a saved data set, or all files of one kind, those of the split if they carry its name."""
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
@@ -265,7 +269,13 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
             f"A data folder must hold files of one kind ({', '.join(READERS)}) or a saved data set, but "
             f"{folder} {found}. Name one file, or use {CHOICES}."
         )
-    of_split = [path for path in files if re.split(r"[-_.]", path.name)[0] == split]
+    splits = {path: re.split(r"[-_.]", path.name)[0] for path in files}
+    of_split = [path for path in files if splits[path] == split]
+    if not of_split and (others := sorted(set(splits.values()) & SPLIT_NAMES)):
+        raise InputError(
+            f"The data folder {folder} must have files of the split '{split}', but has those of "
+            f"{', '.join(others)}. Set data.split, or name one file."
+        )
     offset = 0
     for path in of_split or files:
         number = 0
@@ -389,7 +399,7 @@ def parse_row(
 
 
 def _parse_custom(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
-    question = next((row[name] for name in QUESTION_COLUMNS if name in row), None)
+    question = next((row[name] for name in QUESTION_COLUMNS if row.get(name) is not None), None)
     trace = _text(row.get("reasoning_trace"), "reasoning_trace")
     return ParsedRow(
         question=_text(question, "question"),

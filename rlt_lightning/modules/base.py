@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlt_lightning.numerics.log_probs import head_log_probs
 from rlt_lightning.numerics.packing import PackedSequences
+from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
@@ -198,21 +199,46 @@ class PolicyModule(LightningModule):
             )
         return min(by_epochs + by_steps)
 
+    def same_on_every_rank(self, bins: list[list[int]]) -> Iterator[tuple[list[int], float]]:
+        """Yield micro-batches and their weights, equally many on every rank.
+
+        Each backward pass is a meeting of all ranks, so a rank that has fewer micro-batches runs its last one
+        again with weight 0.
+        """
+        count = torch.tensor(float(len(bins)), device=self.device)
+        most = int(self.trainer.strategy.reduce(count, reduce_op="max"))
+        for number in range(most):
+            yield bins[min(number, len(bins) - 1)], float(number < len(bins))
+
+    def sum_over_ranks(self, *numbers: float) -> list[float]:
+        """Add up numbers of every rank."""
+        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self.trainer.strategy.reduce(values, reduce_op="sum").tolist()
+
     def optimizer_step_now(self) -> dict[str, Any]:
         """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
         max_norm = self.optimizer_config.max_grad_norm or torch.inf
-        grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm, error_if_nonfinite=True)
+        grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm)
+        if not grad_norm.isfinite():
+            raise NonFiniteError(
+                f"The gradient must be finite, but its norm at step {self.global_step} is {grad_norm.item()}. "
+                "Resume from an earlier checkpoint with a lower learning rate, or use fp32."
+            )
         optimizer.step()
         self.lr_schedulers().step()  # type: ignore[union-attr]
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
-        """Log the metrics of one optimizer step against the number of steps taken."""
+        """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
         self.step_metrics = metrics
-        self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False)
+        self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False, sync_dist=True)
         self.log("step", float(self.global_step), batch_size=batch_size)  # Lightning's x axis counts from 0
+
+    def on_validation_end(self) -> None:
+        """Do not count the time of a validation in the next training step."""
+        self.phase.lap()
 
     def log_validation(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log means over the held-out set against the number of optimizer steps taken."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,8 +42,8 @@ class RLTModule(PolicyModule):
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
         head_chunk_size: Scored tokens per pass through the language-model head.
-        dtype: Of the trained weights.
-        student_dtype: Of the student and the reference.
+        dtype: Of the trained weights and the reference's.
+        student_dtype: Of the student's weights.
         gradient_checkpointing: Recompute activations in the backward pass.
         attn_implementation: transformers' name, None for its default.
         trust_remote_code: Run code that comes with a model.
@@ -157,20 +156,21 @@ class RLTModule(PolicyModule):
     def update_policy(self, rollouts: Rollouts, advantages: Tensor) -> dict[str, Any]:
         """Accumulate the policy loss over packed micro-batches and take one optimizer step."""
         rows = rollouts.rollouts
-        strategy = self.trainer.strategy
-        counts = torch.tensor([len(rows), sum(len(r.completion.token_ids) for r in rows)], device=self.device)
-        num_sequences, num_tokens = strategy.reduce(
-            counts.double(), reduce_op="sum"
-        ).tolist()  # over all ranks
+        world_size = self.trainer.world_size
+        num_sequences, num_tokens = self.sum_over_ranks(
+            len(rows), sum(len(r.completion.token_ids) for r in rows)
+        )
         on_policy = rollouts.policy_version == self.global_step
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         metrics: dict[str, Any] = {}
-        for indices, packed in self.policy_micro_batches(rows):
-            chosen = [rows[i] for i in indices]
+        sequences = [sampled_sequence(row) for row in rows]
+        bins = pack_by_tokens([len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens)
+        for indices, weight in self.same_on_every_rank(bins):
+            packed, chosen = pack([sequences[i] for i in indices], self.device), [rows[i] for i in indices]
             lengths = [len(r.completion.token_ids) for r in chosen]
             ref_log_probs = self.reference_log_probs(packed, lengths, rollouts.temperature)
-            flat, entropy = strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
+            flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
             log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
             require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
             loss, loss_metrics = self.policy_loss(
@@ -182,9 +182,11 @@ class RLTModule(PolicyModule):
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
             )
-            self.manual_backward(loss * self.trainer.world_size)  # the strategy averages gradients over ranks
+            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
+            self.manual_backward(weight * world_size * loss)
             loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy.sum() / num_tokens}
-            metrics = {name: metrics.get(name, 0.0) + value for name, value in loss_metrics.items()}
+            for name, value in loss_metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
         return metrics | self.optimizer_step_now()
 
     @torch.no_grad()
@@ -196,14 +198,6 @@ class RLTModule(PolicyModule):
             return None
         flat, _ = log_probs_of(self.reference.model, packed, temperature, self.head_chunk_size)
         return to_padded(flat, lengths)[0]
-
-    def policy_micro_batches(self, rows: list[Rollout]) -> Iterator[tuple[list[int], PackedSequences]]:
-        """Pack teacher prompts with their completions; the sampled tokens are the scored ones."""
-        sequences = [sampled_sequence(row) for row in rows]
-        for indices in pack_by_tokens(
-            [len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens
-        ):
-            yield indices, pack([sequences[i] for i in indices], self.device)
 
     def score(self, rollouts: Rollouts) -> Scores:
         """Compute the RLT reward of every rollout with the student."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule, pack
 from rlt_lightning.modules.logged import speed_metrics
@@ -56,45 +55,39 @@ class SFTModule(PolicyModule):
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """One optimizer step over all examples of the batch."""
-        num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
-        total_tokens = self.trainer.strategy.reduce(
-            torch.tensor(float(num_tokens), device=self.device), reduce_op="sum"
-        )
+        num_tokens = float(sum(sum(example.loss_mask) for example in batch.examples))
+        [total_tokens] = self.sum_over_ranks(num_tokens)
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
         loss = torch.zeros((), device=self.device)
         with self.phase("train"):
-            for packed in self.micro_batches(batch):
+            for indices, weight in self.same_on_every_rank(self.micro_batches(batch)):
+                packed = self.pack_examples(batch, indices)
                 log_probs, _ = self.trainer.strategy.model(packed, 1.0)  # type: ignore[misc]
-                share = -log_probs.sum() / total_tokens
-                self.manual_backward(share * self.trainer.world_size)  # the strategy averages over ranks
+                rows = [batch.examples[i].row for i in indices]
+                require_finite(log_probs, "completion log-prob", [rows[i] for i in packed.sequence_of_scored])
+                # The strategy averages gradients over ranks, so a rank's share counts world_size times.
+                share = -weight * self.trainer.world_size * log_probs.sum() / total_tokens
+                self.manual_backward(share)
                 loss += share.detach()
             metrics = self.optimizer_step_now()
         metrics |= speed_metrics(self.phase.lap(), sum(len(example.token_ids) for example in batch.examples))
         metrics["policy/loss"] = loss
-        metrics |= {"data/completion_tokens": float(num_tokens), "data/epoch": float(self.current_epoch)}
+        metrics |= {"data/completion_tokens": num_tokens, "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(batch.examples))
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Mean loss per completion token of held-out rows."""
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
-        log_probs = torch.cat([self(packed, 1.0)[0] for packed in self.micro_batches(batch)])
+        packed = [self.pack_examples(batch, indices) for indices in self.micro_batches(batch)]
+        log_probs = torch.cat([self(micro_batch, 1.0)[0] for micro_batch in packed])
         self.log_validation({"policy/val_loss": -log_probs.sum() / num_tokens}, batch_size=num_tokens)
 
-    def micro_batches(self, batch: SFTBatch) -> list[PackedSequences]:
-        """Pack the examples by tokens, longest first."""
-        lengths = [len(example.token_ids) for example in batch.examples]
-        return [
-            pack([(batch.examples[i].token_ids, batch.examples[i].loss_mask) for i in rows], self.device)
-            for rows in pack_by_tokens(lengths, self.micro_batch_tokens)
-        ]
+    def micro_batches(self, batch: SFTBatch) -> list[list[int]]:
+        """Divide the examples by tokens, longest first."""
+        return pack_by_tokens([len(example.token_ids) for example in batch.examples], self.micro_batch_tokens)
 
-    def forward(self, packed: PackedSequences, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of the completion tokens; see PolicyModule.forward.
-
-        Raises:
-            NonFiniteError: If one is NaN or infinite, naming the sequence.
-        """
-        log_probs, entropy = super().forward(packed, temperature)
-        require_finite(log_probs, "log-prob of a completion token", packed.sequence_of_scored.tolist())
-        return log_probs, entropy
+    def pack_examples(self, batch: SFTBatch, indices: list[int]) -> PackedSequences:
+        """Lay some of the examples out in one row; the completion tokens are the scored ones."""
+        chosen = [batch.examples[i] for i in indices]
+        return pack([(example.token_ids, example.loss_mask) for example in chosen], self.device)

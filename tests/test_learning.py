@@ -1,0 +1,61 @@
+"""Slow proof that the reward rises and a control's does not: `make prove`, 20 minutes on two cores."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("learning", ROOT / "benchmarks" / "learning.py")
+assert spec is not None
+assert spec.loader is not None
+learning = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(learning)
+
+
+def test_rise_compares_completions_of_the_same_problems() -> None:
+    # Problem 1: -3, -1 then 0, 2; problem 2: -9, -7 then -8, -6.
+    # Mean rise (3 + 1) / 2 = 2; each variance is 2.
+    def rows(step: int, rewards: dict[int, list[float]]) -> list[dict[str, float]]:
+        return [{"step": step, "row": row, "reward": r} for row, values in rewards.items() for r in values]
+
+    first, last = rows(1, {1: [-3, -1], 2: [-9, -7]}), rows(4, {1: [0, 2], 2: [-8, -6]})
+    difference, error = learning.rise(first, last, "reward")
+    assert difference == pytest.approx(2.0)
+    assert error == pytest.approx((2 * (2 * 2 + 2 * 2) / 16) ** 0.5)
+
+
+@pytest.mark.slow
+def test_the_reward_rises_and_with_shuffled_advantages_it_does_not(tmp_path: Path) -> None:
+    warm, run, control = (tmp_path / name for name in ("warmup", "rlt", "control"))
+    shuffled = "--model.advantages=rlt_lightning.numerics.advantages.ShuffledAdvantages"
+    fit = [sys.executable, "-m", "rlt_lightning", "fit", "--config"]
+    for command in (
+        ["configs/learning_warmup.yaml", f"--output_dir={warm}"],
+        ["configs/learning_rlt.yaml", f"--output_dir={run}", f"--model.teacher={warm / 'model'}"],
+        [
+            "configs/learning_rlt.yaml",
+            f"--output_dir={control}",
+            f"--model.teacher={warm / 'model'}",
+            shuffled,
+        ],
+    ):
+        subprocess.run([*fit, *command], check=True, cwd=ROOT)
+    results = {}
+    for folder in (run, control):
+        rows = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
+        first, last = learning.quarters(rows)
+        closed = [
+            sum(r["finish_reason"] == "stop" for r in quarter) / len(quarter) for quarter in (first, last)
+        ]
+        results[folder.name] = (*learning.rise(first, last, "reward"), closed)
+    difference, error, closed = results["rlt"]
+    assert difference >= 3 * error
+    assert closed[1] >= closed[0] - 0.05
+    difference, error, _ = results["control"]
+    assert difference < 3 * error
