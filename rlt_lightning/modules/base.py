@@ -223,7 +223,7 @@ class PolicyModule(LightningModule):
         grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm)
         if not grad_norm.isfinite():
             raise NonFiniteError(
-                f"The gradient must be finite, but its norm at step {self.global_step} is {grad_norm.item()}. "
+                f"Every gradient must be finite, but at step {self.global_step} one is not. "
                 "Resume from an earlier checkpoint with a lower learning rate, or use fp32."
             )
         optimizer.step()
