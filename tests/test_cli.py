@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
+import math
 import shutil
 import signal
 import subprocess
@@ -221,6 +221,10 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
     assert found.keys() == expected.keys()
     for step, row in expected.items():
         assert found[step] == pytest.approx(row, abs=1e-6), step
+    # 10 steps, warm-up round(0.05 * 10) = 0 of them: half a cosine from the peak of 3e-3.
+    for step, row in expected.items():
+        cosine = 3e-3 * 0.5 * (1 + math.cos(math.pi * (step - 1) / 10))
+        assert row["policy/lr"] == pytest.approx(cosine, rel=1e-5)
     losses = [row["policy/loss"] for _, row in sorted(expected.items())]
     assert losses[-1] < losses[0] - 0.3
     assert "policy/val_loss" in expected[max(expected)]
@@ -351,16 +355,6 @@ def test_without_output_dir_the_run_is_named_after_config_and_time(
     assert result.returncode == 0, result.stderr
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("quickstart-20")
-
-
-def best_seconds(command: list[str], times: int = 3) -> float:
-    """Fastest of several runs: the machine's noise only ever adds."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=os.environ)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def test_version_and_help_answer_before_lightning_is_imported() -> None:

@@ -1,0 +1,74 @@
+"""The learning rate of every step, against its formula."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.modules import SFTModule
+from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.types import InputError
+
+
+class LearningRates(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: SFTModule, optimizer: object) -> None:
+        self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine"])
+def test_learning_rate_rises_linearly_and_then_follows_its_schedule(
+    scheduler: str, tiny_model: str, tmp_path: Path
+) -> None:
+    # 8 steps, a quarter of them warm-up: 0, 1/2 of the peak, then six steps from the peak on.
+    after = {
+        "constant": [1.0] * 6,
+        "linear": [1 - i / 6 for i in range(6)],
+        "cosine": [0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)],
+    }
+    rates = LearningRates()
+    optimizer = OptimizerConfig(lr=2e-3, scheduler=scheduler, warmup_frac=0.25)  # type: ignore[arg-type]
+    data = StratosDataModule(
+        task="teacher_sft", tokenizer=tiny_model, num_arithmetic_rows=8, prompts_per_step=2
+    )
+    Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[rates],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    ).fit(SFTModule(pretrained=tiny_model, optimizer=optimizer), datamodule=data)
+    expected = [0.0, 0.5, *after[scheduler]]
+    assert rates.values == pytest.approx([2e-3 * value for value in expected], rel=1e-6)
+
+
+def test_a_run_without_length_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    data = StratosDataModule(
+        task="teacher_sft", tokenizer=tiny_model, num_arithmetic_rows=8, prompts_per_step=2
+    )
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(InputError, match=r"Set trainer\.max_steps or max_epochs"):
+        trainer.fit(SFTModule(pretrained=tiny_model), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": 0.0}, {"lr": 1e-5, "warmup_frac": 1.0}, {"lr": 1e-5, "max_grad_norm": -1.0}]
+)
+def test_optimizer_settings_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="optimizer"):
+        OptimizerConfig(**options)  # type: ignore[arg-type]
