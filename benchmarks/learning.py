@@ -31,7 +31,8 @@ def rise(first: list[Row], last: list[Row], term: str) -> tuple[float, float]:
     Both quarters hold the same problems equally often, so what a problem is worth cancels: the error is
     that of completions around the mean of their problem in their quarter.
     """
-    assert sorted(row["row"] for row in first) == sorted(row["row"] for row in last)
+    if sorted(row["row"] for row in first) != sorted(row["row"] for row in last):
+        raise SystemExit("Both quarters must hold the same problems equally often: is the run finished?")
     squared_error = 0.0
     for quarter in (first, last):
         groups: dict[int, list[float]] = defaultdict(list)

@@ -41,7 +41,7 @@ class IterationBar(ProgressBar):
         self.total: int = pl_module.total_steps()  # type: ignore[operator]
         self.started, self.first_step = time.monotonic(), trainer.global_step
         if self.enabled and sys.stderr.isatty():
-            layout = "{desc} {n_fmt}/{total_fmt} {bar:12} {postfix} {elapsed}<{remaining}"
+            layout = "{desc} {n_fmt}/{total_fmt} {bar:12}{postfix}, {elapsed} passed, ETA {remaining}"
             self.bar = tqdm(
                 total=self.total,
                 initial=trainer.global_step,
