@@ -93,6 +93,10 @@ class RLTCommandLine(LightningCLI):
         config.output_dir = str(folder)
         if config.get("ckpt_path") == "last":
             config.ckpt_path = str(newest_checkpoint(folder / "checkpoints"))
+        elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
+            raise InputError(
+                f"--ckpt_path must be 'last' or a checkpoint that exists, but is {config.ckpt_path}."
+            )
         if global_rank() == 0:
             resume = self.subcommand == "fit" and config.get("ckpt_path") is not None
             open_run_folder(folder, resume, config.overwrite)
@@ -205,13 +209,14 @@ def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
             written.
     """
     try:
-        if folder.is_dir() and any(folder.iterdir()) and not resume:
+        entries = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        if entries - {"data_report.json"} and not resume:  # a run that bad data stopped left only its report
             if not overwrite:
                 raise InputError(
                     f"--output_dir must be empty or new, but {folder} is not. Go on with its run "
                     "(--ckpt_path last), replace it (--overwrite true), or choose another folder."
                 )
-            if strangers := sorted({entry.name for entry in folder.iterdir()} - RUN_ENTRIES):
+            if strangers := sorted(entries - RUN_ENTRIES):
                 raise InputError(
                     f"--overwrite replaces a run and nothing else, but {folder} also holds "
                     f"{', '.join(strangers[:5])}. Choose another folder or move them away."

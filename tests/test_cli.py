@@ -241,6 +241,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
         ["--trainer.callbacks.init_args.sampling.temperature=0"],
         "temperature must be above 0",
     ),
+    "missing checkpoint": (["--ckpt_path=/no/such.ckpt"], "must be 'last' or a checkpoint that exists"),
     "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
 }
 

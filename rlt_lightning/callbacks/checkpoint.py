@@ -61,6 +61,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.fsync(file.fileno())
         os.replace(scratch, target)
 
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Read tensors and plain values only: a checkpoint from elsewhere cannot run code."""
+        return super().load_checkpoint(path, map_location, weights_only=True)
+
 
 def newest_checkpoint(folder: Path) -> Path:
     """Return the checkpoint with the largest step. Half-written ones have another suffix: never chosen.
