@@ -6,7 +6,7 @@ import sys
 
 from rlt_lightning import __version__
 
-HELP = """usage: rlt {fit,validate,test,predict} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
+HELP = """usage: rlt {fit,validate,predict} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -12,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
@@ -30,6 +32,7 @@ VERBS: dict[str, set[str]] = {
     "validate": {"model", "dataloaders", "datamodule"},
     "predict": {"model", "dataloaders", "datamodule"},
 }
+FORMAT_SETTINGS = ("tags", "teacher_system_prompt", "student_system_prompt")  # the same in all stages
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
 # What a run may leave in its folder: all that --overwrite may delete.
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
@@ -98,7 +101,9 @@ class RLTCommandLine(LightningCLI):
                 f"--ckpt_path must be 'last' or a checkpoint that exists, but is {config.ckpt_path}."
             )
         if global_rank() == 0:
-            resume = self.subcommand == "fit" and config.get("ckpt_path") is not None
+            ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
+            resume = bool(ckpt_path) and self.subcommand == "fit"
+            resume = resume and folder.resolve() in Path(ckpt_path).resolve().parents
             open_run_folder(folder, resume, config.overwrite)
         config.trainer.default_root_dir = str(folder)
         config.checkpoint.dirpath = config.checkpoint.dirpath or str(folder / "checkpoints")
@@ -138,9 +143,24 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "rollouts.jsonl").exists():
-            command = f"rlt predict --config configs/score.yaml --model.teacher {folder / 'model'}"
-            print(f"Next: score explanations with it:\n  {command} --data.source FILE")
+        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists():
+            print(
+                f"Next: score explanations of your own (a JSONL file, see docs/data.md):\n  {self.next_command()}"
+            )
+
+    def next_command(self) -> str:
+        """The command that scores explanations with the trained teacher, in the format of its training."""
+        config = self.config[self.subcommand]
+        program = sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
+        options = {
+            "model.teacher": f"{config.output_dir}/model",
+            "model.student": config.model.init_args.student,
+        }
+        formats = {name: config.data.init_args.get(name) for name in FORMAT_SETTINGS}
+        options |= {f"data.{name}": value for name, value in formats.items() if isinstance(value, str)}
+        words = [program, "predict", "--config", "configs/score.yaml"]
+        words += [word for name, value in options.items() for word in (f"--{name}", value)]
+        return shlex.join([*words, "--data.source", "FILE"])
 
     def after_predict(self) -> None:
         """Say where the scores are."""
@@ -169,7 +189,7 @@ def run() -> int:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
-    except (InputError, NonFiniteError, EngineError) as error:
+    except (InputError, NonFiniteError, EngineError, MisconfigurationException) as error:
         return fail(str(error))
     except ValueError as error:
         if "Does not validate against any of the Union subtypes" not in str(error):
@@ -213,8 +233,8 @@ def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
         if entries - {"data_report.json"} and not resume:  # a run that bad data stopped left only its report
             if not overwrite:
                 raise InputError(
-                    f"--output_dir must be empty or new, but {folder} is not. Go on with its run "
-                    "(--ckpt_path last), replace it (--overwrite true), or choose another folder."
+                    f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace "
+                    "what is there (--overwrite true), or go on with its training (rlt fit --ckpt_path last)."
                 )
             if strangers := sorted(entries - RUN_ENTRIES):
                 raise InputError(
@@ -266,6 +286,7 @@ def quiet_third_parties() -> None:
     for pattern in (
         ".*does not have many workers.*",  # the loaders make batches of lists: no workers wanted
         ".*Using `?ModelCheckpoint`? with manual optimization.*",  # ours saves at the end of a step
+        ".*predict returned None.*",  # scores lie in the batch, for the writer
         ".*exists and is not empty.*",  # a resumed run's folder is
         ".*have overridden `transfer_batch_to_device`.*",
         ".*Total length of `list` across ranks is zero.*",  # no validation set was asked for

@@ -100,6 +100,8 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
 @contextlib.contextmanager
 def naming_choices(kind: str, name: str) -> Iterator[None]:
     """Turn a failure to find a model into one line that names the choices."""
+    from safetensors import SafetensorError
+
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {CHOICES}.")
@@ -110,7 +112,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

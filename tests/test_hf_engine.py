@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
-from rlt_lightning.engines.hf import draw
+from rlt_lightning.engines.hf import StopWatcher, draw
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Completion, InputError
 
@@ -84,6 +84,14 @@ def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngin
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert text[-6:] in engine.tokenizer.decode(stopped.token_ids)
     assert text[-6:] not in engine.tokenizer.decode(stopped.token_ids[:-1])
+
+
+def test_an_end_tag_whose_last_character_spans_tokens_is_seen(engine: HFEngine) -> None:
+    for tag in ("⟦/解⟧", "【终】", "«fin»"):
+        watcher = StopWatcher(engine.tokenizer, tag, set())
+        ids = engine.tokenizer("So it is done." + tag, add_special_tokens=False).input_ids
+        reasons = [watcher.finish_reason(ids[: n + 1]) for n in range(len(ids))]
+        assert reasons == ["length"] * (len(ids) - 1) + ["stop"]
 
 
 def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
@@ -43,6 +45,27 @@ class Checkpoint(ModelCheckpoint):
             train_time_interval=train_time_interval,
             save_on_train_epoch_end=False,
         )
+        self.superseded: list[Path] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember what an earlier run left: `last` must not find it once this run has checkpoints."""
+        super().on_train_start(trainer, pl_module)
+        keeps_all = self.save_top_k == -1
+        self.superseded = [] if keeps_all else sorted(Path(str(self.dirpath)).glob("step=*.ckpt"))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        written = self._last_global_step_saved == trainer.global_step
+        if written and self.superseded and trainer.is_global_zero:
+            newest = Path(str(self.dirpath)) / f"step={trainer.global_step:06d}.ckpt"
+            for path in self.superseded:
+                if path != newest:
+                    path.unlink(missing_ok=True)
+            self.superseded = []
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -66,7 +89,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = True
     ) -> dict[str, Any]:
         """Read tensors and plain values only: a checkpoint from elsewhere cannot run code."""
-        return super().load_checkpoint(path, map_location, weights_only=True)
+        try:
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        except (EOFError, RuntimeError, UnpicklingError) as error:
+            raise InputError(
+                f"The checkpoint {path} must be one that rlt wrote, but cannot be read. Choose another."
+            ) from error
 
 
 def newest_checkpoint(folder: Path) -> Path:

@@ -102,4 +102,5 @@ class IterationBar(ProgressBar):
     ) -> None:
         total = trainer.num_predict_batches[dataloader_idx]
         if self.enabled and trainer.is_global_zero:
-            print(f"scored batch {batch_idx + 1}/{total}", file=sys.stderr, flush=True)
+            source = trainer.datamodule.source  # type: ignore[attr-defined]
+            print(f"scored batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)

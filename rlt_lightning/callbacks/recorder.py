@@ -140,8 +140,8 @@ def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append rows to a JSONL file in one write, so that a kill leaves at most one torn last line."""
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
 
 
 def drop_rows_after(path: Path, step: int) -> None:
@@ -149,9 +149,9 @@ def drop_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.open(encoding="utf-8"):  # splitlines() would also split inside JSON texts
         if line.endswith("\n") and json.loads(line)["step"] <= step:
             kept.append(line)
     scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(kept))
+    scratch.write_text("".join(kept), encoding="utf-8")
     scratch.replace(path)

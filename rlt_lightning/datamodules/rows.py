@@ -468,4 +468,8 @@ def _text(value: Any, column: str) -> str:
         return ""
     if not isinstance(value, str):
         raise BadRowError(BadRowReason.WRONG_TYPE, f"{column} must be text, but is {type(value).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise BadRowError(
+            BadRowReason.WRONG_TYPE, f"{column} must be Unicode text, but holds half a surrogate pair"
+        )
     return value

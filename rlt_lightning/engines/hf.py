@@ -224,7 +224,8 @@ class StopWatcher:
         if last in self.eos_token_ids:
             return "eos"
         if last not in self.may_end:
-            self.may_end[last] = self.stop[-1] in self._text([last])
+            text = self._text([last])
+            self.may_end[last] = self.stop[-1] in text or "\ufffd" in text  # or a part of a character
         if self.may_end[last] and self.stop in self._text(token_ids[-self.window :]):
             return "stop"
         return "length"

@@ -114,6 +114,11 @@ class PolicyModule(LightningModule):
         seed: int,
     ) -> None:
         super().__init__()
+        if micro_batch_tokens < 1 or head_chunk_size < 1:
+            raise InputError(
+                "model.micro_batch_tokens and model.head_chunk_size must be at least 1, but are "
+                f"{micro_batch_tokens} and {head_chunk_size}. Raise them."
+            )
         self.automatic_optimization = False
         self.pretrained = pretrained
         self.optimizer_config = optimizer

@@ -1,0 +1,25 @@
+"""JSONL files of a run: what is appended can be read again, whatever text it holds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+from rlt_lightning.callbacks.recorder import append_rows, drop_rows_after
+
+
+def test_rows_with_unicode_separators_survive_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    rows = [{"step": step, "text": f"a\u2028b\u2029c\u0085d\x0be {step}"} for step in (1, 2, 3)]
+    append_rows(path, rows)
+    with open(path, "a") as file:
+        file.write('{"step": 4, "te')  # torn by a kill
+    drop_rows_after(path, 2)
+    assert [json.loads(line) for line in path.open()] == rows[:2]
+
+
+def test_columns_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    append_rows(path, [{"when": datetime.date(2025, 6, 22), "reward": -1.0}])
+    assert json.loads(path.read_text()) == {"when": "2025-06-22", "reward": -1.0}
