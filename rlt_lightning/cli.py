@@ -144,9 +144,7 @@ class RLTCommandLine(LightningCLI):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
         if (folder / "rollouts.jsonl").exists() and (folder / "model").exists():
-            print(
-                f"Next: score explanations of your own (a JSONL file, see docs/data.md):\n  {self.next_command()}"
-            )
+            print(f"Next: score explanations of your own (docs/data.md):\n  {self.next_command()}")
 
     def next_command(self) -> str:
         """The command that scores explanations with the trained teacher, in the format of its training."""
