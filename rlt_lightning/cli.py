@@ -45,6 +45,8 @@ RUN_ENTRIES |= {
     "lightning_logs",
     "metrics.tmp",
     "rollouts.tmp",
+    "weights",
+    "workers",
 }
 
 
@@ -82,6 +84,7 @@ class RLTCommandLine(LightningCLI):
         parser.add_argument(
             "--overwrite", type=bool, default=False, help="Replace the run that lies in output_dir."
         )
+        parser.add_lightning_class_args(callbacks.RolloutCallback, "rollouts")
         parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
         parser.add_lightning_class_args(callbacks.ModelExporter, "export")
         parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")

@@ -51,6 +51,8 @@ class Completion:
         list[float] | None
     )  # nats, at the sampling temperature, over the full vocabulary; None: not known
     finish_reason: FinishReason
+    seed: int | None = None  # that it was sampled with, for the record
+    worker: str | None = None  # that sampled it, for the record
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from rlt_lightning.engines.base import EngineError
 from rlt_lightning.types import InputError
 
 
@@ -66,6 +68,17 @@ class Checkpoint(ModelCheckpoint):
                 if path != newest:
                     path.unlink(missing_ok=True)
             self.superseded = []
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """When rollouts fail, keep the last finished iteration, whatever `every_n_train_steps` is."""
+        if not isinstance(exception, EngineError) or trainer.state.fn != TrainerFn.FITTING:
+            return
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.completed:  # this iteration's batch is taken, and to be taken again
+            trainer.train_dataloader.rewind()  # type: ignore[union-attr]
+        self.save_on_exception = True
+        super().on_exception(trainer, pl_module, exception)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

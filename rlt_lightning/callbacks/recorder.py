@@ -116,6 +116,8 @@ def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
             "explanation": rollout.text,
             "finish_reason": rollout.completion.finish_reason,
             "num_tokens": len(rollout.completion.token_ids),
+            "seed": rollout.completion.seed,
+            "worker": rollout.completion.worker,
             **terms,
         }
 

@@ -1,28 +1,77 @@
-"""The one callback that training needs: it brings the completions."""
+"""The one callback that RL training needs: it brings the completions."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.modules.base import mix_seed
+from rlt_lightning.engines.weights import in_background
+from rlt_lightning.modules.base import log_probs_of, mix_seed, pack
+from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.pretrained import model_config
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts
+from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollouts
+
+T = TypeVar("T")
+PROBE_TOKENS = 64  # of a prompt, by which workers are verified
+
+
+@dataclass
+class Order:
+    """Completions that all ranks of one step are waiting for."""
+
+    rows: list[int]  # of the problems of all ranks, in rank order
+    prompts: list[list[int]]
+    seeds: list[int]
+    policy_version: int  # of the weights that sample them; older, if some are sampled later, than theirs
+    sampling: Sampling
+    num_completions: int
+    stop: str
+    finished: dict[int, list[Completion]] = field(default_factory=dict)  # by position in `prompts`
+    asked: list[int] = field(default_factory=list)  # positions that the engine was asked for
+    future: Future[list[list[Completion]]] | None = None  # of those, while they are sampled; on rank 0
+
+    def take(self) -> None:
+        """Wait for what the engine was asked for and keep it; what lost workers left is to be asked for "
+        "again."""
+        if self.future is None:
+            return
+        try:
+            groups = dict(enumerate(self.future.result()))
+        except WorkersLost as error:
+            groups = error.finished
+        self.finished |= {self.asked[i]: group for i, group in groups.items()}
+        self.future = None
+
+    def complete(self) -> bool:
+        """Wait, and tell whether nothing is missing."""
+        self.take()
+        return len(self.finished) == len(self.prompts)
 
 
 class RolloutCallback(Callback):
-    """Sample completions with the current weights and attach them to the batch.
+    """Sample completions with the current weights and attach them to the batch; idle without an RLTModule.
 
     Args:
-        engine: Where completions come from; in process by default.
+        engine: Where completions come from; None: HFEngine(), in process.
         sampling: Temperature and limits of training completions.
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
+        asynchronous: Sample the next step's completions while this step is trained. They are one step old
+            when they
+            are used: needs model.max_staleness of 1, and an engine that is not in process.
+        verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
+            first
+            push is always checked. 0 checks that one alone.
         seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run
             repeats it.
     """
@@ -33,34 +82,76 @@ class RolloutCallback(Callback):
         sampling: Sampling = Sampling(),
         val_sampling: Sampling | None = None,
         val_completions: int = 1,
+        asynchronous: bool = False,
+        verify_every_n_steps: int = 1,
         seed: int = 0,
     ) -> None:
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_completions = val_completions
+        self.asynchronous = asynchronous
+        self.verify_every_n_steps = verify_every_n_steps
         self.seed = seed
+        self.order: Order | None = None  # not yet handed over
+        self.verified_at: int | None = None  # optimizer step of the last check
+        self.probe_log_probs: dict[int, list[float]] = {}  # the trainer's, by policy version; the last two
+        if asynchronous and self.engine.in_process:
+            raise InputError(
+                "rollouts.asynchronous needs an engine outside this process, such as "
+                f"rlt_lightning.engines.VLLMEngine, but got {type(self.engine).__name__}. Set "
+                "rollouts.engine."
+            )
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check, before any model is loaded, that prompts and completions fit into both contexts."""
-        if stage == "fit" and self.sampling.temperature == 0:
+        """Check, before any model is loaded, that settings agree and that completions fit into both "
+        "contexts."""
+        if stage == "predict" or not isinstance(pl_module, RLTModule):
+            return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, RolloutCallback) for callback in callbacks) > 1:
             raise InputError(
-                "RolloutCallback.sampling.temperature must be above 0 in training, but is 0: greedy "
-                "completions of a "
-                "group are all alike. Set it, the released recipe uses 0.7."
+                "There must be one RolloutCallback, but there are several. Remove it from "
+                "trainer.callbacks; its "
+                "settings are those under rollouts."
             )
-        reward = getattr(pl_module, "reward", None)
-        if reward is not None and reward.teacher_temperature != self.sampling.temperature:
-            rank_zero_warn(
-                f"sampling.temperature is {self.sampling.temperature}, but reward.teacher_temperature is "
-                f"{reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
-            )
+        if stage == "fit":
+            self._check_sampling(pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         problems: list[Problem] = trainer.datamodule.problems  # type: ignore[attr-defined]
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
             config = model_config(str(model), bool(pl_module.trust_remote_code)).get_text_config()
             require_room(problems, role, config.max_position_embeddings, longest)
+
+    def _check_sampling(self, module: RLTModule) -> None:
+        if self.sampling.temperature == 0:
+            raise InputError(
+                "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
+                "a group "
+                "are all alike. Set it, the released recipe uses 0.7."
+            )
+        if module.reward.teacher_temperature != self.sampling.temperature:
+            rank_zero_warn(
+                f"sampling.temperature is {self.sampling.temperature}, but reward.teacher_temperature is "
+                f"{module.reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
+            )
+        if self.asynchronous and module.max_staleness < 1:
+            raise InputError(
+                "rollouts.asynchronous brings completions that are one step old, but model.max_staleness is "
+                f"{module.max_staleness}. Set it to 1."
+            )
+        weighted = module.importance_sampling is not None or module.max_staleness > 0
+        if weighted and (self.sampling.truncates or not self.engine.reports_log_probs):
+            raise InputError(
+                "Importance sampling and stale rollouts need the log-probs that tokens were sampled with, "
+                "but "
+                f"{self.sampling} and {type(self.engine).__name__} do not give them: a truncated "
+                "distribution is not "
+                "the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and the engine's "
+                "log_probs to "
+                "worker; or drop model.importance_sampling and set model.max_staleness to 0."
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,9 +165,16 @@ class RolloutCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        num_completions: int = pl_module.group_size  # type: ignore[assignment]
-        seeds = [mix_seed(self.seed, pl_module.global_step, problem.row) for problem in batch.problems]
-        self._attach(trainer, pl_module, batch, self.sampling, num_completions, seeds)
+        if not isinstance(pl_module, RLTModule):
+            return
+        if self.order is None:
+            self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
+        self._attach(trainer, pl_module, batch, self.order)
+        self.order = None
+        if self.asynchronous and pl_module.global_step + 1 < pl_module.total_steps():
+            upcoming = trainer.train_dataloader.peek()  # type: ignore[union-attr]
+            self.order = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)
+            self._begin(trainer, pl_module, self.order)
 
     @override
     def on_validation_batch_start(
@@ -87,41 +185,189 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        seeds = [
-            mix_seed(self.seed, -1, problem.row) for problem in batch.problems
-        ]  # the same at every validation
-        self._attach(trainer, pl_module, batch, self.val_sampling, self.val_completions, seeds)
+        if not isinstance(pl_module, RLTModule):
+            return
+        if self.order is not None and self.order.future is not None:
+            wait([self.order.future])  # the engine does one thing at a time
+        order = self._order(trainer, pl_module, batch.problems, -1)  # the same at every validation
+        order.sampling, order.num_completions = self.val_sampling, self.val_completions
+        self._attach(trainer, pl_module, batch, order)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The completions that are not handed over yet: a resumed run trains on the same ones."""
+        if self.order is None:
+            return {}
+        try:
+            self.order.take()  # costs nothing: the next step would wait for them
+        except EngineError as error:  # the next step asks again, and tells if that fails too
+            rank_zero_warn(f"The checkpoint holds no completions for the next step: {error}")
+            self.order.future = None
+        return {"order": to_plain(self.order)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.order = from_plain(state_dict["order"]) if self.asynchronous and "order" in state_dict else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.engine.close()
 
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.engine.close()
+
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start it once the weights are where they will be trained, a restored checkpoint included."""
-        self.engine.start(pl_module.policy, trainer.datamodule.format.tokenizer)  # type: ignore[attr-defined]
-        self.engine.health()
+        if not isinstance(pl_module, RLTModule):
+            return
 
-    def _attach(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        batch: PromptBatch,
-        sampling: Sampling,
-        num_completions: int,
-        seeds: list[int],
-    ) -> None:
+        def start() -> None:
+            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            self.engine.start(pl_module.policy, tokenizer, Path(trainer.default_root_dir))
+
+        self._on_rank_zero(trainer, start)
+
+    def _order(self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int) -> Order:
+        """What this step needs: of all ranks, unless each has an engine of its own."""
+        jobs = [(p.row, p.teacher_prompt, mix_seed(self.seed, step, p.row)) for p in problems]
+        if not self.engine.in_process and trainer.world_size > 1:
+            parts: list[Any] = [None] * trainer.world_size
+            torch.distributed.all_gather_object(parts, jobs)
+            jobs = [job for part in parts for job in part]
+        rows, prompts, seeds = (list(column) for column in zip(*jobs, strict=True))
+        stop = trainer.datamodule.format.end_tag  # type: ignore[attr-defined]
+        version = module.global_step
+        return Order(rows, prompts, seeds, version, self.sampling, module.group_size, stop)
+
+    def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
+        """Wait for an order and put this rank's part of it into the batch."""
+        first = 0 if self.engine.in_process else trainer.global_rank * len(batch.problems)
+        own = range(first, first + len(batch.problems))
+        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in batch.problems]:
+            raise RuntimeError(
+                f"Completions were sampled for rows {order.rows}, but this batch has rows "
+                f"{[p.row for p in batch.problems]}. The loader did not bring what it had announced."
+            )
+
+        def complete() -> bool:
+            with module.phase("generate"):
+                return order.complete()
+
+        while not self._on_rank_zero(trainer, complete):
+            self._begin(trainer, module, order)
+        order.finished = self._on_rank_zero(trainer, lambda: order.finished)
         chat_format = trainer.datamodule.format  # type: ignore[attr-defined]
-        with pl_module.phase("generate"):
-            if self.engine.policy_version != pl_module.global_step:
-                self.engine.update_weights(pl_module.policy.named_parameters(), pl_module.global_step)
-            prompts = [problem.teacher_prompt for problem in batch.problems]
-            groups = self.engine.generate(prompts, sampling, num_completions, chat_format.end_tag, seeds)
         rollouts = [
             chat_format.rollout(problem, completion)
-            for problem, group in zip(batch.problems, groups, strict=True)
+            for i, problem in zip(own, batch.problems, strict=True)
+            for completion in order.finished[i]
+        ]
+        batch.rollouts = Rollouts(
+            rollouts, order.num_completions, order.policy_version, order.sampling.temperature
+        )
+
+    def _begin(self, trainer: Trainer, module: RLTModule, order: Order) -> None:
+        """Let the engine sample what is missing, with the weights of now."""
+        self._make_current(trainer, module)
+        if not order.finished:
+            order.policy_version = module.global_step
+        order.asked = [i for i in range(len(order.prompts)) if i not in order.finished]
+
+        def generate() -> list[list[Completion]]:
+            prompts, seeds = [order.prompts[i] for i in order.asked], [order.seeds[i] for i in order.asked]
+            return self.engine.generate(prompts, order.sampling, order.num_completions, order.stop, seeds)
+
+        if self.engine.in_process:
+            order.future = Future()
+            with module.phase("generate"):
+                order.future.set_result(generate())
+        elif trainer.is_global_zero:
+            order.future = in_background(generate)
+
+    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+        """Push the weights until every worker that can be reached holds them, at least one."""
+        step, pushed = module.global_step, False
+
+        def needs_push() -> bool:
+            self.engine.health()
+            return self.engine.policy_version != step
+
+        def push() -> None:
+            self.engine.update_weights(named_tensors, step)
+
+        with module.phase("push"):
+            while self._on_rank_zero(trainer, needs_push):
+                named_tensors = list(module.policy.named_parameters())
+                if not self.engine.in_process and not trainer.is_global_zero:
+                    self.engine.join_update(named_tensors)  # gathers sharded weights in step with rank 0
+                self._on_rank_zero(trainer, push)
+                pushed = True
+            due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
+            if pushed and due and not self.engine.in_process:
+                self._verify(trainer, module)
+
+    def _verify(self, trainer: Trainer, module: RLTModule) -> None:
+        """Let the engine compare the workers' log-probs of a text with the trainer's."""
+        text = trainer.datamodule.problems[0].teacher_prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
+        scored = [False] + [True] * (len(text) - 1)
+        with torch.no_grad():
+            packed = pack([(text, scored)], module.device)
+            log_probs, _ = log_probs_of(module.policy, packed, 1.0, module.head_chunk_size)
+        self.verified_at = module.global_step
+        latest = list(self.probe_log_probs.items())[-1:]
+        self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
+        self._on_rank_zero(trainer, lambda: self.engine.verify(text, self.probe_log_probs))
+
+    def _on_rank_zero(self, trainer: Trainer, function: Callable[[], T]) -> T:
+        """Call a function on rank 0 and give all ranks its result, or its error. In process: on every "
+        "rank."""
+        if self.engine.in_process or trainer.world_size == 1:
+            return function()
+        outcome: list[Any] = [None]
+        failure: EngineError | InputError | None = None
+        if trainer.is_global_zero:
+            try:
+                outcome = [(function(), None)]
+            except (EngineError, InputError) as error:
+                failure, outcome = error, [(None, str(error))]
+        torch.distributed.broadcast_object_list(outcome, src=0)
+        result, message = outcome[0]
+        if message is not None:
+            raise failure or EngineError(message)
+        return result
+
+
+def to_plain(order: Order) -> dict[str, Any]:
+    """An order as tensors and plain values, such as a checkpoint may hold."""
+    groups = {
+        position: [
+            {
+                **vars(completion),
+                "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
+                "log_probs": torch.tensor(completion.log_probs),
+            }
             for completion in group
         ]
-        batch.rollouts = Rollouts(rollouts, num_completions, self.engine.policy_version, sampling.temperature)
+        for position, group in order.finished.items()
+    }
+    settings = {"rows": order.rows, "prompts": order.prompts, "seeds": order.seeds, "stop": order.stop}
+    settings |= {"policy_version": order.policy_version, "num_completions": order.num_completions}
+    return settings | {"sampling": vars(order.sampling), "finished": groups}
+
+
+def from_plain(state: dict[str, Any]) -> Order:
+    """The order that `to_plain` was given."""
+    finished = {
+        position: [
+            Completion(
+                **entry | {name: entry[name].tolist() for name in ("token_ids", "log_probs")},
+            )
+            for entry in group
+        ]
+        for position, group in state["finished"].items()
+    }
+    return Order(**state | {"sampling": Sampling(**state["sampling"]), "finished": finished})
 
 
 def require_room(problems: list[Problem], role: str, context: int, max_completion_length: int) -> None:

@@ -63,15 +63,28 @@ class StepLoader(Generic[Item, Batch]):
         return len(self.items) // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        order = self.order(self.epoch)
-        share = self.batch_size // self.world_size
+        epoch = self.epoch
         for batch in range(self.next_batch, len(self)):
             # Move on before the batch is used: a checkpoint written after it must not bring it again, and
             # nobody asks for more after the last one.
             last = batch + 1 == len(self)
             self.epoch, self.next_batch = (self.epoch + 1, 0) if last else (self.epoch, batch + 1)
-            start = batch * self.batch_size + self.rank * share
-            yield self.collate([self.items[i] for i in order[start : start + share]])
+            yield self.batch(epoch, batch)
+
+    def peek(self) -> Batch:
+        """Return the batch that comes next, and stay where it is."""
+        return self.batch(self.epoch, self.next_batch)
+
+    def rewind(self) -> None:
+        """Go back to before the batch that was taken last."""
+        taken = self.epoch * len(self) + self.next_batch - 1
+        self.epoch, self.next_batch = divmod(taken, len(self))
+
+    def batch(self, epoch: int, number: int) -> Batch:
+        """Return this rank's part of a batch."""
+        share = self.batch_size // self.world_size
+        start = number * self.batch_size + self.rank * share
+        return self.collate([self.items[i] for i in self.order(epoch)[start : start + share]])
 
     def order(self, epoch: int) -> list[int]:
         """Return the order of the items in an epoch."""

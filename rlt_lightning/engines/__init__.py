@@ -1,6 +1,21 @@
 """What a rollout can come from."""
 
-from rlt_lightning.engines.base import Engine, EngineError, Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost
 from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.engines.launch import Launch
+from rlt_lightning.engines.vllm import VLLMEngine
+from rlt_lightning.engines.weights import DiskPush, GlooPush, NCCLPush, WeightPush
 
-__all__ = ["Engine", "EngineError", "HFEngine", "Sampling"]
+__all__ = [
+    "DiskPush",
+    "Engine",
+    "EngineError",
+    "GlooPush",
+    "HFEngine",
+    "Launch",
+    "NCCLPush",
+    "Sampling",
+    "VLLMEngine",
+    "WeightPush",
+    "WorkersLost",
+]

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from rlt_lightning.types import Completion, InputError
 
+NamedTensor = tuple[str, Tensor]  # a parameter's name, and the parameter, which may be sharded over ranks
+
 
 class EngineError(RuntimeError):
     """An engine failed: the message says which worker, what happened and what to do."""
+
+
+class WorkersLost(EngineError):
+    """No worker with the current weights is left. Push the weights, then ask again for what is missing.
+
+    Args:
+        message: What happened.
+        finished: Completions of the prompts that were done before, by their position.
+    """
+
+    def __init__(self, message: str, finished: dict[int, list[Completion]]) -> None:
+        super().__init__(message)
+        self.finished = finished
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,11 @@ class Sampling:
     repetition_penalty: float = 1.0
     max_completion_length: int = 16384
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens come from another distribution than the policy's at `temperature`."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
+
     def __post_init__(self) -> None:
         limits = {
             "temperature >= 0": self.temperature >= 0,
@@ -54,13 +74,23 @@ class Sampling:
 class Engine(Protocol):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
 
-    An engine may share the trainer's weights (hf) or hold its own copy in another process (vllm).
+    An engine samples with the trainer's own model, on every rank for itself (`in_process`), or it has copies
+    of the
+    weights elsewhere. Then rank 0 alone talks to it, for all ranks.
     """
 
-    policy_version: int  # version of the weights it samples from; -1 before the first update
+    in_process: bool
+    reports_log_probs: bool
+    policy_version: int  # of the weights that all its workers hold; -1 if some need a push
 
-    def start(self, model: Any, tokenizer: Any) -> None:
-        """Get ready to serve. `model` is the trainer's teacher, `tokenizer` its tokenizer."""
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        """Get ready to serve; safe to call twice.
+
+        Args:
+            model: The trainer's teacher.
+            tokenizer: Its tokenizer.
+            folder: The run folder, for logs and what else the engine writes.
+        """
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
@@ -72,18 +102,35 @@ class Engine(Protocol):
             sampling: Temperature and limits.
             num_completions: Completions per prompt, the group size.
             stop: The end tag. A completion ends with the token in which this text ends.
-            seeds: One per prompt. The same seed gives the same completions, whatever else is in the batch.
+            seeds: One per prompt. The same seed gives the same random numbers, whatever else is in the batch.
 
         Returns:
-            P lists of `num_completions`. Log-probs are of the full distribution at `sampling.temperature`
-            (before top-p, top-k, min-p and repetition penalty), nats.
+            P lists of `num_completions`. Log-probs are of the full distribution at `sampling.temperature`,
+            at 1 when
+            it is 0, nats; None where the engine does not know them.
+
+        Raises:
+            WorkersLost: If a push is needed before the rest can be sampled.
         """
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Sample from these weights from now on."""
+    def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+        """Bring these weights to every worker that can be reached; see `policy_version` for the outcome."""
+
+    def join_update(self, named_tensors: list[NamedTensor]) -> None:
+        """Take part, on the ranks other than 0, in the gathering of sharded weights."""
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
+        """Raise if a worker's weights are not those of the trainer.
+
+        Args:
+            token_ids: A text.
+            log_probs: The trainer's log-probs of all its tokens but the first at temperature 1, nats, by
+                policy
+                version: the current one and, to tell what a stale worker holds, earlier ones.
+        """
 
     def health(self) -> None:
-        """Raise EngineError if the engine cannot serve."""
+        """Bring back the workers that can be; raise EngineError if none can serve."""
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.engines.base import EngineError, Sampling
+from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling
 from rlt_lightning.types import Completion, FinishReason
 
 
@@ -18,6 +18,7 @@ class Draft:
     """A completion while it is being sampled."""
 
     uniforms: Tensor  # (max_completion_length,) in [0, 1): the row's own random numbers
+    seed: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
@@ -35,17 +36,20 @@ class HFEngine:
             cache.
     """
 
+    in_process = True
+    reports_log_probs = True
+
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences
         self.policy_version = -1
         self.model: Any = None
         self.tokenizer: Any = None
 
-    def start(self, model: Any, tokenizer: Any) -> None:
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the trainer's model itself: no copy, so it always holds the current weights."""
         self.model, self.tokenizer = model, tokenizer
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Copy the tensors that are not the model's own."""
         own = dict(self.model.named_parameters())
         with torch.no_grad():
@@ -59,11 +63,18 @@ class HFEngine:
                     own[name].copy_(tensor)
         self.policy_version = policy_version
 
+    def join_update(self, named_tensors: list[NamedTensor]) -> None:
+        """Nothing: every rank has an engine of its own."""
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
+        """Nothing: there is one copy of the weights."""
+
     def health(self) -> None:
         """Raise if `start` has not been called."""
         if self.model is None:
             raise EngineError(
-                "HFEngine must be started with a model before it can serve: call start(model, tokenizer)."
+                "HFEngine must be started with a model before it can serve: call start(model, tokenizer, "
+                "folder)."
             )
 
     def close(self) -> None:
@@ -92,7 +103,7 @@ class HFEngine:
         self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
     ) -> list[list[Completion]]:
         """Sample one batch: N = len(prompts) * num_completions rows, finished rows leave the batch."""
-        drafts = [Draft(u) for seed in seeds for u in row_uniforms(seed, num_completions, sampling)]
+        drafts = [Draft(u, seed) for seed in seeds for u in row_uniforms(seed, num_completions, sampling)]
         logits, cache, history, mask = self._prefill(prompts, num_completions)  # (N, V), (N, L), (N, L)
         watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         active = list(range(len(drafts)))
@@ -124,7 +135,7 @@ class HFEngine:
                 use_cache=True,
             )
             logits = output.logits[:, -1]
-        completions = [Completion(d.token_ids, d.log_probs, d.finish_reason) for d in drafts]
+        completions = [Completion(d.token_ids, d.log_probs, d.finish_reason, d.seed) for d in drafts]
         return [completions[i : i + num_completions] for i in range(0, len(completions), num_completions)]
 
     def _prefill(self, prompts: list[list[int]], num_completions: int) -> tuple[Tensor, Any, Tensor, Tensor]:

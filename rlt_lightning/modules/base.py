@@ -250,6 +250,10 @@ class PolicyModule(LightningModule):
         metrics = metrics | {"step": float(self.global_step)}
         self.log_dict(metrics, batch_size=batch_size, on_step=False, on_epoch=True, sync_dist=True)
 
+    def log_largest(self, name: str, value: float) -> None:
+        """Log the largest value over the held-out set."""
+        self.log(name, value, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+
 
 def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
     """Run the transformer without its head; return the states that predict the scored tokens, (M, H)."""

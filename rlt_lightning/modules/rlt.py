@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlt_lightning.modules.base import (
     Dtype,
@@ -21,6 +23,7 @@ from rlt_lightning.modules.base import (
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics, speed_metrics
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, pack_by_tokens, to_padded
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
@@ -39,6 +42,11 @@ class RLTModule(PolicyModule):
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
+        importance_sampling: Weights for the difference between the engine that sampled and the trainer, and,
+            with
+            stale rollouts, between then and now; None: no weights. Stale rollouts are then clipped by their
+            ratio.
+        mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
         head_chunk_size: Scored tokens per pass through the language-model head.
@@ -62,6 +70,8 @@ class RLTModule(PolicyModule):
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
+        importance_sampling: TruncatedImportanceSampling | None = None,
+        mismatch_alarm: float | None = 0.1,
         max_staleness: int = 0,
         micro_batch_tokens: int = 16384,
         head_chunk_size: int = 1024,
@@ -93,6 +103,8 @@ class RLTModule(PolicyModule):
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
+        self.importance_sampling = importance_sampling
+        self.mismatch_alarm = mismatch_alarm
         self.max_staleness = max_staleness
         self.student_dtype: Dtype = student_dtype
         self.student: FrozenModel | None = None
@@ -160,7 +172,8 @@ class RLTModule(PolicyModule):
         num_sequences, num_tokens = self.sum_over_ranks(
             len(rows), sum(len(r.completion.token_ids) for r in rows)
         )
-        on_policy = rollouts.policy_version == self.global_step
+        clip_by_ratio = rollouts.policy_version < self.global_step and self.importance_sampling is None
+        mismatch = Mismatch()
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         metrics: dict[str, Any] = {}
@@ -173,10 +186,18 @@ class RLTModule(PolicyModule):
             flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
             log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
             require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
+            engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
+            if engine_log_probs is not None and weight:
+                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+            weights = None
+            if self.importance_sampling is not None:
+                assert engine_log_probs is not None
+                weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
             loss, loss_metrics = self.policy_loss(
                 log_probs=log_probs,
-                old_log_probs=None if on_policy else sampled_log_probs(chosen, log_probs),
+                old_log_probs=engine_log_probs if clip_by_ratio else None,
                 ref_log_probs=ref_log_probs,
+                importance_weights=weights,
                 advantages=advantages[torch.tensor(indices, device=self.device)],
                 token_mask=token_mask,
                 num_tokens=num_tokens,
@@ -187,7 +208,45 @@ class RLTModule(PolicyModule):
             loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy.sum() / num_tokens}
             for name, value in loss_metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
-        return metrics | self.optimizer_step_now()
+        return metrics | self.optimizer_step_now() | self.mismatch_metrics(mismatch)
+
+    def engine_log_probs(self, rows: list[Rollout], log_probs: Tensor, needed: bool) -> Tensor | None:
+        """The engine's log-probs of the sampled tokens, padded like `log_probs`, (n, T); None if it sent "
+        "none."""
+        values = [row.completion.log_probs for row in rows]
+        if any(row is None for row in values):
+            if needed or self.importance_sampling is not None:
+                raise RuntimeError(
+                    "Stale rollouts and importance sampling need the log-probs of the policy that sampled, "
+                    "but the "
+                    "engine sent none. Let it report them, or set model.max_staleness to 0 and drop "
+                    "model.importance_sampling."
+                )
+            return None
+        padded = [torch.tensor(row, dtype=log_probs.dtype, device=log_probs.device) for row in values]
+        return pad_sequence(padded, batch_first=True)
+
+    def mismatch_metrics(self, mismatch: Mismatch) -> dict[str, float]:
+        """The step's mismatch over all ranks, and a warning where it is large."""
+        own_largest = torch.tensor(mismatch.largest, device=self.device)
+        largest = float(self.trainer.strategy.reduce(own_largest, reduce_op="max"))
+        mismatch = Mismatch(largest, *self.sum_over_ranks(*mismatch.sums()))
+        if not mismatch.num_tokens:
+            return {}
+        if self.mismatch_alarm is not None and mismatch.mean > self.mismatch_alarm:
+            rank_zero_warn(
+                f"Step {self.global_step}: engine and trainer differ by {mismatch.mean:.3g} nats per token, "
+                "more than "
+                f"model.mismatch_alarm {self.mismatch_alarm:g}. Look at the engine's data type and "
+                "settings, or "
+                "set model.importance_sampling."
+            )
+        return {
+            "rollout/mismatch_mean": mismatch.mean,
+            "rollout/mismatch_max": mismatch.largest,
+            "rollout/mismatch_kl": mismatch.mean_kl,
+            "rollout/effective_sample_frac": mismatch.effective_sample_frac,
+        }
 
     @torch.no_grad()
     def reference_log_probs(
@@ -223,6 +282,24 @@ class RLTModule(PolicyModule):
         metrics["rollout/val_length_mean"] = lengths["rollout/length_mean"]
         metrics["rollout/val_closed_frac"] = lengths["rollout/closed_frac"]
         self.log_validation(metrics, len(rollouts.rollouts))
+        self.log_largest("rollout/val_mismatch_max", self.mismatch(rollouts).largest)
+
+    @torch.no_grad()
+    def mismatch(self, rollouts: Rollouts) -> Mismatch:
+        """Compare the engine's log-probs of all rollouts with those of the current weights."""
+        mismatch, rows = Mismatch(), rollouts.rollouts
+        sequences = [sampled_sequence(row) for row in rows]
+        for indices in pack_by_tokens(
+            [len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens
+        ):
+            packed, chosen = pack([sequences[i] for i in indices], self.device), [rows[i] for i in indices]
+            # The engine's log-probs of greedy completions are at temperature 1.
+            flat, _ = log_probs_of(self.policy, packed, rollouts.temperature or 1.0, self.head_chunk_size)
+            log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
+            engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=False)
+            if engine_log_probs is not None:
+                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+        return mismatch
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score rollouts, the given ones where the rows carry them; a callback writes the batch's scores."""
@@ -233,18 +310,3 @@ def sampled_sequence(rollout: Rollout) -> ScoredTokens:
     """The completion after its prompt; score every token that was sampled, the end tag included."""
     prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
     return prompt + completion, [False] * len(prompt) + [True] * len(completion)
-
-
-def sampled_log_probs(rows: list[Rollout], log_probs: Tensor) -> Tensor:
-    """Return the engine's log-probs of the sampled tokens, padded like `log_probs`, (n, T)."""
-    old = torch.zeros_like(log_probs, requires_grad=False)
-    for i, row in enumerate(rows):
-        values = row.completion.log_probs
-        if values is None:
-            raise RuntimeError(
-                "Stale rollouts need the log-probs of the policy that sampled them, but the engine sent "
-                "none. "
-                "Let it return log-probs, or set model.max_staleness to 0."
-            )
-        old[i, : len(values)] = torch.tensor(values, device=log_probs.device)
-    return old

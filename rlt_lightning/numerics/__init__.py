@@ -8,6 +8,7 @@ from rlt_lightning.numerics.advantages import (
     ShuffledAdvantages,
     zero_std_groups,
 )
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.kl import exact_kl, head_exact_kl, log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.log_probs import head_log_probs, token_entropy, token_log_probs
 from rlt_lightning.numerics.losses import (
@@ -41,12 +42,14 @@ __all__ = [
     "GroupCenteredAdvantages",
     "GroupNormalisedAdvantages",
     "LeaveOneOutAdvantages",
+    "Mismatch",
     "NonFiniteError",
     "PackedSequences",
     "PolicyLoss",
     "RLTReward",
     "RewardTerms",
     "ShuffledAdvantages",
+    "TruncatedImportanceSampling",
     "exact_kl",
     "from_padded",
     "head_exact_kl",

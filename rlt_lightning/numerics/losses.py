@@ -52,6 +52,7 @@ class PolicyLoss(ABC):
         token_mask: Tensor,
         old_log_probs: Tensor | None = None,
         ref_log_probs: Tensor | None = None,
+        importance_weights: Tensor | None = None,
         num_tokens: float | None = None,
         num_sequences: float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,6 +67,9 @@ class PolicyLoss(ABC):
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: Of the policy that sampled, (N, T), nats. None: it is the policy itself, ratio 1.
             ref_log_probs: Of the reference, (N, T), nats. None only where `kl_coef` is 0.
+            importance_weights: Without gradient, (N, T). They multiply the surrogate and, with
+                `unbiased_kl`, the
+                ratio before k3: both are means over samples of the engine. None: 1.
             num_tokens: Tokens of the whole step; by default those of this mask.
             num_sequences: Completions of the whole step; by default the rows of this mask.
 
@@ -96,14 +100,15 @@ class PolicyLoss(ABC):
         advantages = advantages.unsqueeze(1)  # (N, 1)
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
 
-        token_loss = -self.surrogate(ratio, advantages, log_probs)  # (N, T)
+        weights = torch.ones_like(mask) if importance_weights is None else importance_weights  # (N, T)
+        token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
         metrics = {
             "policy/clip_frac": (mean_weights * self.held_back(ratio, advantages)).sum(),
             "policy/ratio_mean": (mean_weights * ratio).sum().detach(),
         }
         if ref_log_probs is not None:
             kl = schulman_kl(log_probs, ref_log_probs.masked_fill(padding, 0.0))  # (N, T), nats
-            kl = ratio * kl if self.unbiased_kl else kl
+            kl = weights * ratio * kl if self.unbiased_kl else kl
             token_loss = token_loss + self.kl_coef * kl
             metrics["policy/kl_ref"] = (mean_weights * kl).sum().detach()
         return (self.loss_weights(mask, mean_weights) * token_loss).sum(), metrics

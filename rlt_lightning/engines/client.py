@@ -1,0 +1,266 @@
+"""One vLLM worker over HTTP: every call has a deadline, and every failure says where, what and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import ssl
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import httpx
+
+from rlt_lightning.engines.base import EngineError, Sampling
+from rlt_lightning.types import Completion, FinishReason
+
+JSON = dict[str, Any]
+
+
+class WorkerError(EngineError):
+    """A call to a worker failed. `retryable`: the same request may succeed later, or elsewhere."""
+
+    def __init__(self, message: str, retryable: bool) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be completed `num_completions` times."""
+
+    prompt: list[int]
+    num_completions: int
+    sampling: Sampling
+    stop: str
+    eos_token_ids: tuple[int, ...]
+    seed: int  # of the first completion; those after it take the numbers that follow
+
+
+class WorkerClient:
+    """The routes of one `vllm serve`, with token ids in and out, and what the engine knows of it.
+
+    Args:
+        url: Of the server, such as http://127.0.0.1:8000.
+        model: The name that it serves; None: the first that it lists.
+        api_key: Sent as a bearer token, if any.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.model = model
+        self.api_key = api_key
+        self.weights: str | None = None  # version of the last push to it that went through
+        self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
+        self.num_ranks = 1  # model workers behind the server
+        self.dtype = "float32"  # of its weights
+
+    async def call(self, method: str, path: str, body: JSON | None, deadline_s: float) -> JSON:
+        """Make one call and return the decoded answer; an empty answer is an empty dictionary.
+
+        Raises:
+            WorkerError: On a refused or broken connection, a missed deadline, an error status or an answer
+            that
+                is no JSON.
+        """
+        place = f"vLLM worker {self.url}: {method} {path}"
+        try:
+            async with asyncio.timeout(deadline_s), self._http() as http:
+                response = await http.request(method, self.url + path, json=body)
+        except TimeoutError as error:
+            raise WorkerError(
+                f"{place} must be answered within {deadline_s:g} s, but was not. Look at the worker's log; "
+                "raise "
+                "the deadline if it is only slow.",
+                retryable=True,
+            ) from error
+        except httpx.HTTPError as error:
+            raise WorkerError(
+                f"{place} failed ({type(error).__name__}: {error}). Check that the worker runs and that its "
+                "address "
+                "is right.",
+                retryable=True,
+            ) from error
+        except httpx.InvalidURL as error:
+            raise WorkerError(
+                f"{place} has no valid address ({error}). Correct it.", retryable=False
+            ) from error
+        if response.status_code >= 400:
+            raise refusal(place, response)
+        try:
+            answer = response.json() if response.content else {}
+        except ValueError as error:
+            raise WorkerError(
+                f"{place} must answer in JSON, but sent {response.content[:80]!r}. Is this a vLLM server?",
+                retryable=True,
+            ) from error
+        if not isinstance(answer, dict):
+            raise WorkerError(
+                f"{place} must answer with a JSON object, but sent {answer!r:.80}.", retryable=True
+            )
+        return answer
+
+    def _http(self) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx.AsyncClient(
+            headers=headers, timeout=None, verify=trusted_certificates(), trust_env=False
+        )
+
+    async def probe(self, deadline_s: float) -> str:
+        """Ask server, engine and model workers for a sign of life; return the version of their weights."""
+        async with asyncio.timeout(deadline_s):
+            await self.call("GET", "/health", None, deadline_s)
+            await self.call("POST", "/collective_rpc", {"method": "check_health"}, deadline_s)
+        return await self.weight_version(deadline_s)
+
+    async def weight_version(self, deadline_s: float) -> str:
+        """The version that the last finished push has set; "default" before the first."""
+        answer = await self.call("GET", "/weight_info", None, deadline_s)
+        return str(answer.get("weight_version"))
+
+    async def served_model(self, deadline_s: float) -> JSON:
+        """The entry of the served model, `max_model_len` among it; remembers its name."""
+        answer = await self.call("GET", "/v1/models", None, deadline_s)
+        models = {entry["id"]: entry for entry in answer.get("data", [])}
+        if not models or (self.model is not None and self.model not in models):
+            raise WorkerError(
+                f"vLLM worker {self.url} must serve the model '{self.model}', but serves "
+                f"{', '.join(models) or 'none'}. "
+                "Correct the engine's served_model, or the worker's --served-model-name.",
+                retryable=False,
+            )
+        self.model = self.model or next(iter(models))
+        return models[self.model]
+
+    async def describe(self, deadline_s: float) -> None:
+        """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type."""
+        self.num_ranks = int((await self.call("GET", "/get_world_size", None, deadline_s))["world_size"])
+        info = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
+        self.dtype = info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+
+    async def reports_sampled_log_probs(self, token_id: int, deadline_s: float) -> bool:
+        """Whether log-probs are those that tokens are sampled with (--logprobs-mode processed_logprobs).
+
+        When one token alone is allowed, it is sampled with probability 1: its processed log-prob is 0, its
+        raw one
+        is not.
+        """
+        body: JSON = {"model": self.model, "prompt": [token_id], "max_tokens": 1, "logprobs": 0}
+        body |= {"allowed_token_ids": [token_id], "temperature": 0.5, "seed": 0}
+        answer = await self.call("POST", "/v1/completions", body, deadline_s)
+        return answer["choices"][0]["logprobs"]["token_logprobs"][0] == 0.0
+
+    async def complete(self, request: Request, deadline_s: float) -> list[Completion]:
+        """Sample a request's completions. Their log-probs are as the worker reports them."""
+        sampling = request.sampling
+        body = {
+            "model": self.model,
+            "prompt": request.prompt,
+            "n": request.num_completions,
+            "seed": request.seed,
+            "max_tokens": sampling.max_completion_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": [request.stop],
+            "stop_token_ids": list(request.eos_token_ids),
+            "skip_special_tokens": False,  # the end tag may be one
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+        }
+        answer = await self.call("POST", "/v1/completions", body, deadline_s)
+        try:
+            return parse_completions(answer, request, self.url)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise WorkerError(
+                f"vLLM worker {self.url}: POST /v1/completions must return {request.num_completions} "
+                "completions with "
+                f"token ids and log-probs, but sent {json.dumps(answer):.200} ({type(error).__name__}: "
+                f"{error}). "
+                "Check that it is vLLM 0.32 or newer.",
+                retryable=True,
+            ) from error
+
+    async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
+        """Log-probs of all tokens but the first under the worker's weights at temperature 1, nats."""
+        body = {
+            "model": self.model,
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        answer = await self.call("POST", "/v1/completions", body, deadline_s)
+        entries = answer["choices"][0]["prompt_logprobs"][1:]
+        return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+
+
+def parse_completions(answer: JSON, request: Request, url: str) -> list[Completion]:
+    """Read the choices of an answer, in their order.
+
+    Raises:
+        ValueError: If they are not what was asked for; KeyError and TypeError where parts are missing.
+    """
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if [choice["index"] for choice in choices] != list(range(request.num_completions)):
+        raise ValueError(f"{len(choices)} choices")
+    completions = []
+    for choice in choices:
+        token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if not 1 <= len(token_ids) <= request.sampling.max_completion_length or len(log_probs) != len(
+            token_ids
+        ):
+            raise ValueError(f"{len(token_ids)} token ids and {len(log_probs)} log-probs")
+        if not all(isinstance(token, int) and token >= 0 for token in token_ids):
+            raise ValueError("token ids that are no numbers")
+        if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs):
+            raise ValueError("log-probs that are none")
+        completions.append(
+            Completion(
+                token_ids,
+                log_probs,
+                finish_reason(choice, request),
+                seed=request.seed + choice["index"],
+                worker=url,
+            )
+        )
+    return completions
+
+
+def finish_reason(choice: JSON, request: Request) -> FinishReason:
+    """Tell end tag, end-of-sequence token and token limit apart."""
+    reason, detail = choice["finish_reason"], choice.get("stop_reason")
+    if reason == "length":
+        return "length"
+    if reason == "stop" and detail == request.stop:
+        return "stop"
+    if reason == "stop" and (detail is None or detail in request.eos_token_ids):
+        return "eos"
+    raise ValueError(f"finish_reason {reason!r}, stop_reason {detail!r}")  # an aborted request, for one
+
+
+def refusal(place: str, response: httpx.Response) -> WorkerError:
+    """The error of a status: 5xx and overload may pass, anything else is the request's own fault."""
+    status, reason = response.status_code, response.text.strip().replace("\n", " ")[:300]
+    advice = "Correct the request's settings."
+    if status in (401, 403):
+        advice = "Put the server's key into the environment variable that the engine's api_key_env names."
+    elif status == 404:
+        advice = (
+            "The worker must be vLLM 0.32 or newer, started with VLLM_SERVER_DEV_MODE=1 in its environment."
+        )
+    elif status >= 500:
+        advice = "Look at the worker's log."
+    return WorkerError(
+        f"{place} was refused with status {status} ({reason}). {advice}",
+        retryable=status >= 500 or status in (408, 429),
+    )
+
+
+@cache
+def trusted_certificates() -> ssl.SSLContext:
+    """Read the system's certificates once: it takes longer than most calls."""
+    return ssl.create_default_context()

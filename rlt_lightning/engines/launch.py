@@ -1,0 +1,169 @@
+"""Start `vllm serve` as a child process and stop it on every exit path."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
+
+import rlt_lightning
+from rlt_lightning.engines import guard
+from rlt_lightning.gloo import LOOPBACK
+from rlt_lightning.types import InputError
+
+EXTENSION = "rlt_lightning.vllm_worker.WorkerExtension"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The workers that a run starts for itself.
+
+    Args:
+        executable: `vllm` of the environment that vLLM is installed in; a path, or a name on PATH.
+        num_workers: Servers to start, each with a copy of the teacher.
+        model: What they load at first; None: the teacher. The trainer's weights replace it before the first
+            request.
+        dtype: Of the worker's weights.
+        max_model_len: Tokens of prompt and completion; None: as many as the model allows.
+        tensor_parallel_size: GPUs that share one copy of the weights.
+        data_parallel_size: Copies behind one server.
+        gpus: GPU ids of each worker, one list per worker; None: as the environment has it.
+        port: Of the first worker, the others follow; 0: free ones.
+        start_deadline_s: Time to load the model and answer.
+        arguments: Further ones for `vllm serve`, such as --enforce-eager.
+        environment: Further environment variables, such as VLLM_CPU_KVCACHE_SPACE.
+    """
+
+    executable: str = "vllm"
+    num_workers: int = 1
+    model: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    gpus: list[list[int]] | None = None
+    port: int = 0
+    start_deadline_s: float = 900.0
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_workers, self.tensor_parallel_size, self.data_parallel_size)
+        if min(sizes) < 1:
+            raise InputError(
+                "launch.num_workers, tensor_parallel_size and data_parallel_size must be at least 1, but are "
+                f"{sizes}. Correct them."
+            )
+        needed = self.tensor_parallel_size * self.data_parallel_size
+        if self.gpus is not None and [len(ids) for ids in self.gpus] != [needed] * self.num_workers:
+            raise InputError(
+                f"launch.gpus must name {needed} GPU(s) for each of the {self.num_workers} worker(s), but is "
+                f"{self.gpus}. Correct it, or the sizes."
+            )
+
+    def command(self, index: int, port: int, model: str, backend: str, served_model: str) -> list[str]:
+        """The command line of worker number `index`, which a person could type as well."""
+        program = which(self.executable)
+        if program is None:
+            raise InputError(
+                f"launch.executable must be vLLM's command, but '{self.executable}' is none. Make its "
+                "environment "
+                "(scripts/setup_vllm_cpu.sh, or docs/rollouts.md for GPUs) or correct the path."
+            )
+        words = [program, "serve", self.model or model, "--served-model-name", served_model]
+        words += ["--host", LOOPBACK, "--port", str(port), "--dtype", self.dtype, "--seed", str(index)]
+        words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        words += [
+            "--weight-transfer-config",
+            f'{{"backend": "{backend}"}}',
+            "--worker-extension-cls",
+            EXTENSION,
+        ]
+        for name in ("max_model_len", "tensor_parallel_size", "data_parallel_size"):
+            value = getattr(self, name)
+            if value not in (None, 1):
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        return words + self.arguments
+
+
+class LocalServer:
+    """A `vllm serve` process. It ends with this process, however that ends.
+
+    Args:
+        command: Its command line.
+        environment: Variables beside those of this process.
+        log: File that its output goes to.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.command = command
+        self.environment = environment
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        # The worker must find this package, and of this environment nothing else.
+        self.import_folder = tempfile.TemporaryDirectory(prefix="rlt-worker-")
+        package = Path(rlt_lightning.__file__).parent
+        (Path(self.import_folder.name) / package.name).symlink_to(package)
+        atexit.register(self.stop)
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        self.kill()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **defaults, **self.environment, "PYTHONPATH": self.import_folder.name}
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, guard.__file__, *self.command],
+                stdin=subprocess.PIPE,  # closes when this process ends, which the guard sees
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the trainer alone
+            )
+
+    def ending(self) -> str | None:
+        """What it said at its end; None while it runs."""
+        if self.process is None or self.process.poll() is None:
+            return None
+        return f"{self.last_words()} (log: {self.log})"
+
+    def last_words(self) -> str:
+        """The last line of its log that tells of an error, or else the last."""
+        if not self.log.exists():
+            return "it has written no log"
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or ["its log is empty"])[-1][-300:]
+
+    def kill(self) -> None:
+        """End it at once, with all that it has started."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._close_pipe()
+        self.process = None
+
+    def stop(self) -> None:
+        """Let it end by itself, but not for long; safe to call twice."""
+        if self.process is not None:
+            self._close_pipe()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(guard.GRACE_S + 2)
+            self.kill()
+        self.import_folder.cleanup()
+        atexit.unregister(self.stop)
+
+    def _close_pipe(self) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.close()

@@ -1,0 +1,478 @@
+"""Rollouts from `vllm serve` workers over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from uuid import uuid4
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost
+from rlt_lightning.engines.client import Request, WorkerClient, WorkerError
+from rlt_lightning.engines.hf import eos_token_ids
+from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
+from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, gathered_groups, in_background
+from rlt_lightning.gloo import LOOPBACK
+from rlt_lightning.types import Completion, InputError
+
+T = TypeVar("T")
+SERVED_MODEL = "teacher"  # name that launched workers serve the weights under
+SEED_MASK = 2**62 - 1  # vLLM takes signed 64-bit seeds and adds the number of the completion
+GREETING_S = 5.0  # deadline of the first call to a worker that may not be there
+AGREEMENT = {
+    "float32": 5e-4,
+    "float16": 0.02,
+    "bfloat16": 0.1,
+}  # nats, mean over a text, by worker's data type
+
+
+class VLLMEngine:
+    """Sample with vLLM workers that hold copies of the teacher, and keep those copies up to date.
+
+    Prompts go to whichever worker has room. What a request samples depends on its seed alone, not on the
+    worker. A
+    worker that dies, hangs or talks nonsense loses its requests to the others. A launched one is restarted;
+    one that is
+    named by its URL is waited for. Either gets the current weights before it serves again.
+
+    Args:
+        urls: Workers that run already, such as [http://127.0.0.1:8000]; or
+        launch: Workers to start and to stop.
+        push: How weights travel; None: GlooPush(). A running worker must name its `backend` in
+            --weight-transfer-config.
+        log_probs: worker: take the workers' log-probs, which must be those of sampling (--logprobs-mode
+            processed_logprobs, checked at the start). trainer: take none, the trainer's own are the only
+            ones.
+        served_model: Name that running workers serve the teacher under; None: the first that they list.
+        api_key_env: Environment variable that holds the workers' API key, if they ask for one.
+        max_sequences: Completions in work at one worker.
+        request_timeout_s: Deadline of a request, from sending to the last token of its longest completion.
+        call_timeout_s: Deadline of every other call; a worker that takes longer to show a sign of life is
+            lost.
+        max_retries: How often a request that failed at a living worker is sent again.
+        backoff_s: Wait before the first retry; doubles with each.
+        recovery_timeout_s: How long to wait for one worker to come back when none is left.
+        max_restarts: How often workers may be lost in a row without completing a request in between.
+    """
+
+    in_process = False
+
+    def __init__(
+        self,
+        urls: list[str] | None = None,
+        launch: Launch | None = None,
+        push: WeightPush | None = None,
+        log_probs: Literal["worker", "trainer"] = "worker",
+        served_model: str | None = None,
+        api_key_env: str = "VLLM_API_KEY",
+        max_sequences: int = 256,
+        request_timeout_s: float = 3600.0,
+        call_timeout_s: float = 60.0,
+        max_retries: int = 3,
+        backoff_s: float = 1.0,
+        recovery_timeout_s: float = 600.0,
+        max_restarts: int = 5,
+    ) -> None:
+        if bool(urls) == (launch is not None):
+            raise InputError(
+                f"VLLMEngine needs either urls or launch, but got urls={urls} and launch={launch}. Name the "
+                "workers "
+                "that run, or have some started."
+            )
+        self.launch = launch
+        self.push = push or GlooPush()
+        self.log_probs = log_probs
+        self.reports_log_probs = log_probs == "worker"
+        self.max_sequences = max_sequences
+        self.request_timeout_s = request_timeout_s
+        self.call_timeout_s = call_timeout_s
+        self.max_retries = max_retries
+        self.backoff_s = backoff_s
+        self.recovery_timeout_s = recovery_timeout_s
+        self.max_restarts = max_restarts
+        self.run_id = uuid4().hex[:8]  # versions of another run's trainer are not ours
+        self.pushed = -1  # policy version of the last push
+        self.losses = 0  # workers lost since a request was completed
+        self.down: dict[str, str] = {}  # URL of each worker that does not serve -> why
+        self.servers: dict[str, LocalServer] = {}  # URL -> process, of launched workers
+        self.stop_ids: tuple[int, ...] = ()
+        self.max_model_len = sys.maxsize
+        self.started = False
+        api_key = os.environ.get(api_key_env)
+        if launch is not None:
+            ports = [launch.port + i if launch.port else free_port() for i in range(launch.num_workers)]
+            urls, served_model = [f"http://{LOOPBACK}:{port}" for port in ports], SERVED_MODEL
+        self.workers = [WorkerClient(url, served_model, api_key) for url in urls or []]
+
+    @property
+    def serving(self) -> list[WorkerClient]:
+        """The workers that are not down."""
+        return [worker for worker in self.workers if worker.url not in self.down]
+
+    @property
+    def version_name(self) -> str:
+        """What workers call the version of the last push."""
+        return f"{self.run_id}-{self.pushed:06d}"
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps of the weights that all serving workers hold; -1 if one of them needs a push."""
+        current = [worker.weights == self.version_name for worker in self.serving]
+        return self.pushed if current and all(current) else -1
+
+    # Start and stop
+
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        """Start the workers that are to be launched, and wait until every worker answers."""
+        if self.started:
+            return
+        self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
+        self.push.folder = folder / "weights"
+        self.down = {worker.url: "it has not answered yet" for worker in self.workers}
+        try:
+            if self.launch is not None:
+                self._start_servers(self.launch, model.name_or_path, folder / "workers")
+            self._run(self._wait_for(all_of_them=True))
+        except BaseException:
+            self.close()
+            raise
+        self.started = True
+
+    def _start_servers(self, launch: Launch, model: str, logs: Path) -> None:
+        for index, worker in enumerate(self.workers):
+            port = int(worker.url.rpartition(":")[2])
+            command = launch.command(index, port, model, self.push.backend, SERVED_MODEL)
+            environment = dict(launch.environment)
+            if launch.gpus is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus[index]))
+            if key := worker.api_key:
+                environment["VLLM_API_KEY"] = key  # not on the command line, where every user could read it
+            self.servers[worker.url] = LocalServer(command, environment, logs / f"worker-{index}.log")
+            self.servers[worker.url].start()
+
+    def close(self) -> None:
+        """Leave the workers' groups and stop those that were launched."""
+        self.push.close()
+        for server in self.servers.values():
+            server.stop()
+        self.servers = {}
+        self.started = False
+
+    # Workers that come and go
+
+    def health(self) -> None:
+        """Look after every worker; wait for one if none is left."""
+        self._run(self._look_after_all())
+
+    async def _look_after_all(self) -> None:
+        await asyncio.gather(*map(self._look_after, self.workers))
+        if not self.serving:
+            await self._wait_for(all_of_them=False)
+
+    async def _look_after(self, worker: WorkerClient) -> None:
+        """Take a worker back that answers again; notice one that does not, or that was restarted."""
+        if worker.url in self.down:
+            await self._greet(worker)
+            return
+        try:
+            if await worker.probe(self.call_timeout_s) != worker.weights and worker.weights is not None:
+                self._lose(worker, "it was restarted and holds old weights", restart=False)
+                await self._greet(worker)
+        except WorkerError as error:
+            self._lose(worker, str(error))
+
+    async def _greet(self, worker: WorkerClient) -> None:
+        """Take a worker into service if it answers.
+
+        Raises:
+            EngineError: If it answers, but is not set up as it must be.
+        """
+        try:
+            await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
+            limit = (await worker.served_model(self.call_timeout_s)).get("max_model_len")
+            await worker.describe(self.call_timeout_s)
+            exact = await worker.reports_sampled_log_probs(self.stop_ids[0], self.call_timeout_s)
+        except WorkerError as error:
+            if not error.retryable:
+                raise
+            self.down[worker.url] = str(error)
+            return
+        if self.log_probs == "worker" and not exact:
+            raise EngineError(
+                f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but reports "
+                "raw ones. "
+                "Start it with --logprobs-mode processed_logprobs, or set the engine's log_probs to trainer."
+            )
+        self.max_model_len = min(self.max_model_len, limit or sys.maxsize)
+        self.down.pop(worker.url, None)
+
+    def _lose(self, worker: WorkerClient, reason: str, restart: bool = True) -> None:
+        """Take a worker out of service; start a launched one again."""
+        self.down[worker.url] = reason
+        worker.weights = None
+        worker.incarnation += 1
+        self.losses += 1
+        rank_zero_warn(f"Lost vLLM worker {worker.url}: {reason}")
+        if self.losses > self.max_restarts:
+            raise EngineError(
+                f"Workers were lost {self.losses} times in a row, the last was {worker.url}: {reason} Mend "
+                "it, then "
+                "go on with --ckpt_path last."
+            )
+        if restart and worker.url in self.servers:
+            self.servers[worker.url].start()
+
+    async def _wait_for(self, all_of_them: bool) -> None:
+        """Wait until one worker serves, or all of them do."""
+        deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
+        progress = WaitingLine(deadline_s)
+        while self.down if all_of_them else not self.serving:
+            for url in self.down:
+                if url in self.servers and (ending := self.servers[url].ending()):
+                    raise EngineError(
+                        f"vLLM worker {url} must start, but ended: {ending}. Correct what it tells."
+                    )
+            if progress.over():
+                reasons = " ".join(self.down.values())
+                raise EngineError(
+                    f"vLLM worker {', '.join(self.down)} must answer within {deadline_s:g} s, but did not. "
+                    f"{reasons} "
+                    "Then go on with --ckpt_path last."
+                )
+            await asyncio.sleep(0.5)
+            await asyncio.gather(*(self._greet(worker) for worker in self.workers if worker.url in self.down))
+            progress.show(self.down)
+        progress.end()
+
+    # Weights
+
+    def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+        """Push to all serving workers. One that fails is lost, and needs another push when it is back."""
+        workers = self.serving
+        self.pushed = policy_version
+        failures = self.push.push(named_tensors, workers, self.version_name)
+        for worker in workers:
+            worker.weights = None if worker.url in failures else self.version_name
+        for worker in workers:
+            error = failures.get(worker.url)
+            if isinstance(error, WorkerError) and not error.retryable:
+                raise error
+            if error is not None:
+                self._lose(worker, f"The weights could not be pushed to it: {error}")
+
+    def join_update(self, named_tensors: list[NamedTensor]) -> None:
+        """Gather in step with rank 0."""
+        for _ in gathered_groups(named_tensors, self.push.gather_bytes):
+            pass
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
+        """Compare every worker's log-probs of a text with the trainer's."""
+
+        async def verify_all() -> None:
+            await asyncio.gather(*(verify_one(worker) for worker in self.serving))
+
+        async def verify_one(worker: WorkerClient) -> None:
+            try:
+                scores = await worker.score(token_ids, self.call_timeout_s)
+            except WorkerError as error:
+                self._lose(worker, str(error))
+                return
+            if fault := disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+                raise EngineError(
+                    f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, "
+                    f"but {fault} "
+                    "Its weights are stale; check its --weight-transfer-config and that it runs our "
+                    f"{EXTENSION}."
+                )
+
+        self._run(verify_all())
+
+    # Completions
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+    ) -> list[list[Completion]]:
+        """See `Engine.generate`. Completion i of a prompt has the seed of the prompt, cut to 62 bits, plus "
+        "i."""
+        longest = max(map(len, prompts)) + sampling.max_completion_length
+        if longest > self.max_model_len:
+            raise InputError(
+                f"Prompt and completion must fit into the workers' --max-model-len of {self.max_model_len} "
+                "tokens, "
+                f"but need {longest}. Raise it, or lower sampling.max_completion_length or "
+                "data.max_prompt_length."
+            )
+        requests = [
+            Request(prompt, num_completions, sampling, stop, self.stop_ids, seed & SEED_MASK)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        finished = self._run(self._complete_all(requests))
+        if len(finished) < len(prompts):
+            raise WorkersLost(f"No vLLM worker is left to sample: {' '.join(self.down.values())}", finished)
+        return [finished[i] for i in range(len(prompts))]
+
+    async def _complete_all(self, requests: list[Request]) -> dict[int, list[Completion]]:
+        """Give each request to the worker with the fewest in work, until all are done or no worker is "
+        "left."""
+        workers = [worker for worker in self.serving if worker.weights == self.version_name]
+        slots = max(1, self.max_sequences // requests[0].num_completions)
+        queue, finished = deque(range(len(requests))), dict[int, list[Completion]]()
+        running: dict[asyncio.Task[list[Completion]], tuple[int, WorkerClient]] = {}
+        watching = {asyncio.create_task(self._watch(worker)): worker for worker in workers}
+
+        def in_work(worker: WorkerClient) -> int:
+            return sum(w is worker for _, w in running.values())
+
+        try:
+            while queue or running:
+                while queue and workers and in_work(worker := min(workers, key=in_work)) < slots:
+                    index = queue.popleft()
+                    task = asyncio.create_task(self._complete(worker, requests[index]))
+                    running[task] = (index, worker)
+                if not running:
+                    break
+                done, _ = await asyncio.wait([*running, *watching], return_when=asyncio.FIRST_COMPLETED)
+                for task in done & running.keys():
+                    index, worker = running[task]
+                    if task.exception() is None:
+                        finished[index] = task.result()
+                        del running[task]
+                        self.losses = 0
+                for task in done & (running.keys() | watching.keys()):
+                    worker = watching[task] if task in watching else running[task][1]
+                    error = task.exception()
+                    if worker not in workers:
+                        continue  # its loss is known
+                    if not isinstance(error, WorkerError) or not error.retryable:
+                        raise error if error is not None else AssertionError("a watch ended")
+                    workers.remove(worker)
+                    self._lose(worker, str(error))
+                for task, (index, worker) in list(running.items()):
+                    if worker not in workers:  # what it was given is sampled anew by another
+                        task.cancel()
+                        del running[task]
+                        queue.appendleft(index)
+        finally:
+            for task in (*running, *watching):
+                task.cancel()
+        return finished
+
+    async def _complete(self, worker: WorkerClient, request: Request) -> list[Completion]:
+        """Sample one request, again if it fails at a worker that is well.
+
+        Raises:
+            WorkerError: If the worker is lost, or the request is refused for what it is.
+        """
+        attempt = 0
+        while True:
+            try:
+                completions = await worker.complete(request, self.request_timeout_s)
+                await self._require_current(worker)
+                break
+            except WorkerError as error:
+                if not error.retryable or attempt == self.max_retries:
+                    raise
+            await self._require_current(worker)
+            await asyncio.sleep(self.backoff_s * 2**attempt)
+            attempt += 1
+        if self.log_probs == "trainer" or request.sampling.truncates:
+            return [replace(completion, log_probs=None) for completion in completions]
+        return completions
+
+    async def _require_current(self, worker: WorkerClient) -> None:
+        """Raise WorkerError if the worker shows no sign of life, or has other weights than it was pushed."""
+        if (version := await worker.probe(self.call_timeout_s)) != worker.weights:
+            raise WorkerError(
+                f"vLLM worker {worker.url} was restarted: it has weights '{version}' instead of "
+                f"'{worker.weights}'. "
+                "What it sampled is dropped and it gets the current weights.",
+                retryable=True,
+            )
+
+    async def _watch(self, worker: WorkerClient) -> list[Completion]:
+        """Look for signs of life while requests are in work; ends by an error alone."""
+        while True:
+            await asyncio.sleep(self.call_timeout_s / 4)
+            await self._require_current(worker)
+
+    @staticmethod
+    def _run(work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end, also where a notebook has a running loop of its own."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(work)
+        return in_background(lambda: asyncio.run(work)).result()
+
+
+def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: float) -> str | None:
+    """Say how a worker's log-probs differ from the trainer's of the latest version; None if they do not.
+
+    They are also stale when they are within the bound, but four times as near to an earlier version: a small
+    step
+    moves log-probs by less than the bound, yet by more than rounding does.
+    """
+    distances = {version: mean_distance(scores, values) for version, values in log_probs.items()}
+    latest = max(distances)
+    nearest = min(distances, key=distances.__getitem__)
+    error = distances[latest]
+    if nearest != latest and distances[nearest] < error / 4:
+        return (
+            f"its log-probs differ by {error:.2g} nats per token from those of step {latest} and by "
+            f"{distances[nearest]:.2g} from those of step {nearest}: later pushes have not arrived."
+        )
+    if not error <= bound:
+        return (
+            f"its log-probs differ by {error:.2g} nats per token (at most {bound:g} is rounding) and fit no "
+            "earlier step "
+            "either: a part of the model, such as a tied output head, was not updated."
+        )
+    return None
+
+
+def mean_distance(a: list[float], b: list[float]) -> float:
+    """Mean absolute difference."""
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+class WaitingLine:
+    """Tell how long workers have been waited for: redrawn on a terminal, now and then in a log file."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.begin = time.monotonic()
+        self.next_line = 5.0  # seconds waited when the next line is due
+        self.terminal = sys.stderr.isatty()
+        self.shown = False
+
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() - self.begin > self.deadline_s
+
+    def show(self, down: dict[str, str]) -> None:
+        """Tell who is waited for, if it is time."""
+        waited = time.monotonic() - self.begin
+        if not down or (waited < self.next_line and not self.terminal):
+            return
+        line = f"waiting for vLLM worker {', '.join(down)}: {waited:.0f} s of {self.deadline_s:.0f} s"
+        print(
+            f"\r{line}" if self.terminal else line,
+            end="" if self.terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.next_line = waited + 15
+        self.shown = True
+
+    def end(self) -> None:
+        """Leave the line."""
+        if self.shown and self.terminal:
+            print(file=sys.stderr)

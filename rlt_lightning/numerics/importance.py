@@ -1,0 +1,97 @@
+"""How far the sampler's distribution is from the trainer's, and the weights that make up for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+class TruncatedImportanceSampling:
+    """Weigh a token by how much likelier it is to the trainer than to the engine that sampled it.
+
+    weight = min(pi_trainer / pi_engine, cap), per token, or of the product over the sequence's tokens
+
+    The mean over the engine's samples is then the trainer's mean, but for the cap, which trades a little bias
+    for a bounded variance (Ionides 2008). It makes up for rounding in the engine as for rollouts that are a
+    step old.
+
+    Args:
+        level: token, or sequence: unbiased but for the cap, with a variance that grows with the length.
+        cap: Largest weight.
+
+    Raises:
+        ValueError: If the cap is below 1, which would also shrink the weights of tokens sampled on policy.
+    """
+
+    def __init__(self, level: Literal["token", "sequence"] = "token", cap: float = 2.0) -> None:
+        if cap < 1:
+            raise ValueError(f"cap must be at least 1, but it is {cap}. Raise it; 2 is usual.")
+        self.level = level
+        self.cap = cap
+
+    def __call__(self, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Tensor:
+        """Return the weights, (N, T), without gradient; 1 on padding.
+
+        Args:
+            log_probs: The trainer's, (N, T), nats. Padding may hold anything.
+            engine_log_probs: Of the same tokens, as they were sampled, (N, T), nats.
+            token_mask: True on completion tokens, (N, T).
+        """
+        log_ratio = (log_probs.detach() - engine_log_probs).masked_fill(~token_mask, 0.0)  # (N, T)
+        if self.level == "sequence":
+            log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio) * token_mask
+        return log_ratio.exp().clamp(max=self.cap)
+
+
+@dataclass
+class Mismatch:
+    """Sums over tokens of how the trainer's log-probs differ from the engine's, before any clipping.
+
+    Those of micro-batches and of ranks add up (`+`).
+    """
+
+    largest: float = 0.0  # max |d|, nats
+    num_tokens: float = 0.0
+    distance: float = 0.0  # sum |d|, d = trainer - engine, nats
+    kl: float = 0.0  # sum exp(d) - 1 - d: estimates KL(engine || trainer), >= 0 (k3)
+    ratio: float = 0.0  # sum of w = exp(d)
+    squared_ratio: float = 0.0  # sum w^2
+
+    @classmethod
+    def between(cls, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Mismatch:
+        """Measure (N, T) log-probs, nats, where the mask is True."""
+        difference = (log_probs.detach() - engine_log_probs)[token_mask].double()
+        ratio = difference.exp()
+        return cls(
+            num_tokens=float(difference.numel()),
+            distance=difference.abs().sum().item(),
+            largest=difference.abs().max().item() if difference.numel() else 0.0,
+            kl=(ratio - 1 - difference).sum().item(),
+            ratio=ratio.sum().item(),
+            squared_ratio=ratio.square().sum().item(),
+        )
+
+    def sums(self) -> tuple[float, ...]:
+        """All figures that add up, in the order of the fields."""
+        return (self.num_tokens, self.distance, self.kl, self.ratio, self.squared_ratio)
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        sums = (a + b for a, b in zip(self.sums(), other.sums(), strict=True))
+        return Mismatch(max(self.largest, other.largest), *sums)
+
+    @property
+    def mean(self) -> float:
+        """Mean |trainer - engine|, nats per token."""
+        return self.distance / self.num_tokens
+
+    @property
+    def mean_kl(self) -> float:
+        """KL of the trainer from the engine, estimated from the engine's samples, nats per token."""
+        return self.kl / self.num_tokens
+
+    @property
+    def effective_sample_frac(self) -> float:
+        """Effective sample size (sum w)^2 / sum w^2 over the number of tokens, in (0, 1]; 1 is on policy."""
+        return self.ratio**2 / (self.squared_ratio * self.num_tokens)

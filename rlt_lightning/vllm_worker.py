@@ -1,0 +1,212 @@
+"""Runs inside vLLM's worker processes: takes new weights over gloo or from a folder.
+
+The trainer never imports this file, and it needs none of our dependencies: beside vLLM, a worker's
+environment gets
+this package alone (`pip install --no-deps`), then
+
+    vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
+        --weight-transfer-config '{"backend": "gloo"}'
+
+vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/rollouts.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rlt_lightning.gloo import from_trainer, join_group
+
+
+class ReloadEngine(WeightTransferEngine):
+    """What both backends share: vLLM's reload, layer by layer, and what it leaves stale."""
+
+    supports_draft_weight_update = False
+
+    def start_weight_update(self) -> None:
+        """Make the model ready to take a checkpoint's tensors, in any order."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        # A push that broke off leaves layers half loaded, and vLLM would count their old tensors as new ones.
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel, info.loaded_weights = 0, []
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Put what was loaded in place."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held between two updates."""
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Rebuild the packed copy of an output head that shares the embedding's weights (vLLM on CPU only).
+
+    A tied head has no tensor of its own in a checkpoint, so a reload never reaches it and it goes on with
+    the packed
+    copy made at start: log-probs off by 0.9 nats, while greedy text may even agree.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """Where this server's workers meet the trainer, which is rank 0 of their group."""
+
+    host: str
+    port: int
+    prefix: str  # a new one for every meeting
+    world_size: int  # workers and the trainer
+    timeout_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """The tensors that follow, each cut into pieces of `piece_bytes` at most."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    piece_bytes: int
+
+
+class GlooEngine(ReloadEngine):
+    """Weights broadcast by the trainer over TCP: CPU workers, or GPUs without NCCL between them."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    group: Any = None  # a ProcessGroupGloo
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer's group, in place of an earlier one."""
+        config = self.parallel_config
+        rank = 1 + config.data_parallel_index * config.world_size + config.rank
+        timeout = timedelta(seconds=init_info.timeout_s)
+        server = TCPStore(init_info.host, init_info.port, None, False, timeout)
+        store = PrefixStore(init_info.prefix, server)
+        self.group = join_group(store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Load each tensor as soon as it is here, while the next ones are on their way."""
+        if self.group is None:
+            raise RuntimeError("init_weight_transfer_engine must come before update_weights. Call it.")
+        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+        arrivals: SimpleQueue[Tensor | Exception] = SimpleQueue()
+        arguments = (self.group, update_info.shapes, dtypes, update_info.piece_bytes, arrivals)
+        Thread(target=receive, args=arguments, daemon=True).start()
+        self.model.load_weights((name, next_arrival(arrivals)) for name in update_info.names)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.group = None
+
+
+def receive(
+    group: Any,
+    shapes: list[list[int]],
+    dtypes: list[torch.dtype],
+    piece_bytes: int,
+    arrivals: SimpleQueue[Tensor | Exception],
+) -> None:
+    """Take tensor after tensor from the trainer; an error ends the row and is passed on."""
+    try:
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            tensor = torch.empty(shape, dtype=dtype)
+            for piece in tensor.view(-1).view(torch.uint8).split(piece_bytes):
+                group.broadcast([piece], from_trainer()).wait()
+            arrivals.put(tensor)
+    except RuntimeError as error:  # what gloo raises when the trainer is gone or late
+        arrivals.put(error)
+
+
+def next_arrival(arrivals: SimpleQueue[Tensor | Exception]) -> Tensor:
+    """Wait for the next tensor, or raise what kept it from coming."""
+    arrival = arrivals.get()
+    if isinstance(arrival, Exception):
+        raise arrival
+    return arrival
+
+
+@dataclass
+class DiskInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: every update names its folder."""
+
+
+@dataclass
+class DiskUpdateInfo(WeightTransferUpdateInfo):
+    """The folder of safetensors files to load."""
+
+    folder: str
+
+
+class DiskEngine(ReloadEngine):
+    """Weights from a folder that trainer and worker both see."""
+
+    init_info_cls = DiskInitInfo
+    update_info_cls = DiskUpdateInfo
+
+    def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
+        """Nothing to set up."""
+
+    def receive_weights(self, update_info: DiskUpdateInfo) -> None:
+        """Load the tensors one after the other."""
+        self.model.load_weights(stored_tensors(Path(update_info.folder)))
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder's safetensors files."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} must hold safetensors files that this worker can see, but has none."
+        )
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dictionary)
+                yield name, file.get_tensor(name)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
+
+    def abandon_weight_update(self) -> None:
+        """Forget an update that its trainer did not finish, so that a new one may start."""
+        self._weight_update_active = False
+
+
+for backend, engine in {"gloo": GlooEngine, "disk": DiskEngine}.items():
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, engine)
