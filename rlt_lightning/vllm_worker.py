@@ -12,12 +12,13 @@ vLLM calls it through its weight-transfer routes: init, start, update, finish (d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -107,29 +108,43 @@ class GlooEngine(ReloadEngine):
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     group: Any = None  # a ProcessGroupGloo
+    receiver: ThreadPoolExecutor | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the trainer's group, in place of an earlier one."""
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
         timeout = timedelta(seconds=init_info.timeout_s)
-        server = TCPStore(init_info.host, init_info.port, None, False, timeout)
-        store = PrefixStore(init_info.prefix, server)
-        self.group = join_group(store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
+
+        def join() -> Any:
+            server = TCPStore(init_info.host, init_info.port, None, False, timeout)
+            store = PrefixStore(init_info.prefix, server)
+            return join_group(store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
+
+        if self.receiver is None:
+            self.receiver = ThreadPoolExecutor(1, initializer=use_any_core)
+        self.group = self.receiver.submit(join).result()  # there, so that gloo's own threads may use any core
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Load each tensor as soon as it is here, while the next ones are on their way."""
-        if self.group is None:
+        if self.group is None or self.receiver is None:
             raise RuntimeError("init_weight_transfer_engine must come before update_weights. Call it.")
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         arrivals: SimpleQueue[Tensor | Exception] = SimpleQueue()
-        arguments = (self.group, update_info.shapes, dtypes, update_info.piece_bytes, arrivals)
-        Thread(target=receive, args=arguments, daemon=True).start()
+        self.receiver.submit(
+            receive, self.group, update_info.shapes, dtypes, update_info.piece_bytes, arrivals
+        )
         self.model.load_weights((name, next_arrival(arrivals)) for name in update_info.names)
 
     def shutdown(self) -> None:
         """Leave the group."""
         self.group = None
+
+
+def use_any_core() -> None:
+    """Undo, for this thread, vLLM's pinning of a CPU worker to its own cores: receiving would share one of them."""
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def receive(

@@ -1,0 +1,180 @@
+"""What a weight push costs, against a plain copy of the same bytes through the same channel.
+
+    .venv/bin/python benchmarks/push.py [--backend gloo|disk] [--rounds 10] [--output runs/push.json]
+
+Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in turn copies the
+same tensors to a process that does nothing but put them into memory of its own: over a gloo broadcast, or by writing a
+safetensors file and reading it. A push is timed as the trainer waits for it, from pausing the worker to its resuming, and
+so holds the reload, the repacking for the CPU's kernels and all HTTP calls. Also measures how far the trainer's memory
+rises during a push, in buckets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
+
+from rlt_lightning.engines import DiskPush, GlooPush, Launch, VLLMEngine
+from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
+from rlt_lightning.pretrained import load_model, load_tokenizer
+
+GOAL = 1.5
+BUCKET_MIB = {"gloo": 64, "disk": 128}  # the largest tensor has 113 MB
+
+
+def receive_gloo(port: int, shapes: list[torch.Size], rounds: int) -> None:
+    """Take every tensor and put it in its place."""
+    torch.set_num_threads(1)
+    group = join_group(TCPStore(LOOPBACK, port, None, False), 1, 2, 60, LOOPBACK)
+    places = [torch.zeros(shape) for shape in shapes]
+    for _ in range(rounds):
+        for place in places:
+            arrival = torch.empty_like(place)
+            group.broadcast([arrival.view(-1).view(torch.uint8)], from_trainer()).wait()
+            place.copy_(arrival)
+        group.barrier().wait()
+
+
+def receive_disk(path: str, arrived: Any, shapes: list[torch.Size], rounds: int) -> None:
+    """Read the file and put every tensor in its place."""
+    torch.set_num_threads(1)
+    places = [torch.zeros(shape) for shape in shapes]
+    for _ in range(rounds):
+        arrived.wait()
+        for place, tensor in zip(places, load_file(path).values(), strict=True):
+            place.copy_(tensor)
+        arrived.wait()
+
+
+class GlooCopy:
+    """Broadcast all tensors to one process."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rounds: int) -> None:
+        self.tensors = tensors
+        store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=60), False)
+        arguments = (store.port, [tensor.shape for tensor in tensors.values()], rounds)
+        start_process(receive_gloo, arguments)
+        self.group = join_group(store, 0, 2, 60, LOOPBACK)
+
+    def __call__(self) -> None:
+        for tensor in self.tensors.values():
+            self.group.broadcast([tensor.view(-1).view(torch.uint8)], from_trainer()).wait()  # type: ignore[attr-defined]
+        self.group.barrier().wait()  # type: ignore[attr-defined]
+
+
+class DiskCopy:
+    """Write one file, let one process read it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rounds: int, folder: str) -> None:
+        self.tensors = tensors
+        self.path = f"{folder}/copy.safetensors"
+        self.arrived = multiprocessing.get_context("spawn").Barrier(2)
+        shapes = [tensors[name].shape for name in sorted(tensors)]
+        start_process(receive_disk, (self.path, self.arrived, shapes, rounds))
+
+    def __call__(self) -> None:
+        save_file(self.tensors, self.path)
+        self.arrived.wait()
+        self.arrived.wait()
+
+
+def start_process(target: Any, arguments: tuple[Any, ...]) -> None:
+    multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True).start()
+
+
+class PeakMemory:
+    """The most that this process's own memory rises by, in bytes, while the block runs; files mapped do not count."""
+
+    def __enter__(self) -> PeakMemory:
+        self.before, self.peak, self.running = own_memory(), 0, True
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while self.running:
+            self.peak = max(self.peak, own_memory() - self.before)
+            time.sleep(0.002)
+
+    def __exit__(self, *_: object) -> None:
+        self.running = False
+        self.thread.join()
+
+
+def own_memory() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * 4096  # resident minus shared pages
+
+
+def timed(function: Any) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", choices=["gloo", "disk"], default="gloo")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path, default=Path("runs/push.json"))
+    options = parser.parse_args()
+    model = load_model("smollm2-135m", "float32", None, False)
+    named_tensors = list(model.named_parameters())
+    tensors = {name: tensor.detach() for name, tensor in named_tensors}
+    bucket_mib = BUCKET_MIB[options.backend]
+    push = GlooPush(bucket_mib) if options.backend == "gloo" else DiskPush(bucket_mib)
+    launch = Launch(
+        executable=".venv-vllm/bin/vllm",
+        dtype="float32",
+        max_model_len=512,
+        arguments=["--enforce-eager"],
+        environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    engine = VLLMEngine(launch=launch, push=push)
+    warm_up = 2  # the first rounds touch memory for the first time
+    copies, pushes, memory = [], [], []
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        try:
+            engine.start(model, load_tokenizer("smollm2-135m"), Path(folder))
+            rounds = warm_up + options.rounds
+            copy = GlooCopy(tensors, rounds) if options.backend == "gloo" else DiskCopy(tensors, rounds, folder)
+            for number in range(rounds):
+                copies.append(timed(copy))
+                with PeakMemory() as peak:
+                    pushes.append(timed(lambda number=number: engine.update_weights(named_tensors, number)))
+                memory.append(peak.peak / (bucket_mib * 2**20))
+                print(f"round {number}: copy {copies[-1]:.2f} s, push {pushes[-1]:.2f} s, {memory[-1]:.2f} buckets")
+            assert engine.policy_version == rounds - 1
+        finally:
+            engine.close()
+    ratios = [b / a for a, b in zip(copies[warm_up:], pushes[warm_up:], strict=True)]
+    result = {
+        "backend": options.backend,
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "bucket_mib": bucket_mib,
+        "copy_s": statistics.median(copies[warm_up:]),
+        "push_s": statistics.median(pushes[warm_up:]),
+        "ratio": statistics.median(ratios),
+        "ratios": sorted(ratios),
+        "extra_memory_buckets": max(memory[warm_up:]),
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"trainer's extra memory: {result['extra_memory_buckets']:.2f} buckets, goal below 2")
+    print(f"push ratio={result['ratio']:.2f} goal={GOAL}")
+
+
+if __name__ == "__main__":
+    main()

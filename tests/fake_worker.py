@@ -1,0 +1,319 @@
+"""A fake `vllm serve`: the routes that the engine calls, completions made up from their seed, and faults.
+
+`FakeWorker` runs it in threads of a test; `fake_vllm` makes a program of it that a Launch can start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from random import Random
+from threading import Event, Thread
+from typing import Any
+
+JSON = dict[str, Any]
+EOS = 2
+DEV_ROUTES = {"/weight_info", "/collective_rpc", "/get_world_size", "/server_info", "/pause", "/resume"}
+DEV_ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
+DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache"}
+
+
+class Refused(Exception):
+    """Answer with this status."""
+
+
+class Dropped(Exception):
+    """Close the connection without an answer."""
+
+
+def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, ...]) -> JSON:
+    """A completion: tokens, log-probs and ending are functions of prompt and seed alone."""
+    random = Random(f"{prompt} {seed}")
+    ending = random.choice(endings)
+    length = max_tokens if ending == "length" else random.randint(1, max_tokens)
+    log_probs = [-10.0 - random.random() for _ in range(length)]
+    token_ids = [random.randint(100, 40_000) for _ in range(length - 1)]
+    token_ids.append(EOS if ending == "eos" else random.randint(100, 40_000))
+    return {"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}, "ending": ending}
+
+
+class FakeWorker:
+    """One fake server. What it may do wrong:
+
+    Args:
+        faults: Of the next sampling calls, one each: 500, 400, garbage, choices, nan, lengths, abort, drop,
+            hang (it answers nothing from then on), restart (it forgets its weights and answers), die, or "".
+        always: The fault of all sampling calls.
+        broken: Path -> what that route answers: a status, or the body of an answer.
+        api_key: Asked for on /v1 routes.
+        dev_mode: Without it the routes of VLLM_SERVER_DEV_MODE are not there.
+        raw_log_probs: As with --logprobs-mode raw_logprobs.
+        dtype: Of its weights.
+        delay_s: Time that a completion takes.
+        endings: That its completions may have.
+        score: Log-probs of all tokens of a text but the first.
+        on_init: Called with the body of /init_weight_transfer_engine.
+        on_update: Called with the body of /update_weights; None: it must name a folder of safetensors.
+    """
+
+    def __init__(
+        self,
+        faults: tuple[str, ...] = (),
+        always: str = "",
+        broken: dict[str, Any] | None = None,
+        api_key: str | None = None,
+        dev_mode: bool = True,
+        raw_log_probs: bool = False,
+        dtype: str = "float32",
+        delay_s: float = 0.0,
+        endings: tuple[str, ...] = ("stop", "eos", "length"),
+        score: Callable[[list[int]], list[float]] | None = None,
+        on_init: Callable[[JSON], None] | None = None,
+        on_update: Callable[[JSON], None] | None = None,
+        port: int = 0,
+    ) -> None:
+        self.faults, self.always, self.broken = deque(faults), always, broken or {}
+        self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
+        self.delay_s, self.endings, self.score = delay_s, endings, score
+        self.on_init, self.on_update, self.port = on_init, on_update, port
+        self.version = "default"
+        self.folder: Path | None = None  # of the last update
+        self.updating = False
+        self.calls: list[str] = []  # method and path of every call
+        self.bodies: list[JSON] = []  # of the sampling calls
+        self.delivered: list[list[int]] = []  # prompts of the sampling calls that got all they asked for
+        self.in_work = self.most_in_work = 0  # sampling calls at a time
+        self.awake, self.serving = Event(), Event()  # hangs until awake; samples while serving
+        self.awake.set()
+        self.serving.set()
+        self.server: ThreadingHTTPServer | None = None
+        self.open()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def open(self) -> None:
+        """Listen, on the same port as before."""
+        worker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                worker.handle(self)
+
+            do_POST = do_GET
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.closed = Event()
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.port = self.server.server_address[1]
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse connections from now on, and drop those that wait."""
+        if self.server is not None:
+            server, self.server = self.server, None
+            self.closed.set()
+            server.shutdown()
+            server.server_close()
+
+    def restart(self) -> None:
+        """Be a new process: the weights are those of the start again, and no update is under way."""
+        self.version, self.updating = "default", False
+        self.serving.set()
+
+    def __enter__(self) -> FakeWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def wait(self, event: Event) -> None:
+        """Keep the caller waiting until the event, or until this server is closed."""
+        closed = self.closed
+        while not event.wait(0.02):
+            if closed.is_set():
+                raise Dropped
+
+    def handle(self, call: BaseHTTPRequestHandler) -> None:
+        path = call.path.partition("?")[0]
+        self.calls.append(f"{call.command} {path}")
+        length = int(call.headers.get("Content-Length") or 0)
+        body = json.loads(call.rfile.read(length)) if length else {}
+        try:
+            self.wait(self.awake)
+            if path.startswith("/v1") and self.api_key is not None:
+                key = call.headers.get("Authorization")
+                self.require(key == f"Bearer {self.api_key}", 401, "Unauthorized")
+            self.require(self.dev_mode or path not in DEV_ROUTES, 404, "Not Found")
+            answer = self.broken[path] if path in self.broken else self.answer(path, body)
+            self.require(not isinstance(answer, int), answer, "broken")
+            status = 200
+        except Refused as refused:
+            status, answer = refused.args
+        except Dropped:
+            call.close_connection = True
+            return
+        except Exception as error:
+            status, answer = 500, {"error": repr(error)}
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        with suppress(ConnectionError):  # the caller may have given up
+            call.send_response(status)
+            call.send_header("Content-Length", str(len(content)))
+            call.end_headers()
+            call.wfile.write(content)
+
+    def require(self, condition: bool, status: Any, reason: str) -> None:
+        if not condition:
+            raise Refused(status, {"error": reason})
+
+    def answer(self, path: str, body: JSON) -> JSON | bytes:
+        match path:
+            case "/health" | "/reset_prefix_cache":
+                pass
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/v1/models":
+                return {"data": [{"id": "teacher", "max_model_len": 2048}]}
+            case "/get_world_size":
+                return {"world_size": 1}
+            case "/server_info":
+                return {"vllm_config": {"model_config": {"dtype": f"torch.{self.dtype}"}}}
+            case "/collective_rpc":
+                self.updating = self.updating and body["method"] != "abandon_weight_update"
+            case "/pause":
+                self.serving.clear()
+            case "/resume":
+                self.serving.set()
+            case "/init_weight_transfer_engine":
+                assert self.on_init is not None
+                self.on_init(body["init_info"])
+            case "/start_weight_update":
+                self.require(not self.updating, 500, "an update is under way")
+                self.updating = True
+            case "/update_weights":
+                self.require(self.updating, 500, "no update is under way")
+                self.update(body["update_info"])
+            case "/finish_weight_update":
+                self.require(self.updating, 500, "no update is under way")
+                self.updating, self.version = False, body["weight_version"]
+            case "/v1/completions":
+                self.wait(self.serving)  # a paused vLLM takes requests, and lets them wait
+                return self.complete(body)
+            case _:
+                raise Refused(404, {"error": "Not Found"})
+        return {}
+
+    def update(self, info: JSON) -> None:
+        if self.on_update is not None:
+            self.on_update(info)
+            return
+        self.folder = Path(info["folder"])
+        self.require(bool(list(self.folder.glob("*.safetensors"))), 500, "no safetensors files")
+
+    def complete(self, body: JSON) -> JSON | bytes:
+        prompt = body["prompt"]
+        if "allowed_token_ids" in body:
+            return {"choices": [{"logprobs": {"token_logprobs": [-9.0 if self.raw_log_probs else 0.0]}}]}
+        if "prompt_logprobs" in body:
+            scores = self.score(prompt) if self.score else [-1.0] * (len(prompt) - 1)
+            entries = [{str(t): {"logprob": s}} for t, s in zip(prompt[1:], scores, strict=True)]
+            return {"choices": [{"prompt_logprobs": [None, *entries]}]}
+        self.bodies.append(body)
+        fault = self.faults.popleft() if self.faults else self.always
+        self.in_work += 1
+        self.most_in_work = max(self.most_in_work, self.in_work)
+        Event().wait(self.delay_s)
+        self.in_work -= 1
+        if fault.isdigit():
+            raise Refused(int(fault), {"error": "out of order"})
+        if fault == "garbage":
+            return b"<html>not what you wanted</html>"
+        if fault == "restart":
+            self.restart()
+        if fault == "hang":
+            self.awake.clear()
+            self.wait(self.awake)
+        if fault == "die":
+            Thread(target=self.close).start()
+        if fault in ("die", "drop"):
+            raise Dropped
+        choices = [self.choice(body, number) for number in range(body["n"])]
+        first = choices[0]
+        if fault == "choices":
+            del choices[-1]
+        elif fault == "nan":
+            first["logprobs"]["token_logprobs"][0] = float("nan")
+        elif fault == "lengths":
+            first["logprobs"]["token_logprobs"].append(-1.0)
+        elif fault == "abort":
+            first["finish_reason"] = "abort"
+        else:
+            self.delivered.append(prompt)
+        return {"choices": choices[::-1]}  # order is by index, not by place
+
+    def choice(self, body: JSON, number: int) -> JSON:
+        choice = made_up(body["prompt"], body["seed"] + number, body["max_tokens"], self.endings)
+        ending = choice.pop("ending")
+        choice["index"] = number
+        choice["finish_reason"] = "length" if ending == "length" else "stop"
+        choice["stop_reason"] = {"stop": body["stop"][0], "eos": EOS, "length": None}[ending]
+        return choice
+
+
+GROUPS: dict[str, Any] = {}  # worker's name -> gloo group of this process
+
+
+def join_gloo(name: str, info: JSON) -> None:
+    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process."""
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, TCPStore
+
+    from rlt_lightning.gloo import join_group
+
+    timeout_s, size = info["timeout_s"], info["world_size"]
+    server = TCPStore(info["host"], info["port"], None, False, timedelta(seconds=timeout_s))
+    GROUPS[name] = join_group(PrefixStore(info["prefix"], server), 1, size, timeout_s, info["host"])
+
+
+def receive_gloo(name: str, info: JSON) -> dict[str, Any]:
+    """The tensors of one /update_weights."""
+    import torch
+
+    from rlt_lightning.gloo import from_trainer
+
+    tensors = {}
+    for tensor_name, shape, dtype in zip(info["names"], info["shapes"], info["dtype_names"], strict=True):
+        tensors[tensor_name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        for piece in tensors[tensor_name].view(-1).view(torch.uint8).split(info["piece_bytes"]):
+            GROUPS[name].broadcast([piece], from_trainer()).wait()
+    return tensors
+
+
+def fake_vllm(folder: Path) -> str:
+    """Write a program that takes `vllm serve`'s command line; returns its path."""
+    program = folder / "fake-vllm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if "--fail" in words:
+        sys.exit("ValueError: no such model")
+    FakeWorker(
+        port=int(words[words.index("--port") + 1]),
+        api_key=os.environ.get("VLLM_API_KEY"),
+        faults=tuple(os.environ.get("FAKE_FAULTS", "").split()),
+    )
+    Event().wait()

@@ -1,0 +1,753 @@
+"""The vLLM engine against fake servers: what it asks, what it believes, and what it does when they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlt_lightning.engines import (
+    DiskPush,
+    Engine,
+    EngineError,
+    GlooPush,
+    Launch,
+    Sampling,
+    VLLMEngine,
+    WeightPush,
+    WorkersLost,
+)
+from rlt_lightning.engines.launch import EXTENSION, LocalServer
+from rlt_lightning.engines.vllm import disagreement
+from rlt_lightning.engines.weights import free_port, gathered_groups, pieces
+from rlt_lightning.types import Completion, InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
+END = "</end>"
+SAMPLING = Sampling(max_completion_length=6)
+PROMPTS = [[7, 8, 9 + i] for i in range(8)]
+SEEDS = [100 * i for i in range(8)]
+WEIGHTS = [("a.weight", torch.arange(6.0).reshape(2, 3)), ("b.bias", torch.tensor([0.5, -1.0]).bfloat16())]
+TRAINER_SCORES = [-1.0, -2.0, -3.0]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
+    """Starts an engine on fake workers, with the weights of step 0, unless asked not to."""
+    with ExitStack() as stack:
+
+        def make(*workers: FakeWorker, step: int | None = 0, **options: Any) -> VLLMEngine:
+            for worker in workers:
+                stack.callback(worker.close)
+            defaults = {"push": DiskPush(folder=str(tmp_path / "pushed"), timeout_s=2.0)}
+            defaults |= {"call_timeout_s": 1.0, "backoff_s": 0.01, "recovery_timeout_s": 5.0}
+            engine = VLLMEngine([worker.url for worker in workers], **(defaults | options))
+            stack.callback(engine.close)
+            start_engine(engine, tmp_path)
+            if step is not None:
+                engine.update_weights(WEIGHTS, step)
+            return engine
+
+        yield make
+
+
+def start_engine(engine: VLLMEngine, folder: Path) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[EOS, 5]), name_or_path="model")
+    engine.start(model, SimpleNamespace(eos_token_id=EOS), folder)
+
+
+def generate(engine: VLLMEngine, number: int = 2, sampling: Sampling = SAMPLING) -> list[list[Completion]]:
+    return engine.generate(PROMPTS, sampling, number, END, SEEDS)
+
+
+def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def undisturbed(number: int = 2, endings: tuple[str, ...] = ("stop", "eos", "length")) -> list[Any]:
+    """What the fake's rule gives, worked out without a server."""
+    return [
+        [made_up(prompt, seed + i, 6, endings)["token_ids"] for i in range(number)]
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+
+
+def assert_each_prompt_once(*workers: FakeWorker) -> None:
+    """Asked for again only where the first answer did not come."""
+    delivered = Counter(str(prompt) for worker in workers for prompt in worker.delivered)
+    assert delivered == Counter(map(str, PROMPTS))
+
+
+# What is asked and what comes back
+
+
+def test_a_request_holds_the_token_ids_and_every_sampling_field(start: Any) -> None:
+    worker = FakeWorker()
+    sampling = Sampling(0.6, 0.9, 40, 0.05, 1.1, max_completion_length=5)
+    start(worker).generate([[3, 1, 4]], sampling, 4, END, [2**62 + 17])  # the seed is cut to 62 bits
+    assert worker.bodies == [
+        {
+            "model": "teacher",
+            "prompt": [3, 1, 4],
+            "n": 4,
+            "seed": 17,
+            "max_tokens": 5,
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "stop": [END],
+            "stop_token_ids": [2, 5],
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+    ]
+
+
+def test_completions_come_in_order_with_their_seed_worker_log_probs_and_ending(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    assert isinstance(engine, Engine)
+    groups = generate(engine, 3)
+    for prompt, seed, group in zip(PROMPTS, SEEDS, groups, strict=True):
+        made = [made_up(prompt, seed + i, 6, ("stop", "eos", "length")) for i in range(3)]
+        assert group == [
+            Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["ending"], seed + i, worker.url)
+            for i, c in enumerate(made)
+        ]
+    endings = {completion.finish_reason for group in groups for completion in group}
+    assert endings == {"stop", "eos", "length"}
+
+
+def test_log_probs_are_none_where_they_are_not_those_of_the_policy(start: Any) -> None:
+    truncated = generate(start(FakeWorker()), sampling=Sampling(top_p=0.9, max_completion_length=6))
+    engine = start(FakeWorker(raw_log_probs=True), log_probs="trainer")
+    assert not engine.reports_log_probs
+    for groups in (truncated, generate(engine)):
+        assert token_ids(groups) == undisturbed()
+        assert {completion.log_probs for group in groups for completion in group} == {None}
+
+
+def test_raw_log_probs_are_refused_at_the_start(start: Any) -> None:
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        start(FakeWorker(raw_log_probs=True))
+
+
+def test_prompts_go_to_the_worker_with_the_fewest_in_work(start: Any) -> None:
+    fast, slow = FakeWorker(delay_s=0.02), FakeWorker(delay_s=0.6)
+    engine = start(slow, fast, max_sequences=4)
+    assert token_ids(generate(engine)) == undisturbed()
+    assert_each_prompt_once(fast, slow)
+    assert len(slow.delivered) == 2  # its two slots of two completions each, once
+    assert (fast.most_in_work, slow.most_in_work) == (2, 2)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_it_is_sent(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    with pytest.raises(InputError, match="--max-model-len of 2048 tokens, but need 2049"):
+        engine.generate([[1], [1] * 1049], Sampling(max_completion_length=1000), 1, END, [0, 0])
+    assert worker.bodies == []
+
+
+def test_the_api_key_comes_from_the_environment_and_is_never_told(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_KEY", "s3cret")
+    worker = FakeWorker(api_key="s3cret")
+    engine = start(worker, api_key_env="OUR_KEY")
+    assert token_ids(generate(engine)) == undisturbed()
+    worker.always = "400"
+    with pytest.raises(EngineError) as refused:
+        generate(engine)
+    monkeypatch.setenv("OUR_KEY", "0ther")
+    with pytest.raises(
+        EngineError, match="environment variable that the engine's api_key_env names"
+    ) as wrong:
+        start(FakeWorker(api_key="s3cret"), api_key_env="OUR_KEY")
+    assert not any(key in f"{error.value!r}" for error in (refused, wrong) for key in ("s3cret", "0ther"))
+
+
+def test_a_worker_without_dev_routes_is_refused_with_the_variable_to_set(start: Any) -> None:
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        start(FakeWorker(dev_mode=False))
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/get_world_size", "/server_info", "/v1/completions", "/weight_info"]
+)
+def test_a_server_that_answers_something_else_is_an_engine_error(start: Any, path: str) -> None:
+    with pytest.raises(EngineError, match=re.escape("http://127.0.0.1:")):
+        start(FakeWorker(broken={path: {"choices": [{}]}}), recovery_timeout_s=0.6)
+
+
+def test_another_served_model_is_refused_by_name(start: Any) -> None:
+    with pytest.raises(EngineError, match="must serve the model 'mine', but serves teacher"):
+        start(FakeWorker(), served_model="mine")
+
+
+def test_workers_must_be_named_or_launched_and_not_both() -> None:
+    for options in ({}, {"urls": []}, {"urls": ["http://127.0.0.1:1"], "launch": Launch()}):
+        with pytest.raises(InputError, match="either urls or launch"):
+            VLLMEngine(**options)
+
+
+# Faults
+
+
+@pytest.mark.parametrize("fault", ["500", "garbage", "choices", "nan", "lengths", "abort", "drop"])
+def test_a_failed_answer_is_asked_for_again(start: Any, fault: str) -> None:
+    worker = FakeWorker(faults=(fault, "", fault, fault))
+    assert token_ids(generate(start(worker))) == undisturbed()
+    assert_each_prompt_once(worker)
+    assert len(worker.bodies) == 8 + 3
+
+
+@pytest.mark.parametrize("fault", ["500", "garbage", "choices", "nan", "lengths", "abort", "drop"])
+def test_a_worker_that_always_fails_is_lost_and_the_other_finishes(start: Any, fault: str) -> None:
+    bad, good = FakeWorker(always=fault), FakeWorker(delay_s=0.01)
+    engine = start(bad, good, max_sequences=4)
+    assert token_ids(generate(engine)) == undisturbed()
+    assert_each_prompt_once(good)
+    assert engine.serving == [engine.workers[1]]
+    assert engine.policy_version == 0  # all that serve are current
+
+
+@pytest.mark.parametrize("fault", ["hang", "die"])
+def test_a_worker_that_hangs_or_dies_is_lost_within_the_call_timeout(start: Any, fault: str) -> None:
+    bad, good = FakeWorker(faults=("", fault), delay_s=0.01), FakeWorker(delay_s=0.01)
+    engine = start(bad, good, max_sequences=4)
+    begin = time.monotonic()
+    assert token_ids(generate(engine)) == undisturbed()
+    assert time.monotonic() - begin < 2.0  # 1/4 of the timeout until it is looked at, and the timeout
+    assert list(engine.down) == [bad.url]
+    assert Counter(map(str, good.delivered + bad.delivered[:1])) >= Counter(map(str, PROMPTS))
+
+
+@pytest.mark.parametrize("fault", ["/health", "/collective_rpc", "/weight_info"])
+def test_a_worker_is_lost_if_one_sign_of_life_fails(start: Any, fault: str) -> None:
+    # The server may answer while its engine is dead: /health then says 503, or a model worker is not heard.
+    bad, good = FakeWorker(delay_s=1.0), FakeWorker(delay_s=0.01)
+    engine = start(bad, good)
+    bad.broken[fault] = 503
+    assert token_ids(generate(engine)) == undisturbed()
+    assert list(engine.down) == [bad.url]
+    assert "503" in engine.down[bad.url]
+
+
+def test_a_lost_worker_costs_no_computing_time_while_the_others_sample(start: Any) -> None:
+    bad, good = FakeWorker(faults=("die",)), FakeWorker(delay_s=1.5)
+    engine = start(bad, good)
+    begin = time.process_time()
+    assert token_ids(generate(engine)) == undisturbed()
+    assert time.process_time() - begin < 0.75
+
+
+def test_answers_of_a_worker_that_was_restarted_meanwhile_are_dropped(start: Any) -> None:
+    fickle, steady = FakeWorker(faults=("restart",)), FakeWorker(delay_s=0.02)
+    engine = start(fickle, steady, max_sequences=2, step=3)
+    groups = generate(engine)
+    assert token_ids(groups) == undisturbed()
+    assert {completion.worker for group in groups for completion in group} == {steady.url}
+    assert len(fickle.bodies) == 1  # and none after it was found out
+    engine.health()
+    assert (engine.down, engine.policy_version) == ({}, -1)
+    engine.update_weights(WEIGHTS, 3)
+    assert engine.policy_version == 3
+    assert fickle.version == steady.version
+    assert token_ids(generate(engine)) == undisturbed()
+    assert len(fickle.bodies) > 1
+
+
+def test_a_restart_between_two_steps_is_found_by_health(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    worker.restart()
+    engine.health()
+    assert engine.policy_version == -1
+    engine.update_weights(WEIGHTS, 0)
+    assert token_ids(generate(engine)) == undisturbed()
+
+
+def test_when_the_only_worker_is_lost_its_finished_part_is_kept_and_the_rest_follows(start: Any) -> None:
+    worker = FakeWorker(faults=("", "", "", "die"), delay_s=0.01)
+    engine = start(worker, max_sequences=2)  # one prompt at a time
+    with pytest.raises(WorkersLost, match=worker.url) as lost:
+        generate(engine)
+    finished = lost.value.finished
+    assert sorted(finished) == [0, 1, 2]
+    assert engine.policy_version == -1
+
+    worker.restart()
+    Thread(target=lambda: (time.sleep(0.7), worker.open())).start()
+    engine.health()  # waits for it
+    assert engine.policy_version == -1
+    engine.update_weights(WEIGHTS, 0)
+    rest = engine.generate(PROMPTS[3:], SAMPLING, 2, END, SEEDS[3:])
+    assert token_ids([*(finished[i] for i in range(3)), *rest]) == undisturbed()
+    assert_each_prompt_once(worker)
+
+
+def test_a_worker_that_never_comes_back_ends_the_run_with_its_address_and_advice(start: Any) -> None:
+    worker = FakeWorker(faults=("die",))
+    engine = start(worker, recovery_timeout_s=1.0)
+    with pytest.raises(WorkersLost):
+        generate(engine)
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=rf"{worker.url} must answer within 1 s.*--ckpt_path last"):
+        engine.health()
+    assert time.monotonic() - begin < 3.0
+
+
+def test_a_worker_that_is_not_there_at_the_start_is_an_engine_error(start: Any) -> None:
+    worker = FakeWorker()
+    worker.close()
+    with pytest.raises(EngineError, match=worker.url):
+        start(worker, recovery_timeout_s=0.6)
+
+
+def test_a_refused_request_is_not_sent_again(start: Any) -> None:
+    worker = FakeWorker(always="400")
+    engine = start(worker, max_sequences=2)
+    with pytest.raises(EngineError, match="refused with status 400"):
+        generate(engine)
+    assert len(worker.bodies) == 1
+
+
+def test_workers_that_are_lost_again_and_again_end_the_run(start: Any) -> None:
+    worker = FakeWorker(always="500")
+    engine = start(worker, max_restarts=2, max_retries=0)
+    for _ in range(2):
+        with pytest.raises(WorkersLost):
+            generate(engine)
+        engine.health()
+        engine.update_weights(WEIGHTS, 0)
+    with pytest.raises(EngineError, match=f"lost 3 times in a row, the last was {worker.url}") as ended:
+        generate(engine)
+    assert not isinstance(ended.value, WorkersLost)
+
+
+def test_a_completed_request_forgives_earlier_losses(start: Any) -> None:
+    worker = FakeWorker(faults=("", "500", "", "500", "", "500"), delay_s=0.01)
+    engine = start(worker, max_restarts=1, max_retries=0, max_sequences=2)
+    for _ in range(3):
+        with pytest.raises(WorkersLost):
+            generate(engine)
+        engine.health()
+        engine.update_weights(WEIGHTS, 0)
+    assert token_ids(generate(engine)) == undisturbed()
+
+
+# Weights and versions
+
+
+def test_a_failed_push_loses_that_worker_alone(start: Any) -> None:
+    bad, good = FakeWorker(), FakeWorker()
+    engine = start(bad, good)
+    bad.broken["/update_weights"] = 500
+    engine.update_weights(WEIGHTS, 1)
+    assert list(engine.down) == [bad.url]
+    assert engine.policy_version == 1
+    assert good.version == engine.version_name != bad.version
+    assert token_ids(generate(engine)) == undisturbed()
+    assert bad.bodies == []
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update", "/reset_prefix_cache"])
+def test_a_worker_whose_push_failed_serves_again_after_the_next(start: Any, path: str) -> None:
+    worker = FakeWorker()  # it goes on paused, as vLLM does: requests wait until /resume
+    engine = start(worker)
+    worker.broken[path] = 500
+    engine.update_weights(WEIGHTS, 1)
+    assert engine.policy_version == -1
+    worker.broken.clear()
+    engine.health()
+    engine.update_weights(WEIGHTS, 1)
+    assert engine.policy_version == 1
+    assert token_ids(generate(engine)) == undisturbed()
+
+
+def test_a_worker_that_another_trainer_left_paused_is_taken_into_service(start: Any) -> None:
+    worker = FakeWorker()
+    worker.serving.clear()
+    worker.updating = True  # and in the middle of a push
+    assert token_ids(generate(start(worker, recovery_timeout_s=1.5))) == undisturbed()
+
+
+def test_a_push_goes_to_every_worker_in_this_order(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker, step=None)
+    worker.calls.clear()
+    engine.update_weights(WEIGHTS, 7)
+    assert [call.removeprefix("POST /") for call in worker.calls] == [
+        "pause",
+        "collective_rpc",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "reset_prefix_cache",
+        "resume",
+    ]
+    assert engine.policy_version == 7
+    assert worker.version.endswith("-000007")
+
+
+def test_weights_that_another_run_left_are_not_trusted(start: Any) -> None:
+    worker = FakeWorker()
+    first = start(worker, step=4)
+    second = start(worker, step=None)
+    assert first.version_name[:-7] != second.version_name[:-7]
+    second.health()
+    assert second.policy_version == -1
+    with pytest.raises(WorkersLost):
+        generate(second)
+    second.update_weights(WEIGHTS, 4)
+    first.health()  # the first one is no longer served by it
+    assert first.policy_version == -1
+
+
+def test_verify_accepts_the_trainers_log_probs_and_refuses_others(start: Any) -> None:
+    good = FakeWorker(score=lambda ids: [score - 4e-4 for score in TRAINER_SCORES])
+    other = FakeWorker(score=lambda ids: [score - 6e-4 for score in TRAINER_SCORES])
+    engine = start(good, other)
+    with pytest.raises(EngineError, match=f"{other.url} must hold the trainer's weights of step 0"):
+        engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+    other.dtype = "bfloat16"  # one step of rounding is larger than in float32
+    start(good, other).verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+
+
+def test_verify_tells_that_a_worker_holds_an_earlier_step(start: Any) -> None:
+    engine = start(FakeWorker(score=lambda ids: TRAINER_SCORES), step=6)
+    with pytest.raises(EngineError, match="those of step 5: later pushes have not arrived"):
+        engine.verify([1, 2, 3, 4], {5: TRAINER_SCORES, 6: [-1.1, -2.0, -3.0]})
+
+
+@pytest.mark.parametrize("answer", [500, {}, {"choices": [{"prompt_logprobs": [None]}]}, b"<html>"])
+def test_a_worker_that_cannot_score_is_lost(start: Any, answer: Any) -> None:
+    bad, good = FakeWorker(), FakeWorker(score=lambda ids: TRAINER_SCORES)
+    engine = start(bad, good)
+    bad.broken["/v1/completions"] = answer
+    engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+    assert list(engine.down) == [bad.url]
+
+
+def test_disagreement_by_hand() -> None:
+    # Distances are means of |difference|: 0.3 / 2 to the latest.
+    scores, latest = [-1.0, -2.0], [-1.3, -2.0]
+    assert disagreement(scores, {4: latest}, bound=0.15 + 1e-9) is None
+    assert "0.15 nats per token" in str(disagreement(scores, {4: latest}, bound=0.14))
+    # An earlier step at 0.03 is more than four times as near, one at 0.05 is not; the bound allows both.
+    near, not_so_near = [-1.06, -2.0], [-1.1, -2.0]
+    told = str(disagreement(scores, {3: near, 4: latest}, bound=1.0))
+    assert "0.15 from those of step 4 and by 0.03 from those of step 3" in told.replace("nats per token ", "")
+    assert disagreement(scores, {3: not_so_near, 4: latest}, bound=1.0) is None
+    assert disagreement([math.nan, -2.0], {4: latest}, bound=1.0) is not None
+
+
+# Pushes
+
+
+def test_pieces_hold_the_same_bytes_and_copy_nothing_they_need_not() -> None:
+    tensor = torch.randn(2, 5)
+    cut = list(pieces(tensor, torch.float32, 16))
+    assert [len(piece) for piece in cut] == [16, 16, 8]
+    assert torch.equal(torch.cat(cut).view(torch.float32), tensor.view(-1))
+    assert cut[1].data_ptr() == tensor.data_ptr() + 16
+    halved = list(pieces(tensor, torch.bfloat16, 6))
+    assert [len(piece) for piece in halved] == [6, 6, 6, 2]
+    assert torch.equal(torch.cat(halved).view(torch.bfloat16), tensor.bfloat16().view(-1))
+    turned = torch.cat(list(pieces(tensor.T, torch.float32, 1000))).view(torch.float32)
+    assert torch.equal(turned, tensor.T.reshape(-1))
+    assert [len(piece) for piece in pieces(torch.tensor(3.0), torch.float32, 1)] == [4]  # never half a number
+
+
+def test_gathered_groups_keep_order_and_bound_and_let_a_large_tensor_go_alone() -> None:
+    sizes = [2, 2, 3, 9, 1, 4]  # floats; at most 5 of them, 20 bytes, in a group
+    tensors = [(str(i), torch.full((size,), float(i))) for i, size in enumerate(sizes)]
+    groups = [[int(tensor[0]) for tensor in group] for group in gathered_groups(tensors, 20)]
+    assert groups == [[0, 1], [2], [3], [4, 5]]
+    assert [len(group) for group in gathered_groups(tensors, 0)] == [1] * 6
+    assert list(gathered_groups([], 20)) == []
+
+
+def test_a_disk_push_writes_whole_folders_and_deletes_the_one_before(start: Any, tmp_path: Path) -> None:
+    seen: list[dict[str, Tensor]] = []
+
+    def load(info: dict[str, str]) -> None:
+        assert not list(tmp_path.rglob("*.tmp"))
+        files = sorted(Path(info["folder"]).glob("*.safetensors"))
+        seen.append({name: tensor for file in files for name, tensor in load_file(file).items()})
+
+    engine = start(FakeWorker(on_update=load))
+    engine.update_weights([(name, tensor + 1) for name, tensor in WEIGHTS], 1)
+    engine.update_weights([("turned", WEIGHTS[0][1].T)], 2)
+    for tensors, change in zip(seen, (0, 1), strict=False):
+        assert {name: (t.dtype, t.tolist()) for name, t in tensors.items()} == {
+            name: (t.dtype, (t + change).tolist()) for name, t in WEIGHTS
+        }
+    assert seen[2]["turned"].tolist() == WEIGHTS[0][1].T.tolist()
+    assert [path.name for path in (tmp_path / "pushed").iterdir()] == [engine.version_name]
+
+
+def test_a_disk_push_leaves_alone_what_it_has_not_written(start: Any, tmp_path: Path) -> None:
+    precious = tmp_path / "pushed" / "my-datasets" / "row.json"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("{}")
+    engine = start(FakeWorker())
+    engine.update_weights(WEIGHTS, 1)
+    assert precious.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_engine_error(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    engine = start(FakeWorker(), push=DiskPush(folder=str(tmp_path / "file")), step=None)
+    with pytest.raises(EngineError, match="must be written to"):
+        engine.update_weights(WEIGHTS, 0)
+
+
+@pytest.mark.parametrize("push", [DiskPush, GlooPush])
+def test_impossible_push_settings_are_refused(push: type[WeightPush]) -> None:
+    with pytest.raises(InputError, match="bucket_mib >= 1"):
+        push(bucket_mib=0)
+    with pytest.raises(InputError, match="'float7'"):
+        GlooPush(dtype="float7")
+
+
+def gloo_worker(name: str, received: dict[str, Any], call: Callable[..., Any]) -> FakeWorker:
+    """A fake that takes weights over gloo, where `call` lets the functions run."""
+
+    def update(info: dict[str, Any]) -> None:
+        received[name] = call(receive_gloo, name, info)
+
+    return FakeWorker(on_init=lambda info: call(join_gloo, name, info), on_update=update)
+
+
+def test_a_gloo_push_arrives_in_another_process_and_outlives_its_death(start: Any) -> None:
+    received: dict[str, Any] = {}
+    big = torch.randn(300_000)  # 1.2 MB: two pieces
+    weights = [*WEIGHTS, ("big", big), ("scalar", torch.tensor(2.5))]
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        there = gloo_worker("there", received, lambda f, *a: pool.submit(f, *a).result())
+        here = gloo_worker("here", received, lambda f, *a: f(*a))
+        engine = start(there, here, push=GlooPush(bucket_mib=1, timeout_s=20.0), step=None)
+        for step in range(2):  # they meet once
+            engine.update_weights(weights, step)
+            assert engine.policy_version == step
+            for name in ("there", "here"):
+                assert received[name].keys() == dict(weights).keys()
+                for key, tensor in weights:
+                    assert received[name][key].dtype == tensor.dtype
+                    assert torch.equal(received[name][key], tensor)
+        assert there.calls.count("POST /init_weight_transfer_engine") == 1
+
+        for process in pool._processes.values():
+            process.kill()
+        engine.update_weights(weights, 2)
+        assert list(engine.down) == [there.url]
+        assert engine.policy_version == 2
+
+
+def test_a_gloo_push_may_travel_in_another_type(start: Any) -> None:
+    received: dict[str, Any] = {}
+    worker = gloo_worker("one", received, lambda f, *a: f(*a))
+    start(worker, push=GlooPush(timeout_s=10.0, dtype="bfloat16")).update_weights(WEIGHTS, 1)
+    assert torch.equal(received["one"]["a.weight"], WEIGHTS[0][1].bfloat16())
+
+
+def test_the_first_gloo_push_to_many_workers_reaches_all(start: Any) -> None:
+    received: dict[str, Any] = {}
+    workers = [gloo_worker(f"w{i}", received, lambda f, *a: f(*a)) for i in range(6)]
+    engine = start(*workers, push=GlooPush(timeout_s=5.0))
+    assert engine.down == {}
+    assert sorted(received) == [f"w{i}" for i in range(6)]
+
+
+def test_an_address_that_is_not_ours_is_an_engine_error(start: Any) -> None:
+    with pytest.raises(EngineError, match="203"):
+        start(gloo_worker("one", {}, lambda f, *a: f(*a)), push=GlooPush(timeout_s=2.0, host="203.0.113.7"))
+
+
+# Workers that are launched
+
+TREE = (  # a worker with a child of its own that does not listen to SIGTERM
+    "import os, signal, subprocess, sys, time\n"
+    "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)'\n"
+    "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
+    "child.stdout.readline()\n"
+    "print('pids', os.getpid(), child.pid, os.environ['PYTHONPATH'], flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 5.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+    return value
+
+
+def pids_in(log: Path) -> list[int]:
+    """Those of worker and child, once they are there."""
+    found = eventually(lambda: log.exists() and re.findall(r"pids (\d+) (\d+)", log.read_text()))
+    return [int(pid) for pid in found[-1]]
+
+
+def test_the_command_line_is_what_a_person_would_type() -> None:
+    launch = Launch(
+        executable=sys.executable,
+        max_model_len=4096,
+        tensor_parallel_size=2,
+        dtype="bfloat16",
+        arguments=["--enforce-eager"],
+    )
+    words = launch.command(3, 8001, "the/model", "gloo", "teacher")
+    assert words == [
+        *(sys.executable, "serve", "the/model", "--served-model-name", "teacher"),
+        *("--host", "127.0.0.1", "--port", "8001", "--dtype", "bfloat16", "--seed", "3"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--weight-transfer-config", '{"backend": "gloo"}', "--worker-extension-cls", EXTENSION),
+        *("--max-model-len", "4096", "--tensor-parallel-size", "2", "--enforce-eager"),
+    ]
+    assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": "gloo"}
+    own = Launch(executable=sys.executable, model="mine").command(0, 1, "the/model", "disk", "teacher")
+    assert own[2] == "mine"
+    assert "--max-model-len" not in own
+
+
+def test_impossible_launches_are_refused() -> None:
+    with pytest.raises(InputError, match="at least 1"):
+        Launch(num_workers=0)
+    with pytest.raises(InputError, match=r"2 GPU\(s\) for each of the 2 worker"):
+        Launch(num_workers=2, tensor_parallel_size=2, gpus=[[0, 1], [2]])
+    with pytest.raises(InputError, match="'no-such-vllm' is none"):
+        Launch(executable="no-such-vllm").command(0, 1, "m", "gloo", "teacher")
+
+
+def test_stop_ends_a_server_with_all_that_it_started(tmp_path: Path) -> None:
+    server = LocalServer([sys.executable, "-c", TREE], {}, tmp_path / "worker.log")
+    server.start()
+    pids = pids_in(server.log)
+    assert all(map(alive, pids))
+    assert server.ending() is None
+    server.stop()
+    eventually(lambda: not any(map(alive, pids)))
+    server.stop()  # safe twice
+
+
+def test_a_killed_server_can_be_started_again(tmp_path: Path) -> None:
+    server = LocalServer([sys.executable, "-c", TREE], {}, tmp_path / "worker.log")
+    server.start()
+    first = pids_in(server.log)
+    server.kill()
+    eventually(lambda: not any(map(alive, first)))
+    server.start()
+    second = eventually(lambda: (pids := pids_in(server.log)) != first and pids)
+    assert all(map(alive, second))
+    server.stop()
+    eventually(lambda: not any(map(alive, second)))
+
+
+def test_a_killed_trainer_takes_its_server_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    trainer = (
+        "import sys, time; from pathlib import Path; from rlt_lightning.engines.launch import LocalServer\n"
+        "LocalServer([sys.executable, '-c', sys.argv[1]], {}, Path(sys.argv[2])).start(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", trainer, TREE, str(log)])
+    eventually(lambda: log.exists() or process.poll(), within_s=20.0)
+    pids = pids_in(log)
+    assert all(map(alive, pids))
+    process.kill()
+    process.wait()
+    eventually(lambda: not any(map(alive, pids)))
+
+
+def test_a_server_that_ended_tells_its_last_error(tmp_path: Path) -> None:
+    code = "print('ValueError: too early'); print('OSError: no such model'); print('bye')"
+    server = LocalServer([sys.executable, "-c", code], {}, tmp_path / "worker.log")
+    server.start()
+    ending = eventually(server.ending)
+    assert ending == f"OSError: no such model (log: {server.log})"
+    server.stop()
+
+
+def launched(folder: Path, **options: Any) -> VLLMEngine:
+    launch = Launch(executable=fake_vllm(folder), start_deadline_s=10.0, **options)
+    push = DiskPush(timeout_s=2.0)
+    return VLLMEngine(launch=launch, push=push, call_timeout_s=1.0, backoff_s=0.01)
+
+
+def test_a_launched_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    engine = launched(tmp_path, num_workers=2)
+    start_engine(engine, tmp_path)
+    try:
+        engine.update_weights(WEIGHTS, 0)
+        assert token_ids(generate(engine)) == undisturbed()
+        first, second = engine.servers.values()
+        assert first.process is not None
+        os.killpg(first.process.pid, signal.SIGKILL)
+        assert token_ids(generate(engine)) == undisturbed()
+        assert list(engine.down) == [engine.workers[0].url]
+        eventually(lambda: engine.health() or not engine.down)
+        assert engine.policy_version == -1
+        engine.update_weights(WEIGHTS, 0)
+        assert engine.policy_version == 0
+        groups = [server.process.pid for server in (first, second) if server.process]
+    finally:
+        engine.close()
+    eventually(lambda: not any(map(alive, groups)))
+
+
+def test_a_launched_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    engine = launched(tmp_path, arguments=["--fail"])
+    with pytest.raises(
+        EngineError, match=r"must start, but ended: ValueError: no such model \(log: .*worker-0"
+    ):
+        start_engine(engine, tmp_path)
+    assert engine.servers == {}
+
+
+def test_the_key_of_a_launched_worker_is_not_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    engine = launched(tmp_path)
+    start_engine(engine, tmp_path)  # the fake refuses calls without it
+    [server] = engine.servers.values()
+    assert "s3cret" not in " ".join(server.command)
+    engine.close()
+
+
+def test_free_ports_are_free() -> None:
+    worker = FakeWorker(port=free_port())
+    worker.close()
