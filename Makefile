@@ -9,11 +9,17 @@ RUN = .venv/bin
 
 setup: .venv/.installed
 
+setup-vllm:
+	scripts/setup_vllm_cpu.sh
+
 quickstart: setup
 	$(RUN)/rlt fit --config configs/quickstart.yaml
 
 test: setup
 	$(RUN)/python -m pytest
+
+test-vllm: setup setup-vllm
+	$(RUN)/python -m pytest -m 'vllm and not slow'
 
 prove: setup
 	$(RUN)/python -m pytest -m slow
@@ -23,4 +29,4 @@ check: setup
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-.PHONY: setup quickstart test prove check
+.PHONY: setup setup-vllm quickstart test test-vllm prove check

@@ -2,10 +2,14 @@
 
     .venv/bin/python benchmarks/push.py [--backend gloo|disk] [--rounds 10] [--output runs/push.json]
 
-Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in turn copies the
-same tensors to a process that does nothing but put them into memory of its own: over a gloo broadcast, or by writing a
-safetensors file and reading it. A push is timed as the trainer waits for it, from pausing the worker to its resuming, and
-so holds the reload, the repacking for the CPU's kernels and all HTTP calls. Also measures how far the trainer's memory
+Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in
+turn copies the
+same tensors to a process that does nothing but put them into memory of its own: over a gloo broadcast, or by
+writing a
+safetensors file and reading it. A push is timed as the trainer waits for it, from pausing the worker to its
+resuming, and
+so holds the reload, the repacking for the CPU's kernels and all HTTP calls. Also measures how far the
+trainer's memory
 rises during a push, in buckets.
 """
 
@@ -66,12 +70,12 @@ class GlooCopy:
         store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=60), False)
         arguments = (store.port, [tensor.shape for tensor in tensors.values()], rounds)
         start_process(receive_gloo, arguments)
-        self.group = join_group(store, 0, 2, 60, LOOPBACK)
+        self.group: Any = join_group(store, 0, 2, 60, LOOPBACK)
 
     def __call__(self) -> None:
         for tensor in self.tensors.values():
-            self.group.broadcast([tensor.view(-1).view(torch.uint8)], from_trainer()).wait()  # type: ignore[attr-defined]
-        self.group.barrier().wait()  # type: ignore[attr-defined]
+            self.group.broadcast([tensor.view(-1).view(torch.uint8)], from_trainer()).wait()
+        self.group.barrier().wait()
 
 
 class DiskCopy:
@@ -95,7 +99,7 @@ def start_process(target: Any, arguments: tuple[Any, ...]) -> None:
 
 
 class PeakMemory:
-    """The most that this process's own memory rises by, in bytes, while the block runs; files mapped do not count."""
+    """The most that this process's own memory rises by in the block, bytes; mapped files do not count."""
 
     def __enter__(self) -> PeakMemory:
         self.before, self.peak, self.running = own_memory(), 0, True
@@ -149,13 +153,16 @@ def main() -> None:
         try:
             engine.start(model, load_tokenizer("smollm2-135m"), Path(folder))
             rounds = warm_up + options.rounds
-            copy = GlooCopy(tensors, rounds) if options.backend == "gloo" else DiskCopy(tensors, rounds, folder)
+            copy = (
+                GlooCopy(tensors, rounds) if options.backend == "gloo" else DiskCopy(tensors, rounds, folder)
+            )
             for number in range(rounds):
                 copies.append(timed(copy))
                 with PeakMemory() as peak:
                     pushes.append(timed(lambda number=number: engine.update_weights(named_tensors, number)))
                 memory.append(peak.peak / (bucket_mib * 2**20))
-                print(f"round {number}: copy {copies[-1]:.2f} s, push {pushes[-1]:.2f} s, {memory[-1]:.2f} buckets")
+                figures = f"copy {copies[-1]:.2f} s, push {pushes[-1]:.2f} s, {memory[-1]:.2f} buckets"
+                print(f"round {number}: {figures}")
             assert engine.policy_version == rounds - 1
         finally:
             engine.close()

@@ -142,7 +142,7 @@ class GlooEngine(ReloadEngine):
 
 
 def use_any_core() -> None:
-    """Undo, for this thread, vLLM's pinning of a CPU worker to its own cores: receiving would share one of them."""
+    """Undo vLLM's pinning of a CPU worker to its cores for this thread: else it shares one with loading."""
     if hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 

@@ -19,7 +19,15 @@ from typing import Any
 
 JSON = dict[str, Any]
 EOS = 2
-DEV_ROUTES = {"/weight_info", "/collective_rpc", "/get_world_size", "/server_info", "/pause", "/resume"}
+DEV_ROUTES = {
+    "/weight_info",
+    "/collective_rpc",
+    "/get_world_size",
+    "/server_info",
+    "/pause",
+    "/resume",
+    "/is_paused",
+}
 DEV_ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
 DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache"}
 
@@ -41,6 +49,12 @@ def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, .
     token_ids = [random.randint(100, 40_000) for _ in range(length - 1)]
     token_ids.append(EOS if ending == "eos" else random.randint(100, 40_000))
     return {"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}, "ending": ending}
+
+
+class Server(ThreadingHTTPServer):
+    """Takes more callers at once than the five of its base class, whose sixth waits for a second."""
+
+    request_queue_size = 128
 
 
 class FakeWorker:
@@ -92,7 +106,7 @@ class FakeWorker:
         self.awake, self.serving = Event(), Event()  # hangs until awake; samples while serving
         self.awake.set()
         self.serving.set()
-        self.server: ThreadingHTTPServer | None = None
+        self.server: Server | None = None
         self.open()
 
     @property
@@ -113,7 +127,7 @@ class FakeWorker:
                 pass
 
         self.closed = Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.server = Server(("127.0.0.1", self.port), Handler)
         self.port = self.server.server_address[1]
         Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -191,6 +205,8 @@ class FakeWorker:
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
             case "/pause":
                 self.serving.clear()
+            case "/is_paused":
+                return {"is_paused": not self.serving.is_set()}
             case "/resume":
                 self.serving.set()
             case "/init_weight_transfer_engine":

@@ -59,6 +59,45 @@ def test_the_state_of_one_rank_restores_any_other(taken: int):
     assert stream(resumed, 9 - taken) == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_peek_shows_the_batch_that_comes_next_and_moves_nothing(rank: int):
+    loader, other = (make_loader(batch_size=4, rank=rank, world_size=2) for _ in range(2))
+    for _ in range(2):  # over the end of an epoch
+        for batch in loader:
+            state = loader.state_dict()
+            upcoming = loader.peek()
+            assert loader.peek() == upcoming
+            assert loader.state_dict() == state
+            assert other.peek() == batch
+            other.load_state_dict(state)
+            assert other.peek() == upcoming
+
+
+def test_peek_at_the_end_of_an_epoch_shows_the_first_batch_of_the_next():
+    loader = make_loader()
+    *_, last = iter(loader)
+    first = loader.peek()
+    assert last != first == make_loader().batch(1, 0)
+    assert next(iter(loader)) == first
+
+
+def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch():
+    whole = [batch for loader in [make_loader()] for _ in range(3) for batch in loader]
+    for taken in range(1, 8):
+        loader, batches = make_loader(), []
+        while len(batches) < taken:
+            for batch in loader:
+                batches.append(batch)
+                if len(batches) == taken:
+                    break
+        loader.rewind()
+        resumed = make_loader()
+        resumed.load_state_dict(loader.state_dict())
+        assert resumed.peek() == whole[taken - 1]
+        rest = [batch for _ in range(4) for batch in resumed]
+        assert rest[: 9 - taken + 1] == whole[taken - 1 :]
+
+
 def test_a_checkpoint_of_other_data_is_refused():
     state = make_loader().state_dict()
     with pytest.raises(InputError, match="num_rows was 11 and is 10"):

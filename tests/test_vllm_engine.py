@@ -39,7 +39,7 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.vllm import disagreement
-from rlt_lightning.engines.weights import free_port, gathered_groups, pieces
+from rlt_lightning.engines.weights import gathered_groups, pieces
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
@@ -150,9 +150,11 @@ def test_log_probs_are_none_where_they_are_not_those_of_the_policy(start: Any) -
         assert {completion.log_probs for group in groups for completion in group} == {None}
 
 
-def test_raw_log_probs_are_refused_at_the_start(start: Any) -> None:
+def test_raw_log_probs_are_refused_before_anything_is_sampled(start: Any) -> None:
+    worker = FakeWorker(raw_log_probs=True, score=lambda ids: TRAINER_SCORES)
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-        start(FakeWorker(raw_log_probs=True))
+        start(worker).verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+    assert worker.bodies == []
 
 
 def test_prompts_go_to_the_worker_with_the_fewest_in_work(start: Any) -> None:
@@ -195,12 +197,10 @@ def test_a_worker_without_dev_routes_is_refused_with_the_variable_to_set(start: 
         start(FakeWorker(dev_mode=False))
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/models", "/get_world_size", "/server_info", "/v1/completions", "/weight_info"]
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/get_world_size", "/server_info"])
 def test_a_server_that_answers_something_else_is_an_engine_error(start: Any, path: str) -> None:
     with pytest.raises(EngineError, match=re.escape("http://127.0.0.1:")):
-        start(FakeWorker(broken={path: {"choices": [{}]}}), recovery_timeout_s=0.6)
+        start(FakeWorker(broken={path: {"data": [{}]}}), recovery_timeout_s=0.6)
 
 
 def test_another_served_model_is_refused_by_name(start: Any) -> None:
@@ -217,15 +217,17 @@ def test_workers_must_be_named_or_launched_and_not_both() -> None:
 # Faults
 
 
-@pytest.mark.parametrize("fault", ["500", "garbage", "choices", "nan", "lengths", "abort", "drop"])
-def test_a_failed_answer_is_asked_for_again(start: Any, fault: str) -> None:
-    worker = FakeWorker(faults=(fault, "", fault, fault))
-    assert token_ids(generate(start(worker))) == undisturbed()
+FAULTS = ("500", "garbage", "choices", "nan", "lengths", "abort", "drop")
+
+
+def test_a_failed_answer_of_whatever_kind_is_asked_for_again(start: Any) -> None:
+    worker = FakeWorker(faults=(*FAULTS, "", *FAULTS))
+    assert token_ids(generate(start(worker, max_retries=14))) == undisturbed()
     assert_each_prompt_once(worker)
-    assert len(worker.bodies) == 8 + 3
+    assert len(worker.bodies) == 8 + 2 * 7
 
 
-@pytest.mark.parametrize("fault", ["500", "garbage", "choices", "nan", "lengths", "abort", "drop"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_worker_that_always_fails_is_lost_and_the_other_finishes(start: Any, fault: str) -> None:
     bad, good = FakeWorker(always=fault), FakeWorker(delay_s=0.01)
     engine = start(bad, good, max_sequences=4)
@@ -243,7 +245,7 @@ def test_a_worker_that_hangs_or_dies_is_lost_within_the_call_timeout(start: Any,
     assert token_ids(generate(engine)) == undisturbed()
     assert time.monotonic() - begin < 2.0  # 1/4 of the timeout until it is looked at, and the timeout
     assert list(engine.down) == [bad.url]
-    assert Counter(map(str, good.delivered + bad.delivered[:1])) >= Counter(map(str, PROMPTS))
+    assert Counter(map(str, good.delivered + bad.delivered)) >= Counter(map(str, PROMPTS))
 
 
 @pytest.mark.parametrize("fault", ["/health", "/collective_rpc", "/weight_info"])
@@ -746,8 +748,3 @@ def test_the_key_of_a_launched_worker_is_not_on_its_command_line(
     [server] = engine.servers.values()
     assert "s3cret" not in " ".join(server.command)
     engine.close()
-
-
-def test_free_ports_are_free() -> None:
-    worker = FakeWorker(port=free_port())
-    worker.close()

@@ -41,8 +41,7 @@ class Order:
     future: Future[list[list[Completion]]] | None = None  # of those, while they are sampled; on rank 0
 
     def take(self) -> None:
-        """Wait for what the engine was asked for and keep it; what lost workers left is to be asked for "
-        "again."""
+        """Wait for what the engine was asked for and keep it; what lost workers left stays missing."""
         if self.future is None:
             return
         try:
@@ -71,7 +70,7 @@ class RolloutCallback(Callback):
             are used: needs model.max_staleness of 1, and an engine that is not in process.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
             first
-            push is always checked. 0 checks that one alone.
+            push to a worker, or to one that is back, is always checked. 0 checks those alone.
         seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run
             repeats it.
     """
@@ -105,8 +104,7 @@ class RolloutCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check, before any model is loaded, that settings agree and that completions fit into both "
-        "contexts."""
+        """Check, before any model is loaded, that settings agree and that completions fit."""
         if stage == "predict" or not isinstance(pl_module, RLTModule):
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -304,11 +302,13 @@ class RolloutCallback(Callback):
                 self._on_rank_zero(trainer, push)
                 pushed = True
             due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
-            if pushed and due and not self.engine.in_process:
+            if pushed and (due or self._on_rank_zero(trainer, lambda: self.engine.unverified)):
                 self._verify(trainer, module)
 
     def _verify(self, trainer: Trainer, module: RLTModule) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""
+        if self.engine.in_process:
+            return
         text = trainer.datamodule.problems[0].teacher_prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
         scored = [False] + [True] * (len(text) - 1)
         with torch.no_grad():
@@ -320,8 +320,7 @@ class RolloutCallback(Callback):
         self._on_rank_zero(trainer, lambda: self.engine.verify(text, self.probe_log_probs))
 
     def _on_rank_zero(self, trainer: Trainer, function: Callable[[], T]) -> T:
-        """Call a function on rank 0 and give all ranks its result, or its error. In process: on every "
-        "rank."""
+        """Call a function on rank 0; all ranks get its result, or its error. In process: on every rank."""
         if self.engine.in_process or trainer.world_size == 1:
             return function()
         outcome: list[Any] = [None]

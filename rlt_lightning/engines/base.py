@@ -81,6 +81,7 @@ class Engine(Protocol):
 
     in_process: bool
     reports_log_probs: bool
+    unverified: bool  # whether a worker has never been verified since it came, or came back
     policy_version: int  # of the weights that all its workers hold; -1 if some need a push
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,6 +39,11 @@ class Request:
     eos_token_ids: tuple[int, ...]
     seed: int  # of the first completion; those after it take the numbers that follow
 
+    @property
+    def num_sampled(self) -> int:
+        """Completions to ask for: greedy ones are all alike, and vLLM refuses to sample several."""
+        return self.num_completions if self.sampling.temperature > 0 else 1
+
 
 class WorkerClient:
     """The routes of one `vllm serve`, with token ids in and out, and what the engine knows of it.
@@ -53,6 +60,7 @@ class WorkerClient:
         self.api_key = api_key
         self.weights: str | None = None  # version of the last push to it that went through
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
+        self.verified = -1  # incarnation whose weights were last compared with the trainer's
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
 
@@ -109,20 +117,18 @@ class WorkerClient:
 
     async def probe(self, deadline_s: float) -> str:
         """Ask server, engine and model workers for a sign of life; return the version of their weights."""
-        async with asyncio.timeout(deadline_s):
-            await self.call("GET", "/health", None, deadline_s)
-            await self.call("POST", "/collective_rpc", {"method": "check_health"}, deadline_s)
-        return await self.weight_version(deadline_s)
-
-    async def weight_version(self, deadline_s: float) -> str:
-        """The version that the last finished push has set; "default" before the first."""
-        answer = await self.call("GET", "/weight_info", None, deadline_s)
-        return str(answer.get("weight_version"))
+        _, _, answer = await asyncio.gather(
+            self.call("GET", "/health", None, deadline_s),
+            self.call("POST", "/collective_rpc", {"method": "check_health"}, deadline_s),
+            self.call("GET", "/weight_info", None, deadline_s),
+        )
+        return str(answer.get("weight_version"))  # of the last finished push; "default" before the first
 
     async def served_model(self, deadline_s: float) -> JSON:
         """The entry of the served model, `max_model_len` among it; remembers its name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
-        models = {entry["id"]: entry for entry in answer.get("data", [])}
+        with self.understanding(answer, "a list of models"):
+            models = {entry["id"]: entry for entry in answer["data"]}
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
                 f"vLLM worker {self.url} must serve the model '{self.model}', but serves "
@@ -135,9 +141,12 @@ class WorkerClient:
 
     async def describe(self, deadline_s: float) -> None:
         """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type."""
-        self.num_ranks = int((await self.call("GET", "/get_world_size", None, deadline_s))["world_size"])
-        info = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
-        self.dtype = info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+        answer = await self.call("GET", "/get_world_size", None, deadline_s)
+        with self.understanding(answer, "its world_size"):
+            self.num_ranks = int(answer["world_size"])
+        answer = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
+        with self.understanding(answer, "its vllm_config"):
+            self.dtype = answer["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
 
     async def reports_sampled_log_probs(self, token_id: int, deadline_s: float) -> bool:
         """Whether log-probs are those that tokens are sampled with (--logprobs-mode processed_logprobs).
@@ -149,7 +158,9 @@ class WorkerClient:
         body: JSON = {"model": self.model, "prompt": [token_id], "max_tokens": 1, "logprobs": 0}
         body |= {"allowed_token_ids": [token_id], "temperature": 0.5, "seed": 0}
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        return answer["choices"][0]["logprobs"]["token_logprobs"][0] == 0.0
+        with self.understanding(answer, "a log-prob"):
+            log_prob = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
+        return log_prob == 0.0
 
     async def complete(self, request: Request, deadline_s: float) -> list[Completion]:
         """Sample a request's completions. Their log-probs are as the worker reports them."""
@@ -157,7 +168,7 @@ class WorkerClient:
         body = {
             "model": self.model,
             "prompt": request.prompt,
-            "n": request.num_completions,
+            "n": request.num_sampled,
             "seed": request.seed,
             "max_tokens": sampling.max_completion_length,
             "temperature": sampling.temperature,
@@ -172,17 +183,9 @@ class WorkerClient:
             "return_token_ids": True,
         }
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        try:
-            return parse_completions(answer, request, self.url)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise WorkerError(
-                f"vLLM worker {self.url}: POST /v1/completions must return {request.num_completions} "
-                "completions with "
-                f"token ids and log-probs, but sent {json.dumps(answer):.200} ({type(error).__name__}: "
-                f"{error}). "
-                "Check that it is vLLM 0.32 or newer.",
-                retryable=True,
-            ) from error
+        with self.understanding(answer, f"{request.num_sampled} completions with token ids and log-probs"):
+            completions = parse_completions(answer, request, self.url)
+        return completions * (request.num_completions // request.num_sampled)
 
     async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
         """Log-probs of all tokens but the first under the worker's weights at temperature 1, nats."""
@@ -194,8 +197,23 @@ class WorkerClient:
             "prompt_logprobs": 0,
         }
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        entries = answer["choices"][0]["prompt_logprobs"][1:]
-        return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        with self.understanding(answer, "a log-prob of every token"):
+            entries = answer["choices"][0]["prompt_logprobs"][1:]
+            pairs = zip(entries, token_ids[1:], strict=True)
+            scores = [float(entry[str(token)]["logprob"]) for entry, token in pairs]
+        return scores
+
+    @contextmanager
+    def understanding(self, answer: JSON, expected: str) -> Iterator[None]:
+        """Turn what goes wrong in reading an answer into a WorkerError that shows it."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise WorkerError(
+                f"vLLM worker {self.url} must send {expected}, but sent {json.dumps(answer):.200} "
+                f"({type(error).__name__}: {error}). Check that it is vLLM 0.32 or newer.",
+                retryable=True,
+            ) from error
 
 
 def parse_completions(answer: JSON, request: Request, url: str) -> list[Completion]:
@@ -205,14 +223,13 @@ def parse_completions(answer: JSON, request: Request, url: str) -> list[Completi
         ValueError: If they are not what was asked for; KeyError and TypeError where parts are missing.
     """
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if [choice["index"] for choice in choices] != list(range(request.num_completions)):
+    if [choice["index"] for choice in choices] != list(range(request.num_sampled)):
         raise ValueError(f"{len(choices)} choices")
     completions = []
     for choice in choices:
         token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        if not 1 <= len(token_ids) <= request.sampling.max_completion_length or len(log_probs) != len(
-            token_ids
-        ):
+        limit = request.sampling.max_completion_length
+        if not 1 <= len(token_ids) <= limit or len(log_probs) != len(token_ids):
             raise ValueError(f"{len(token_ids)} token ids and {len(log_probs)} log-probs")
         if not all(isinstance(token, int) and token >= 0 for token in token_ids):
             raise ValueError("token ids that are no numbers")

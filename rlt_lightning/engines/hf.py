@@ -38,6 +38,7 @@ class HFEngine:
 
     in_process = True
     reports_log_probs = True
+    unverified = False
 
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -84,12 +85,10 @@ class VLLMEngine:
         if bool(urls) == (launch is not None):
             raise InputError(
                 f"VLLMEngine needs either urls or launch, but got urls={urls} and launch={launch}. Name the "
-                "workers "
-                "that run, or have some started."
+                "workers that run, or have some started."
             )
         self.launch = launch
         self.push = push or GlooPush()
-        self.log_probs = log_probs
         self.reports_log_probs = log_probs == "worker"
         self.max_sequences = max_sequences
         self.request_timeout_s = request_timeout_s
@@ -102,6 +101,7 @@ class VLLMEngine:
         self.pushed = -1  # policy version of the last push
         self.losses = 0  # workers lost since a request was completed
         self.down: dict[str, str] = {}  # URL of each worker that does not serve -> why
+        self.silence: dict[str, str] = {}  # URL -> what came of the last attempt to greet it
         self.servers: dict[str, LocalServer] = {}  # URL -> process, of launched workers
         self.stop_ids: tuple[int, ...] = ()
         self.max_model_len = sys.maxsize
@@ -128,6 +128,11 @@ class VLLMEngine:
         current = [worker.weights == self.version_name for worker in self.serving]
         return self.pushed if current and all(current) else -1
 
+    @property
+    def unverified(self) -> bool:
+        """Whether a worker has come, or come back, since the last verification."""
+        return any(worker.verified != worker.incarnation for worker in self.serving)
+
     # Start and stop
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -136,7 +141,7 @@ class VLLMEngine:
             return
         self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
         self.push.folder = folder / "weights"
-        self.down = {worker.url: "it has not answered yet" for worker in self.workers}
+        self.down = {worker.url: "It never answered." for worker in self.workers}
         try:
             if self.launch is not None:
                 self._start_servers(self.launch, model.name_or_path, folder / "workers")
@@ -180,11 +185,12 @@ class VLLMEngine:
     async def _look_after(self, worker: WorkerClient) -> None:
         """Take a worker back that answers again; notice one that does not, or that was restarted."""
         if worker.url in self.down:
+            self._restart_if_ended(worker)
             await self._greet(worker)
             return
         try:
             if await worker.probe(self.call_timeout_s) != worker.weights and worker.weights is not None:
-                self._lose(worker, "it was restarted and holds old weights", restart=False)
+                self._lose(worker, "It was restarted and holds old weights.", restart=False)
                 await self._greet(worker)
         except WorkerError as error:
             self._lose(worker, str(error))
@@ -193,24 +199,17 @@ class VLLMEngine:
         """Take a worker into service if it answers.
 
         Raises:
-            EngineError: If it answers, but is not set up as it must be.
+            WorkerError: If it answers, but is not set up as it must be.
         """
         try:
             await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
             limit = (await worker.served_model(self.call_timeout_s)).get("max_model_len")
             await worker.describe(self.call_timeout_s)
-            exact = await worker.reports_sampled_log_probs(self.stop_ids[0], self.call_timeout_s)
         except WorkerError as error:
             if not error.retryable:
                 raise
-            self.down[worker.url] = str(error)
+            self.silence[worker.url] = str(error)
             return
-        if self.log_probs == "worker" and not exact:
-            raise EngineError(
-                f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but reports "
-                "raw ones. "
-                "Start it with --logprobs-mode processed_logprobs, or set the engine's log_probs to trainer."
-            )
         self.max_model_len = min(self.max_model_len, limit or sys.maxsize)
         self.down.pop(worker.url, None)
 
@@ -224,31 +223,38 @@ class VLLMEngine:
         if self.losses > self.max_restarts:
             raise EngineError(
                 f"Workers were lost {self.losses} times in a row, the last was {worker.url}: {reason} Mend "
-                "it, then "
-                "go on with --ckpt_path last."
+                "it, then go on with --ckpt_path last."
             )
         if restart and worker.url in self.servers:
             self.servers[worker.url].start()
 
+    def _restart_if_ended(self, worker: WorkerClient, first_start: bool = False) -> None:
+        """Start a launched worker again whose process has ended while it was waited for."""
+        server = self.servers.get(worker.url)
+        ending = server.ending() if server else None
+        if ending and first_start:
+            raise EngineError(
+                f"vLLM worker {worker.url} must start, but ended: {ending}. Correct what it tells."
+            )
+        if ending:
+            self._lose(worker, f"It ended: {ending}.")
+
     async def _wait_for(self, all_of_them: bool) -> None:
-        """Wait until one worker serves, or all of them do."""
+        """Wait until one worker serves, or, at the start, all of them do."""
         deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
         progress = WaitingLine(deadline_s)
         while self.down if all_of_them else not self.serving:
-            for url in self.down:
-                if url in self.servers and (ending := self.servers[url].ending()):
-                    raise EngineError(
-                        f"vLLM worker {url} must start, but ended: {ending}. Correct what it tells."
-                    )
+            absent = [worker for worker in self.workers if worker.url in self.down]
+            for worker in absent:
+                self._restart_if_ended(worker, first_start=all_of_them)
             if progress.over():
-                reasons = " ".join(self.down.values())
+                reasons = " ".join([*self.down.values(), *self.silence.values()])
                 raise EngineError(
                     f"vLLM worker {', '.join(self.down)} must answer within {deadline_s:g} s, but did not. "
-                    f"{reasons} "
-                    "Then go on with --ckpt_path last."
+                    f"{reasons} Then go on with --ckpt_path last."
                 )
             await asyncio.sleep(0.5)
-            await asyncio.gather(*(self._greet(worker) for worker in self.workers if worker.url in self.down))
+            await asyncio.gather(*map(self._greet, absent))
             progress.show(self.down)
         progress.end()
 
@@ -260,7 +266,8 @@ class VLLMEngine:
         self.pushed = policy_version
         failures = self.push.push(named_tensors, workers, self.version_name)
         for worker in workers:
-            worker.weights = None if worker.url in failures else self.version_name
+            if worker.url not in failures:
+                worker.weights = self.version_name
         for worker in workers:
             error = failures.get(worker.url)
             if isinstance(error, WorkerError) and not error.retryable:
@@ -277,37 +284,46 @@ class VLLMEngine:
         """Compare every worker's log-probs of a text with the trainer's."""
 
         async def verify_all() -> None:
-            await asyncio.gather(*(verify_one(worker) for worker in self.serving))
-
-        async def verify_one(worker: WorkerClient) -> None:
-            try:
-                scores = await worker.score(token_ids, self.call_timeout_s)
-            except WorkerError as error:
-                self._lose(worker, str(error))
-                return
-            if fault := disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
-                raise EngineError(
-                    f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, "
-                    f"but {fault} "
-                    "Its weights are stale; check its --weight-transfer-config and that it runs our "
-                    f"{EXTENSION}."
-                )
+            await asyncio.gather(*(self._verify(worker, token_ids, log_probs) for worker in self.serving))
 
         self._run(verify_all())
+
+    async def _verify(
+        self, worker: WorkerClient, token_ids: list[int], log_probs: dict[int, list[float]]
+    ) -> None:
+        try:
+            scores = await worker.score(token_ids, self.call_timeout_s)
+            exact = await worker.reports_sampled_log_probs(token_ids[0], self.call_timeout_s)
+        except WorkerError as error:
+            if not error.retryable:
+                raise
+            self._lose(worker, str(error))
+            return
+        if fault := disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+            raise EngineError(
+                f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, but "
+                f"{fault} Its weights are stale; check its --weight-transfer-config and that it runs our "
+                f"{EXTENSION}."
+            )
+        if self.reports_log_probs and not exact:
+            raise EngineError(
+                f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but reports "
+                "raw ones. Start it with --logprobs-mode processed_logprobs, or set the engine's "
+                "log_probs to trainer."
+            )
+        worker.verified = worker.incarnation
 
     # Completions
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
     ) -> list[list[Completion]]:
-        """See `Engine.generate`. Completion i of a prompt has the seed of the prompt, cut to 62 bits, plus "
-        "i."""
+        """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
         longest = max(map(len, prompts)) + sampling.max_completion_length
         if longest > self.max_model_len:
             raise InputError(
                 f"Prompt and completion must fit into the workers' --max-model-len of {self.max_model_len} "
-                "tokens, "
-                f"but need {longest}. Raise it, or lower sampling.max_completion_length or "
+                f"tokens, but need {longest}. Raise it, or lower sampling.max_completion_length or "
                 "data.max_prompt_length."
             )
         requests = [
@@ -320,8 +336,7 @@ class VLLMEngine:
         return [finished[i] for i in range(len(prompts))]
 
     async def _complete_all(self, requests: list[Request]) -> dict[int, list[Completion]]:
-        """Give each request to the worker with the fewest in work, until all are done or no worker is "
-        "left."""
+        """Give each request to the worker with the fewest in work; end early when no worker is left."""
         workers = [worker for worker in self.serving if worker.weights == self.version_name]
         slots = max(1, self.max_sequences // requests[0].num_completions)
         queue, finished = deque(range(len(requests))), dict[int, list[Completion]]()
@@ -369,21 +384,27 @@ class VLLMEngine:
         """Sample one request, again if it fails at a worker that is well.
 
         Raises:
-            WorkerError: If the worker is lost, or the request is refused for what it is.
+            WorkerError: If the worker is lost, or the request is refused for what it is, or takes too long.
         """
-        attempt = 0
-        while True:
+        deadline = time.monotonic() + self.request_timeout_s
+        for attempt in itertools.count():
             try:
-                completions = await worker.complete(request, self.request_timeout_s)
+                completions = await worker.complete(request, max(0.0, deadline - time.monotonic()))
                 await self._require_current(worker)
                 break
             except WorkerError as error:
                 if not error.retryable or attempt == self.max_retries:
                     raise
             await self._require_current(worker)
+            if time.monotonic() >= deadline:
+                raise WorkerError(
+                    f"vLLM worker {worker.url} must complete a request within {self.request_timeout_s:g} s, "
+                    "but did not, though it is alive. Raise the engine's request_timeout_s, or lower "
+                    "sampling.max_completion_length.",
+                    retryable=False,
+                )
             await asyncio.sleep(self.backoff_s * 2**attempt)
-            attempt += 1
-        if self.log_probs == "trainer" or request.sampling.truncates:
+        if request.sampling.truncates or not self.reports_log_probs:
             return [replace(completion, log_probs=None) for completion in completions]
         return completions
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -26,6 +27,7 @@ from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")
+VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")  # as VLLMEngine names versions
 Failures = dict[str, Exception]  # URL of a worker -> what went wrong there
 
 
@@ -141,16 +143,18 @@ class GlooPush(WeightPush):
             )
         prefix, world_size = uuid4().hex, 1 + worker.num_ranks
         info = {"host": self.host, "port": self.store.port, "prefix": prefix, "world_size": world_size}
-        body = {"init_info": info | {"timeout_s": self.timeout_s}}
+        # Twice our patience: a worker must not give up while the trainer waits for another that hangs.
+        body = {"init_info": info | {"timeout_s": 2 * self.timeout_s}}
         joined = in_background(lambda: self.post(worker, "/init_weight_transfer_engine", body))
-        try:
-            group = join_group(PrefixStore(prefix, self.store), 0, world_size, self.timeout_s, self.host)
-        except RuntimeError:
-            if joined.done():
-                joined.result()  # why the worker did not come says more
-            raise
+        store = PrefixStore(prefix, self.store)
+        group = in_background(lambda: join_group(store, 0, world_size, self.timeout_s, self.host))
+        meeting: list[Future[Any]] = [joined, group]
+        wait(meeting, return_when=FIRST_COMPLETED)
+        if joined.done():
+            joined.result()  # a worker that refuses says why; the group would be waited for in vain
+        result = group.result()
         joined.result()
-        return group
+        return result
 
     def transfer(
         self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
@@ -245,8 +249,8 @@ class DiskPush(WeightPush):
 
         on_each(workers, load, failures)
         for other in parent.iterdir():
-            if other != target:
-                shutil.rmtree(other, ignore_errors=True)
+            if other != target and VERSION_FOLDER.fullmatch(other.name):  # and nothing that is not ours
+                shutil.rmtree(other)
 
 
 class NCCLPush(WeightPush):

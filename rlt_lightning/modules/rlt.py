@@ -211,8 +211,7 @@ class RLTModule(PolicyModule):
         return metrics | self.optimizer_step_now() | self.mismatch_metrics(mismatch)
 
     def engine_log_probs(self, rows: list[Rollout], log_probs: Tensor, needed: bool) -> Tensor | None:
-        """The engine's log-probs of the sampled tokens, padded like `log_probs`, (n, T); None if it sent "
-        "none."""
+        """The engine's log-probs of the sampled tokens, padded like `log_probs`, (n, T); None without any."""
         values = [row.completion.log_probs for row in rows]
         if any(row is None for row in values):
             if needed or self.importance_sampling is not None:
@@ -282,7 +281,8 @@ class RLTModule(PolicyModule):
         metrics["rollout/val_length_mean"] = lengths["rollout/length_mean"]
         metrics["rollout/val_closed_frac"] = lengths["rollout/closed_frac"]
         self.log_validation(metrics, len(rollouts.rollouts))
-        self.log_largest("rollout/val_mismatch_max", self.mismatch(rollouts).largest)
+        if (mismatch := self.mismatch(rollouts)).num_tokens:
+            self.log_largest("rollout/val_mismatch_max", mismatch.largest)
 
     @torch.no_grad()
     def mismatch(self, rollouts: Rollouts) -> Mismatch:

@@ -1,0 +1,327 @@
+"""Training with an engine outside the process: what overlaps, what a checkpoint holds, what survives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from fake_worker import FakeWorker
+from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlt_lightning.callbacks import Checkpoint, RolloutCallback
+from rlt_lightning.callbacks.checkpoint import AtomicCheckpointIO
+from rlt_lightning.callbacks.rollout import Order
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.pretrained import load_model
+from rlt_lightning.types import Completion, InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+SAMPLING = Sampling(max_completion_length=8)
+STEPS = 5  # of four per epoch
+
+
+class Witness(Callback):
+    """Keeps what each step was trained on, and calls `at[step]` when that step is over."""
+
+    def __init__(self, at: dict[int, Callable[[], Any]] | None = None) -> None:
+        self.at = at or {}
+        self.steps: list[tuple[int, Any]] = []  # staleness and completions, by step
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        completions = [(r.problem.row, r.completion.token_ids) for r in batch.rollouts.rollouts]
+        self.steps.append((int(module.step_metrics["rollout/staleness"]), completions))
+        self.weights = {name: value.clone() for name, value in module.policy.state_dict().items()}
+        self.at.get(module.global_step, lambda: None)()
+
+
+def worker_of(model: str, **options: Any) -> FakeWorker:
+    """A fake worker that scores texts with the weights pushed to it."""
+    copy = load_model(model)
+
+    def score(token_ids: list[int]) -> list[float]:
+        assert worker.folder is not None
+        for file in worker.folder.glob("*.safetensors"):
+            copy.load_state_dict(load_file(file), strict=False)
+        with torch.no_grad():
+            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
+
+    worker = FakeWorker(**{"endings": ("length",), "score": score} | options)
+    return worker
+
+
+def fit(
+    model: str,
+    folder: Path,
+    *workers: FakeWorker,
+    witness: Witness | None = None,
+    resume: Path | None = None,
+    steps: int = STEPS,
+    every: int = 1,
+    asynchronous: bool = True,
+    sampling: Sampling = SAMPLING,
+    max_staleness: int = 1,
+    log_probs: Any = "worker",
+    data: dict[str, Any] | None = None,
+    **options: Any,
+) -> Witness:
+    """Train, and return what the steps saw."""
+    witness = witness or Witness()
+    engine = VLLMEngine(
+        [worker.url for worker in workers],
+        push=DiskPush(timeout_s=2.0),
+        log_probs=log_probs,
+        max_sequences=2,  # one prompt at a time
+        call_timeout_s=1.0,
+        backoff_s=0.01,
+        recovery_timeout_s=1.2,
+    )
+    rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous)
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        plugins=[AtomicCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        callbacks=[rollouts, witness, Checkpoint(str(folder), every_n_train_steps=every, save_top_k=-1)],
+        **options,
+    )
+    module = RLTModule(
+        model,
+        model,
+        group_size=2,
+        max_staleness=max_staleness,
+        mismatch_alarm=None,
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+    datamodule = StratosDataModule(
+        source="arithmetic",
+        num_arithmetic_rows=8 + (data or {}).get("val_rows", 0),
+        tokenizer=model,
+        student_tokenizer=model,
+        prompts_per_step=2,
+        output_dir=str(folder),
+        **(data or {}),
+    )
+    trainer.fit(module, datamodule=datamodule, ckpt_path=None if resume is None else str(resume))
+    return witness
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Witness:
+    """A run that nothing disturbs."""
+    with worker_of(tiny_model) as worker:
+        witness = fit(tiny_model, tmp_path_factory.mktemp("whole"), worker)
+        assert len(worker.bodies) == 2 * STEPS  # each prompt of each step once, and none after the last
+        assert len({(str(body["prompt"]), body["seed"]) for body in worker.bodies}) == 2 * STEPS
+        assert sorted(Counter(str(body["prompt"]) for body in worker.bodies).values()) == [1] * 6 + [2] * 2
+    return witness
+
+
+def assert_same(*parts: Witness, whole: Witness) -> None:
+    assert [step for part in parts for step in part.steps] == whole.steps
+    for name, tensor in parts[-1].weights.items():
+        torch.testing.assert_close(tensor, whole.weights[name], rtol=0, atol=0)
+
+
+def test_rollouts_are_one_step_old_but_for_the_first(whole: Witness) -> None:
+    assert [staleness for staleness, _ in whole.steps] == [0, 1, 1, 1, 1]
+
+
+def test_the_next_step_is_sampled_while_this_one_is_trained(tiny_model: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+    with worker_of(tiny_model) as worker:
+
+        class Peek(Witness):
+            def on_before_optimizer_step(self, *args: Any) -> None:
+                sleep(0.3)
+                seen.append(len(worker.delivered))
+
+        fit(tiny_model, tmp_path, worker, witness=Peek(), steps=3)
+    assert seen == [4, 6, 6]  # the first step's, and always the next one's
+
+
+def test_without_overlap_rollouts_are_never_stale(tiny_model: str, tmp_path: Path, whole: Witness) -> None:
+    with worker_of(tiny_model) as worker:
+        steps = fit(tiny_model, tmp_path, worker, asynchronous=False, max_staleness=0).steps
+    assert [staleness for staleness, _ in steps] == [0] * STEPS
+    assert [seen for _, seen in steps] == [seen for _, seen in whole.steps]  # seeded by step and problem
+
+
+def test_an_engine_in_process_cannot_overlap() -> None:
+    with pytest.raises(InputError, match=r"asynchronous needs an engine outside this process.*HFEngine"):
+        RolloutCallback(asynchronous=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_staleness": 0}, r"model\.max_staleness is 0"),
+        ({"sampling": Sampling(top_p=0.9, max_completion_length=8)}, "need the log-probs that tokens were"),
+        ({"log_probs": "trainer"}, "need the log-probs that tokens were sampled with"),
+    ],
+)
+def test_settings_that_would_bias_are_refused(
+    tiny_model: str, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with FakeWorker() as worker, pytest.raises(InputError, match=message):
+        fit(tiny_model, tmp_path, worker, **options)
+    assert worker.calls == []  # before anything is asked for
+
+
+def test_an_order_survives_a_checkpoint(tmp_path: Path) -> None:
+    done = {1: [Completion([3, 4], [-0.1, -0.25], "stop", seed=2**62 + 1, worker="http://w")]}
+    order = Order([5, 6], [[1, 2], [3]], [2**63 - 1, 8], 4, SAMPLING, 1, "</end>", done)
+    callback, other = (RolloutCallback(VLLMEngine(["http://w"]), asynchronous=True) for _ in range(2))
+    callback.order = order
+    torch.save(callback.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert other.order is not None
+    [[completion]] = other.order.finished.values()
+    assert completion.log_probs == pytest.approx([-0.1, -0.25], abs=1e-7)
+    other.order.finished = done
+    assert other.order == order
+    callback.order = None
+    other.load_state_dict(callback.state_dict())
+    assert other.order is None
+
+
+def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(
+    tiny_model: str, tmp_path: Path, whole: Witness
+) -> None:
+    class Killed(Witness):
+        def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+            if module.global_step == 3:
+                raise KeyError("killed")
+
+    with worker_of(tiny_model) as worker:
+        killed = Killed()
+        with pytest.raises(KeyError, match="killed"):
+            fit(tiny_model, tmp_path, worker, witness=killed)
+        asked = len(worker.bodies)
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "step=000003.ckpt")
+        assert len(worker.bodies) == asked + 2  # step 3's came from the checkpoint
+    assert_same(killed, resumed, whole=whole)
+
+
+def dies_at(step: int, worker: FakeWorker) -> Witness:
+    """Closes the worker once the completions of the step after are there."""
+
+    def close() -> None:
+        while len(worker.delivered) < 2 * (step + 1):
+            sleep(0.01)
+        worker.close()
+
+    return Witness({step: close})
+
+
+def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
+    tiny_model: str, tmp_path: Path, whole: Witness
+) -> None:
+    with worker_of(tiny_model) as worker:
+        stopped = dies_at(2, worker)
+        with pytest.raises(EngineError, match="--ckpt_path last"):
+            fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
+        assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=000002.ckpt"]
+        worker.restart()
+        worker.open()
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "step=000002.ckpt")
+    assert_same(stopped, resumed, whole=whole)
+
+
+@pytest.mark.parametrize("step", [2, 4])  # in the middle and at the end of an epoch
+def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
+    tiny_model: str, tmp_path: Path, whole: Witness, step: int
+) -> None:
+    # It answers one prompt of the step that follows, and dies at the other.
+    with worker_of(tiny_model, faults=("",) * (2 * step + 1) + ("die",)) as worker:
+        stopped = Witness()
+        with pytest.raises(EngineError, match="--ckpt_path last"):
+            fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
+        assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"step={step:06d}.ckpt"]
+        asked = len(worker.bodies)
+        worker.restart()
+        worker.open()
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / f"step={step:06d}.ckpt")
+        assert len(worker.bodies) == asked + 1 + 2 * (STEPS - step - 1)  # the answered one is kept
+    assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
+
+
+@pytest.mark.parametrize("log_probs", ["worker", "trainer"])
+def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, log_probs: str) -> None:
+    options: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "log_probs": log_probs}
+    with worker_of(tiny_model, faults=("",) * 5 + ("die",)) as worker:
+        stopped = Witness()
+        with pytest.raises(EngineError, match="--ckpt_path last"):
+            fit(tiny_model, tmp_path, worker, witness=stopped, every=100, **options)
+        assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=000002.ckpt"]
+        worker.restart()
+        worker.open()
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "step=000002.ckpt", **options)
+    assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
+
+
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_a_worker_that_comes_back_in_time_changes_no_completion(
+    tiny_model: str, tmp_path: Path, whole: Witness, answered: int
+) -> None:
+    # It dies at one of the third step's two prompts, or after both. What comes later is by newer weights.
+    with worker_of(tiny_model, faults=("",) * (4 + answered) + ("die",) * (answered < 2)) as worker:
+
+        def restart() -> None:
+            while answered < 2 and worker.server is not None:
+                sleep(0.01)
+            worker.close()
+            worker.restart()
+            Thread(target=lambda: (sleep(0.3), worker.open())).start()
+
+        seen = fit(tiny_model, tmp_path, worker, witness=Witness({2: restart}), steps=4).steps
+    assert [completions for _, completions in seen] == [completions for _, completions in whole.steps[:4]]
+    if answered < 2:
+        assert [staleness for staleness, _ in seen] == [0, 1, answered, 1]  # a mixed step counts as stale
+
+
+def test_a_worker_that_dies_changes_nothing_while_another_serves(
+    tiny_model: str, tmp_path: Path, whole: Witness
+) -> None:
+    with worker_of(tiny_model, faults=("", "die")) as first, worker_of(tiny_model) as second:
+        seen = fit(tiny_model, tmp_path, first, second)
+    assert_same(seen, whole=whole)
+
+
+def test_validation_in_between_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
+    data = {"val_rows": 2}
+    runs = []
+    for interval in (2, None):
+        with worker_of(tiny_model) as worker:
+            options: dict[str, Any] = {"val_check_interval": interval, "check_val_every_n_epoch": None}
+            options = options if interval else {"limit_val_batches": 0}
+            runs.append(fit(tiny_model, tmp_path / str(interval), worker, data=data, steps=3, **options))
+            assert (len(worker.bodies) > 2 * 3) == (interval is not None)
+    assert_same(runs[0], whole=runs[1])
+
+
+def test_a_worker_that_ignores_its_pushes_stops_the_run(tiny_model: str, tmp_path: Path) -> None:
+    with worker_of(tiny_model) as worker:
+        score, first = worker.score, dict[str, list[float]]()
+        assert score is not None
+        worker.score = lambda token_ids: first.setdefault(str(token_ids), score(token_ids))
+        with pytest.raises(EngineError, match="those of step 0: later pushes have not arrived"):
+            fit(tiny_model, tmp_path, worker)

@@ -1,0 +1,182 @@
+"""Importance weights and the mismatch of engine and trainer, by hand; the weighted losses, by a loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics import DAPOLoss, GRPOLoss, Mismatch, PolicyLoss, TruncatedImportanceSampling
+
+ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
+# Ratios 3/2, 1/2 and 4; then 3/2, and 2 on the second token.
+LOG_PROBS = ENGINE + torch.tensor([[3 / 2, 1 / 2, 4.0], [3 / 2, 2.0, 1.0]]).log()
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+def test_token_weights_are_the_ratios_up_to_the_cap() -> None:
+    weights = TruncatedImportanceSampling("token", cap=2.5)(LOG_PROBS, ENGINE, MASK)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5, 2.5], [1.5, 2.0, 1.0]]))
+
+
+def test_sequence_weights_are_the_product_of_all_ratios_up_to_the_cap() -> None:
+    # 3/2 * 1/2 * 4 = 3 and 3/2 * 2 = 3; the cap is put on the product, not on its factors.
+    weights = TruncatedImportanceSampling("sequence", cap=10.0)(LOG_PROBS, ENGINE, MASK)
+    torch.testing.assert_close(weights, torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 1.0]]))
+    capped = TruncatedImportanceSampling("sequence", cap=2.5)(LOG_PROBS, ENGINE, MASK)
+    torch.testing.assert_close(capped, torch.tensor([[2.5, 2.5, 2.5], [2.5, 2.5, 1.0]]))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_padding_reaches_neither_weights_nor_mismatch(level: Any, garbage: float) -> None:
+    dirty = [values.masked_fill(~MASK, garbage) for values in (LOG_PROBS, ENGINE)]
+    weigh = TruncatedImportanceSampling(level)
+    assert torch.equal(weigh(*dirty, MASK), weigh(LOG_PROBS, ENGINE, MASK))
+    assert Mismatch.between(*dirty, MASK) == Mismatch.between(LOG_PROBS, ENGINE, MASK)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_one_on_policy_and_have_no_gradient(level: Any) -> None:
+    log_probs = ENGINE.clone().requires_grad_()
+    weights = TruncatedImportanceSampling(level)(log_probs, ENGINE, MASK)
+    assert torch.equal(weights, torch.ones(2, 3))
+    assert not weights.requires_grad
+
+
+def test_a_cap_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cap must be at least 1, but it is 0\.5"):
+        TruncatedImportanceSampling(cap=0.5)
+
+
+def test_mismatch_by_hand() -> None:
+    # Ratios 2, 1/2 and 1: |d| = ln 2, ln 2, 0; k3 = 2 - 1 - ln 2, 1/2 - 1 + ln 2, 0, which sum to 1/2.
+    # Effective sample size (7/2)^2 / (4 + 1/4 + 1) = 12.25 / 5.25 = 7/3 of 3 tokens: 7/9.
+    ratios, mask = torch.tensor([[2.0, 0.5], [1.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    mismatch = Mismatch.between(ratios.log() - 1, -torch.ones(2, 2), mask)
+    assert mismatch.num_tokens == 3
+    assert mismatch.largest == pytest.approx(math.log(2))
+    assert mismatch.mean == pytest.approx(2 * math.log(2) / 3)
+    assert mismatch.mean_kl == pytest.approx(1 / 6)
+    assert mismatch.effective_sample_frac == pytest.approx(7 / 9)
+
+
+def test_mismatches_of_parts_add_up_to_the_whole() -> None:
+    whole = Mismatch.between(LOG_PROBS, ENGINE, MASK)
+    parts = [Mismatch.between(LOG_PROBS[i : i + 1], ENGINE[i : i + 1], MASK[i : i + 1]) for i in range(2)]
+    for total in (Mismatch() + parts[0] + parts[1], parts[1] + parts[0] + Mismatch()):
+        assert total.sums() == pytest.approx(whole.sums())
+        assert total.largest == whole.largest == pytest.approx(math.log(4))
+
+
+def test_on_policy_every_sample_is_effective_and_nothing_differs() -> None:
+    mismatch = Mismatch.between(ENGINE, ENGINE, MASK)
+    assert (mismatch.mean, mismatch.largest, mismatch.mean_kl) == (0, 0, 0)
+    assert mismatch.effective_sample_frac == 1
+
+
+def test_a_part_without_tokens_adds_nothing() -> None:
+    empty = Mismatch.between(LOG_PROBS, ENGINE, torch.zeros_like(MASK))
+    assert empty == Mismatch()
+
+
+# Weighted losses
+
+WEIGHTED = [
+    loss_class(kl_coef=0.3, unbiased_kl=unbiased_kl)
+    for loss_class in (GRPOLoss, DAPOLoss)
+    for unbiased_kl in (True, False)
+]
+by_loss = pytest.mark.parametrize("loss", WEIGHTED, ids=lambda x: f"{type(x).__name__}-{x.unbiased_kl}")
+
+
+def random_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def noise() -> Tensor:
+        return torch.randn(5, 6, generator=generator, dtype=torch.float64)
+
+    log_probs = -noise().abs()
+    token_mask = torch.rand(5, 6, generator=generator) < 0.6
+    token_mask[:, 0] = True
+    return {
+        "log_probs": log_probs.clone().requires_grad_(),
+        "old_log_probs": log_probs + 0.3 * noise(),
+        "ref_log_probs": log_probs + 0.5 * noise(),
+        "importance_weights": noise().exp(),
+        "advantages": noise()[:, 0],
+        "token_mask": token_mask,
+    }
+
+
+def slow_loss(loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
+    """Token by token, as the docstrings say it."""
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "importance_weights", "advantages", "token_mask")
+    log_probs, old, ref, weights, advantages, token_mask = (batch[name] for name in names)
+    rows = []
+    for i in range(len(log_probs)):
+        row = []
+        for t in range(log_probs.shape[1]):
+            if not token_mask[i, t]:
+                continue
+            ratio = (log_probs[i, t] - old[i, t]).exp()
+            clipped = ratio.clamp(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
+            surrogate = min(ratio * advantages[i], clipped * advantages[i])
+            kl = (ref[i, t] - log_probs[i, t]).exp() - (ref[i, t] - log_probs[i, t]) - 1
+            if loss.unbiased_kl:
+                kl = weights[i, t] * ratio * kl
+            row.append(loss.kl_coef * kl - weights[i, t] * surrogate)
+        rows.append(row)
+    if isinstance(loss, DAPOLoss):
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    return sum(sum(row) / len(row) for row in rows) / len(rows)
+
+
+def loss_and_grad(value: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return value.detach(), torch.autograd.grad(value, batch["log_probs"])[0]
+
+
+@by_loss
+def test_weighted_loss_equals_an_obvious_loop(loss: PolicyLoss) -> None:
+    batch = random_batch()
+    expected, expected_grad = loss_and_grad(slow_loss(loss, batch), batch)
+    value, grad = loss_and_grad(loss(**batch)[0], batch)
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-9)
+
+
+@by_loss
+def test_weights_of_one_change_nothing(loss: PolicyLoss) -> None:
+    batch = random_batch()
+    ones = batch | {"importance_weights": torch.ones(5, 6, dtype=torch.float64)}
+    plain = {name: values for name, values in batch.items() if name != "importance_weights"}
+    for one, other in zip(
+        loss_and_grad(loss(**ones)[0], ones), loss_and_grad(loss(**plain)[0], plain), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert not torch.equal(loss(**batch)[0], loss(**plain)[0])
+
+
+def test_weighing_by_the_ratio_to_the_sampler_is_reinforce_of_the_trainer_in_the_mean() -> None:
+    # Three words sampled by q, weighted by p / q: the mean gradient over q is that of E_p[A].
+    logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
+    log_p, q = logits.log_softmax(dim=0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    (expected,) = torch.autograd.grad(-(log_p.exp() * advantages).sum(), logits, retain_graph=True)
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    weights = TruncatedImportanceSampling(cap=100.0)(log_p[:, None], q.log()[:, None], mask)
+    loss = GRPOLoss(kl_coef=0)
+    losses = [
+        loss(
+            log_probs=log_p[word : word + 1, None],
+            advantages=advantages[word : word + 1],
+            token_mask=mask[:1],
+            importance_weights=weights[word : word + 1],
+        )[0]
+        for word in range(3)
+    ]
+    (grad,) = torch.autograd.grad(torch.stack(losses) @ q, logits)
+    torch.testing.assert_close(grad, expected)

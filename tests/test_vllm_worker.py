@@ -1,0 +1,400 @@
+"""With real vLLM workers on the CPU: pushes, agreement, the traps that were found, runs that lose their "
+"worker."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rlt_lightning.engines import (
+    DiskPush,
+    EngineError,
+    GlooPush,
+    HFEngine,
+    Launch,
+    Sampling,
+    VLLMEngine,
+    WeightPush,
+)
+from rlt_lightning.modules.base import log_probs_of, pack
+from rlt_lightning.pretrained import load_model, load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+EXECUTABLE = ROOT / ".venv-vllm" / "bin" / "vllm"
+LAUNCH = {
+    "executable": str(EXECUTABLE),
+    "dtype": "float32",
+    "max_model_len": 512,
+    "arguments": ["--enforce-eager"],
+    "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+}
+STOP = "</think>"
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs .venv-vllm: make setup-vllm"),
+]
+
+
+class Trainer:
+    """The trainer's side of an engine, without Lightning: a model whose weights take steps."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.model = load_model(name, "float32", None, False)
+        self.tokenizer = load_tokenizer(name)
+        self.folder = folder
+        self.version = -1
+
+    def step(self, size: float = 1e-3) -> None:
+        """Move every weight a little, as an optimizer does."""
+        generator = torch.Generator().manual_seed(self.version + 100)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+    def push(self, engine: VLLMEngine) -> None:
+        """One optimizer step's push, until it is through."""
+        self.version += 1
+        engine.health()
+        while engine.policy_version != self.version:
+            engine.update_weights(list(self.model.named_parameters()), self.version)
+            engine.health()
+
+    def log_probs(self, tokens: list[int], prompt_length: int = 1, temperature: float = 1.0) -> list[float]:
+        """Log-probs of the tokens after the prompt."""
+        scored = [i >= prompt_length for i in range(len(tokens))]
+        with torch.no_grad():
+            packed = pack([(tokens, scored)], torch.device("cpu"))
+            return log_probs_of(self.model, packed, temperature, 64)[0].tolist()
+
+    def prompt(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text)
+        return ids
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
+    from rlt_lightning.engines.launch import LocalServer
+    from rlt_lightning.engines.weights import free_port
+
+    port = free_port()
+    command = Launch(**LAUNCH).command(0, port, tiny_model, "gloo", "teacher")
+    command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
+    log = tmp_path_factory.mktemp("server") / "worker.log"
+    local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log)
+    (Path(local.import_folder.name) / "worker_traps.py").symlink_to(ROOT / "tests" / "worker_traps.py")
+    local.start()
+    yield f"http://127.0.0.1:{port}"
+    local.stop()
+
+
+@pytest.fixture
+def trainer(tiny_model: str, tmp_path: Path) -> Trainer:
+    return Trainer(tiny_model, tmp_path)
+
+
+@pytest.fixture
+def engine(server: str, trainer: Trainer) -> Iterator[VLLMEngine]:
+    """An engine of its own for each test, at the one worker."""
+    engine = VLLMEngine(urls=[server], push=GlooPush(bucket_mib=1, timeout_s=30))
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    yield engine
+    engine.close()
+
+
+def leave_tied_heads_stale(engine: VLLMEngine, stale: bool) -> None:
+    body = {"method": "leave_tied_heads_stale", "args": [stale]}
+    asyncio.run(engine.workers[0].call("POST", "/collective_rpc", body, 10))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_completions_and_log_probs_agree_with_the_trainer_after_every_push(
+    temperature: float, engine: VLLMEngine, trainer: Trainer
+) -> None:
+    sampling = Sampling(temperature=temperature, max_completion_length=16)
+    prompts = [
+        trainer.prompt(text) for text in ("One and two", "A longer prompt, of some more words than that")
+    ]
+    for _ in range(3):
+        trainer.step(size=0.02)
+        trainer.push(engine)
+        groups = engine.generate(prompts, sampling, 3, STOP, seeds=[11, 12])
+        assert engine.generate(prompts, sampling, 3, STOP, seeds=[11, 12]) == groups
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                expected = trainer.log_probs(prompt + completion.token_ids, len(prompt), temperature or 1.0)
+                assert completion.log_probs == pytest.approx(expected, abs=1e-3)
+        if temperature:
+            assert len({tuple(c.token_ids) for group in groups for c in group}) > 3
+            assert [c.seed for c in groups[0]] == [11, 12, 13]
+
+
+def test_greedy_completions_are_those_of_the_hf_engine(
+    smollm2: str, engine: VLLMEngine, trainer: Trainer
+) -> None:
+    trainer.push(engine)
+    hf = HFEngine()
+    hf.start(trainer.model, trainer.tokenizer, trainer.folder)
+    prompts = [trainer.prompt("Count: one, two,"), trainer.prompt("Hello")]
+    sampling = Sampling(temperature=0.0, max_completion_length=12)
+    [[first], _] = hf.generate(prompts, sampling, 1, STOP, [0, 0])
+    stop = trainer.tokenizer.decode(first.token_ids[5:7])  # a text that comes: both must end with it, alike
+    for tag in (STOP, stop):
+        ours = engine.generate(prompts, sampling, 1, tag, [0, 0])
+        theirs = hf.generate(prompts, sampling, 1, tag, [0, 0])
+        assert [[(c.token_ids, c.finish_reason) for c in g] for g in ours] == [
+            [(c.token_ids, c.finish_reason) for c in g] for g in theirs
+        ]
+    assert theirs[0][0].finish_reason == "stop"
+
+
+class ForgetfulPush(GlooPush):
+    """From its second push on, tells the worker that new weights came and sends none."""
+
+    pushes = 0
+
+    def transfer(self, named_tensors: Any, workers: Any, version: str, failures: Any) -> None:
+        self.pushes += 1
+        if self.pushes == 1:
+            super().transfer(named_tensors, workers, version, failures)
+            return
+        for worker in workers:
+            self.finish(worker, version)  # which succeeds, and leaves the old weights in place
+
+
+def test_a_skipped_push_is_caught_at_the_next_step(server: str, trainer: Trainer) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    engine = VLLMEngine(urls=[server], push=ForgetfulPush(timeout_s=30))
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.push(engine)
+    before = {0: trainer.log_probs(text)}
+    engine.verify(text, before)
+    trainer.step(size=1e-4)  # a small step: log-probs move by less than rounding may be worth
+    trainer.push(engine)
+    after = trainer.log_probs(text)
+    with pytest.raises(EngineError, match=r"weights of step 1, but .* those of step 0: later pushes"):
+        engine.verify(text, before | {1: after})
+    trainer.step(size=0.1)
+    trainer.push(engine)
+    with pytest.raises(EngineError, match="stale"):
+        engine.verify(text, {2: trainer.log_probs(text)})
+
+
+def test_a_tied_head_left_stale_is_caught_and_our_extension_repairs_it(
+    engine: VLLMEngine, trainer: Trainer
+) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    assert trainer.model.config.tie_word_embeddings
+    trainer.push(engine)
+    leave_tied_heads_stale(engine, True)
+    try:
+        trainer.step(size=0.05)
+        trainer.push(engine)
+        with pytest.raises(EngineError, match="tied output head"):
+            engine.verify(text, {1: trainer.log_probs(text)})
+    finally:
+        leave_tied_heads_stale(engine, False)
+    trainer.step(size=0.05)
+    trainer.push(engine)
+    engine.verify(text, {2: trainer.log_probs(text)})
+
+
+def test_a_push_that_broke_off_is_made_good_by_the_next(engine: VLLMEngine, trainer: Trainer) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    trainer.push(engine)
+
+    class Torn(Exception):
+        pass
+
+    def tear(piece: Any, *_: Any) -> None:
+        if piece.numel() < 1000:
+            raise Torn  # the trainer dies within a layer
+        broadcast(piece, *_)
+
+    push: Any = engine.push
+    broadcast, push.broadcast = push.broadcast, tear
+    with pytest.raises(Torn):
+        engine.update_weights(list(trainer.model.named_parameters()), 7)
+    push.close()
+    successor = VLLMEngine(urls=[engine.workers[0].url], push=GlooPush(timeout_s=30))  # the next trainer
+    successor.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.step(size=0.05)
+    trainer.push(successor)
+    successor.verify(text, {trainer.version: trainer.log_probs(text)})
+    successor.close()
+
+
+def test_cached_prefixes_do_not_outlive_a_push(engine: VLLMEngine, trainer: Trainer) -> None:
+    prompt = trainer.prompt("A prefix of more than sixteen tokens, so that a block of it is cached: " * 4)
+    sampling = Sampling(temperature=1.0, max_completion_length=4)
+    for _ in range(2):
+        trainer.step(size=0.05)
+        trainer.push(engine)
+        [[completion]] = engine.generate([prompt], sampling, 1, STOP, [5])
+        expected = trainer.log_probs(prompt + completion.token_ids, len(prompt))
+        assert completion.log_probs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 1.3}])
+def test_truncated_log_probs_are_not_passed_off_as_the_policys(
+    limits: dict[str, float], engine: VLLMEngine, trainer: Trainer
+) -> None:
+    trainer.push(engine)
+    sampling = Sampling(temperature=0.7, max_completion_length=4, **limits)
+    [[completion]] = engine.generate([trainer.prompt("Hello")], sampling, 1, STOP, [5])
+    assert completion.log_probs is None
+
+
+# Whole runs, with a worker that they launch
+
+
+def run_config(folder: Path, model: str, push: type[WeightPush], **rollouts: Any) -> list[str]:
+    """`rlt fit` of the quickstart with a launched worker, 4 iterations, validated greedily after each."""
+    overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "vllm_launch.yaml").read_text())
+    engine = overlay["rollouts"]["engine"]["init_args"]
+    engine["launch"] |= LAUNCH
+    engine["push"] = {"class_path": f"rlt_lightning.engines.{push.__name__}"}
+    engine |= rollouts.pop("engine", {})
+    overlay["rollouts"] |= {
+        "sampling": {"max_completion_length": 24},
+        "val_sampling": {"temperature": 0, "max_completion_length": 24},
+    } | rollouts
+    overlay["trainer"] = {"max_steps": 4, "val_check_interval": 1}
+    path = folder / "overlay.yaml"
+    path.write_text(yaml.safe_dump(overlay))
+    return [
+        *("fit", "--config=configs/quickstart.yaml", f"--config={path}", f"--output_dir={folder / 'run'}"),
+        *(f"--model.teacher={model}", f"--model.student={model}", "--data.val_rows=1"),
+        "--data.num_arithmetic_rows=9",
+    ]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    with open(run / "metrics.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("push", [GlooPush, DiskPush])
+def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
+    push: type, smollm2: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, smollm2, push)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["rollout/mismatch_max"] <= 1e-3  # sampled
+        assert row["rollout/val_mismatch_max"] <= 1e-3  # greedy
+        assert row["policy/grad_norm"] > 0
+    assert worker_pids(tmp_path / "run") == []  # nothing is left behind
+    if push is DiskPush:
+        assert len(list((tmp_path / "run" / "weights").iterdir())) == 1
+
+
+def worker_pids(run: Path) -> list[int]:
+    """Every process of the run's workers: those that were started with its log open."""
+    log = str(run / "workers" / "worker-0.log")
+    pids = []
+    for fd in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if os.readlink(fd) == log:
+                pids.append(int(fd.parts[2]))
+        except OSError:  # it has just ended, or is not ours
+            continue
+    return pids
+
+
+def num_iterations(run: Path) -> int:
+    return len(metrics(run)) if (run / "metrics.csv").exists() else 0
+
+
+def wait_until(condition: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the run stands still"
+        time.sleep(0.05)
+
+
+def run_with_faults(
+    folder: Path, model: str, faults: list[tuple[float, signal.Signals, int]], steps: int
+) -> list[str]:
+    """Run to the end, hit one of the worker's processes a while after each sign of progress, return losses.
+
+    Args:
+        faults: Seconds after an iteration has ended, what to send, and which of the processes to send it to.
+    """
+    engine: dict[str, Any] = {"call_timeout_s": 10.0}
+    engine["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"timeout_s": 10.0}}
+    command = [sys.executable, "-m", "rlt_lightning", *run_config(folder, model, GlooPush, engine=engine)]
+    command += [f"--trainer.max_steps={steps}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = folder / "run"
+    for delay, fault, target in faults:
+        done = num_iterations(run)
+        wait_until(lambda done=done: num_iterations(run) > done or process.poll() is not None, 300)
+        time.sleep(delay)
+        pids = worker_pids(run)
+        os.kill(pids[target % len(pids)], fault)
+    _, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors
+    return [line for line in errors.splitlines() if "Lost vLLM worker" in line]
+
+
+def completions(run: Path) -> list[tuple[int, int, int, str]]:
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    return [(row["step"], row["row"], row["completion"], row["explanation"]) for row in rows]
+
+
+def test_a_worker_that_is_killed_and_one_that_hangs_cost_no_completion(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    faults = [(0.3, signal.SIGKILL, 2), (0.3, signal.SIGSTOP, 3)]
+    losses = run_with_faults(tmp_path, tiny_model, faults, steps=8)
+    assert len(losses) >= 2
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 9))
+    found = [row[:3] for row in completions(tmp_path / "run")]
+    assert len(found) == len(set(found)) == 8 * 2 * 4  # steps, problems, completions
+    assert worker_pids(tmp_path / "run") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+def test_five_faults_at_random_moments_change_nothing(
+    fault: signal.Signals, tiny_model: str, tmp_path: Path
+) -> None:
+    chance = random.Random(fault.name)
+    faults = [(chance.uniform(0, 3), fault, chance.randrange(4)) for _ in range(5)]
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "faults").mkdir()
+    assert run_with_faults(tmp_path / "calm", tiny_model, [], steps=20) == []
+    losses = run_with_faults(tmp_path / "faults", tiny_model, faults, steps=20)
+    assert len(losses) >= 4  # one may hit the guard, which the run can do without
+    calm, hit = (completions(tmp_path / name / "run") for name in ("calm", "faults"))
+    assert [row[:3] for row in hit] == [row[:3] for row in calm]
+    assert len(metrics(tmp_path / "faults" / "run")) == len(metrics(tmp_path / "calm" / "run")) == 20
+
+
+def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, tiny_model, GlooPush)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = tmp_path / "run"
+    wait_until(lambda: num_iterations(run) > 0, 300)
+    assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: worker_pids(run) == [], 30)
