@@ -168,11 +168,12 @@ class RolloutCallback(Callback):
         if self.order is None:
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
         self._attach(trainer, pl_module, batch, self.order)
-        self.order = None
+        following = None
         if self.asynchronous and pl_module.global_step + 1 < pl_module.total_steps():
             upcoming = trainer.train_dataloader.peek()  # type: ignore[union-attr]
-            self.order = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)
-            self._begin(trainer, pl_module, self.order)
+            following = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)
+            self._begin(trainer, pl_module, following)  # if it fails, this step's order is still there
+        self.order = following
 
     @override
     def on_validation_batch_start(
@@ -344,7 +345,7 @@ def to_plain(order: Order) -> dict[str, Any]:
             {
                 **vars(completion),
                 "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
-                "log_probs": torch.tensor(completion.log_probs),
+                "log_probs": completion.log_probs and torch.tensor(completion.log_probs),
             }
             for completion in group
         ]
@@ -357,15 +358,12 @@ def to_plain(order: Order) -> dict[str, Any]:
 
 def from_plain(state: dict[str, Any]) -> Order:
     """The order that `to_plain` was given."""
-    finished = {
-        position: [
-            Completion(
-                **entry | {name: entry[name].tolist() for name in ("token_ids", "log_probs")},
-            )
-            for entry in group
-        ]
-        for position, group in state["finished"].items()
-    }
+
+    def completion(entry: dict[str, Any]) -> Completion:
+        lists = {name: v.tolist() for name, v in entry.items() if isinstance(v, torch.Tensor)}
+        return Completion(**entry | lists)
+
+    finished = {position: list(map(completion, group)) for position, group in state["finished"].items()}
     return Order(**state | {"sampling": Sampling(**state["sampling"]), "finished": finished})
 
 

@@ -243,6 +243,7 @@ class VLLMEngine:
         """Wait until one worker serves, or, at the start, all of them do."""
         deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
         progress = WaitingLine(deadline_s)
+        await asyncio.gather(*map(self._greet, [w for w in self.workers if w.url in self.down]))
         while self.down if all_of_them else not self.serving:
             absent = [worker for worker in self.workers if worker.url in self.down]
             for worker in absent:
@@ -362,7 +363,7 @@ class VLLMEngine:
                         del running[task]
                         self.losses = 0
                 for task in done & (running.keys() | watching.keys()):
-                    worker = watching[task] if task in watching else running[task][1]
+                    worker = watching.pop(task) if task in watching else running[task][1]
                     error = task.exception()
                     if worker not in workers:
                         continue  # its loss is known

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
-from rlt_lightning.engines.client import JSON, WorkerClient
+from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
 from rlt_lightning.types import InputError
 
@@ -124,6 +124,7 @@ class GlooPush(WeightPush):
         self.host = host
         self.dtype = None if dtype is None else dtype_named(dtype)
         self.store: TCPStore | None = None
+        self.lock = Lock()
         self.groups: dict[str, tuple[int, Any]] = {}  # URL -> incarnation that joined, group
 
     def prepare(self, worker: WorkerClient) -> None:
@@ -135,12 +136,8 @@ class GlooPush(WeightPush):
 
     def meet(self, worker: WorkerClient) -> ProcessGroupGloo:
         """Form a group of the trainer and the server's workers."""
-        if self.store is None:
-            listener = socket.create_server((self.host, 0))  # a TCPStore of its own would listen everywhere
-            port, timeout = listener.getsockname()[1], timedelta(seconds=self.timeout_s)
-            self.store = TCPStore(
-                self.host, port, None, True, timeout, False, master_listen_fd=listener.detach()
-            )
+        with self.lock:  # several workers are prepared at the same time, and meet at one store
+            self.store = self.store or self.open_store()
         prefix, world_size = uuid4().hex, 1 + worker.num_ranks
         info = {"host": self.host, "port": self.store.port, "prefix": prefix, "world_size": world_size}
         # Twice our patience: a worker must not give up while the trainer waits for another that hangs.
@@ -155,6 +152,19 @@ class GlooPush(WeightPush):
         result = group.result()
         joined.result()
         return result
+
+    def open_store(self) -> TCPStore:
+        """Listen on our address alone; a TCPStore left to itself listens everywhere."""
+        try:
+            listener = socket.create_server((self.host, 0))
+        except OSError as error:
+            raise WorkerError(
+                f"GlooPush's host must be an address of this machine, but '{self.host}' is none ({error}). "
+                "Correct it.",
+                retryable=False,
+            ) from error
+        port, timeout = listener.getsockname()[1], timedelta(seconds=self.timeout_s)
+        return TCPStore(self.host, port, None, True, timeout, False, master_listen_fd=listener.detach())
 
     def transfer(
         self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
@@ -226,9 +236,12 @@ class DiskPush(WeightPush):
         target, scratch = parent / version, parent / f"{version}.tmp"
         for stale in (target, scratch):
             shutil.rmtree(stale, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        names = iter(name for name, _ in named_tensors)
         problem: OSError | None = None
+        try:
+            scratch.mkdir(parents=True)
+        except OSError as error:
+            problem = error
+        names = iter(name for name, _ in named_tensors)
         for number, tensors in enumerate(gathered_groups(named_tensors, self.gather_bytes)):
             bucket = {next(names): tensor.detach().cpu().contiguous() for tensor in tensors}
             try:
@@ -248,9 +261,10 @@ class DiskPush(WeightPush):
             self.finish(worker, version)
 
         on_each(workers, load, failures)
+        own = version.rpartition("-")[0] if self.own_folder else ""  # a given folder may serve several runs
         for other in parent.iterdir():
-            if other != target and VERSION_FOLDER.fullmatch(other.name):  # and nothing that is not ours
-                shutil.rmtree(other)
+            if other != target and VERSION_FOLDER.fullmatch(other.name) and other.name.startswith(own):
+                shutil.rmtree(other, ignore_errors=True)
 
 
 class NCCLPush(WeightPush):
