@@ -288,6 +288,27 @@ class FakeWorker:
 GROUPS: dict[str, Any] = {}  # worker's name -> gloo group of this process
 
 
+def worker_of(model: str, **options: Any) -> FakeWorker:
+    """A fake worker that scores texts with the weights pushed to it."""
+    import torch
+    from safetensors.torch import load_file
+
+    from rlt_lightning.pretrained import load_model
+
+    copy = load_model(model)
+
+    def score(token_ids: list[int]) -> list[float]:
+        assert worker.folder is not None
+        for file in worker.folder.glob("*.safetensors"):
+            copy.load_state_dict(load_file(file), strict=False)
+        with torch.no_grad():
+            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
+
+    worker = FakeWorker(**{"endings": ("length",), "score": score} | options)
+    return worker
+
+
 def join_gloo(name: str, info: JSON) -> None:
     """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process."""
     from datetime import timedelta

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_worker import FakeWorker
+from fake_worker import FakeWorker, worker_of
 from lightning.pytorch import Callback, Trainer
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
@@ -23,7 +22,6 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -44,22 +42,6 @@ class Witness(Callback):
         self.steps.append((int(module.step_metrics["rollout/staleness"]), completions))
         self.weights = {name: value.clone() for name, value in module.policy.state_dict().items()}
         self.at.get(module.global_step, lambda: None)()
-
-
-def worker_of(model: str, **options: Any) -> FakeWorker:
-    """A fake worker that scores texts with the weights pushed to it."""
-    copy = load_model(model)
-
-    def score(token_ids: list[int]) -> list[float]:
-        assert worker.folder is not None
-        for file in worker.folder.glob("*.safetensors"):
-            copy.load_state_dict(load_file(file), strict=False)
-        with torch.no_grad():
-            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
-        return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
-
-    worker = FakeWorker(**{"endings": ("length",), "score": score} | options)
-    return worker
 
 
 def fit(

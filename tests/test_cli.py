@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fake_worker import worker_of
 
 ROOT = Path(__file__).parents[1]
 RLT = [sys.executable, "-m", "rlt_lightning"]
@@ -45,13 +46,11 @@ def short_config(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An overlay that makes completions short and moves the reference every second step."""
     path = tmp_path_factory.mktemp("config") / "short.yaml"
     callbacks = [
-        {
-            "class_path": "rlt_lightning.callbacks.RolloutCallback",
-            "init_args": {"sampling": {"max_completion_length": 6}},
-        },
         {"class_path": "rlt_lightning.callbacks.ReferenceSync", "init_args": {"every_n_steps": 2}},
     ]
-    path.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks, "max_steps": 7}}))
+    rollouts = {"sampling": {"max_completion_length": 6}}
+    trainer = {"callbacks": callbacks, "max_steps": 7}
+    path.write_text(yaml.safe_dump({"trainer": trainer, "rollouts": rollouts}))
     return f"--config={path}"
 
 
@@ -176,6 +175,33 @@ def test_two_processes_with_unequal_lengths_equal_one(
     assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
 
 
+def test_two_processes_sample_at_the_same_workers_as_one(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with worker_of(tiny_model) as first, worker_of(tiny_model) as second:
+        options = [
+            short_config,
+            "--trainer.max_steps=3",
+            "--data.val_rows=2",
+            "--trainer.val_check_interval=2",
+        ]
+        options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+        options += [f"--rollouts.engine.urls=[{first.url},{second.url}]"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        options += ["--rollouts.asynchronous=true", "--model.max_staleness=1", "--model.mismatch_alarm=null"]
+        assert rlt(*small_fit(tiny_model, one, *options)).returncode == 0
+        asked = len(first.delivered) + len(second.delivered)
+        result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
+        assert result.returncode == 0, result.stderr
+        assert len(first.delivered) + len(second.delivered) == 2 * asked  # each prompt once, for both ranks
+    rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
+    for name in ("reward/mean", "rollout/mismatch_mean", "rollout/mismatch_max", "rollout/staleness"):
+        assert metrics(two)[2][name] == pytest.approx(metrics(one)[2][name], rel=1e-3), name
+
+
 def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -248,8 +274,39 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "misspelled value": (["--model.reward.kl_estimator=k2"], "kl_estimator"),
     "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),
     "greedy sampling": (
-        ["--trainer.callbacks.init_args.sampling.temperature=0"],
+        ["--rollouts.sampling.temperature=0"],
         "temperature must be above 0",
+    ),
+    "two rollout callbacks": (
+        ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"],
+        "its settings are those under rollouts",
+    ),
+    "overlap in process": (["--rollouts.asynchronous=true"], "needs an engine outside this process"),
+    "engine without workers": (
+        ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"],
+        "needs either urls or launch",
+    ),
+    "no vLLM to launch": (
+        [
+            "--rollouts.engine=rlt_lightning.engines.VLLMEngine",
+            "--rollouts.engine.launch.executable=/no/such/vllm",
+        ],
+        "launch.executable must be vLLM's command, but '/no/such/vllm' is none",
+    ),
+    "worker that is not there": (
+        [
+            "--rollouts.engine=rlt_lightning.engines.VLLMEngine",
+            "--rollouts.engine.urls=[http://127.0.0.1:9]",
+            "--rollouts.engine.recovery_timeout_s=1",
+        ],
+        "vLLM worker http://127.0.0.1:9 must answer within 1 s, but did not",
+    ),
+    "truncated importance": (
+        [
+            "--rollouts.sampling.top_p=0.9",
+            "--model.importance_sampling=rlt_lightning.numerics.TruncatedImportanceSampling",
+        ],
+        "a truncated distribution is not the policy's",
     ),
     "micro-batch of nothing": (["--model.micro_batch_tokens=0"], "micro_batch_tokens"),
     "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
@@ -270,14 +327,6 @@ def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: st
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_clear_line(case: str, tiny_model: str, short_config: str, tmp_path: Path) -> None:
     options, expected = BAD_INPUT[case]
-    if case == "greedy sampling":  # `callbacks` is a list: the setting is changed in an overlay
-        overlay = tmp_path / "greedy.yaml"
-        callback = {
-            "class_path": "rlt_lightning.callbacks.RolloutCallback",
-            "init_args": {"sampling": {"temperature": 0}},
-        }
-        overlay.write_text(yaml.safe_dump({"trainer": {"callbacks": [callback]}}))
-        options = [f"--config={overlay}"]
     assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
 
 

@@ -20,7 +20,7 @@ END = "<|end_of_explanation|>"
 @pytest.fixture(scope="module")
 def engine(smollm2: str) -> HFEngine:
     engine = HFEngine()
-    engine.start(load_model(smollm2), load_tokenizer(smollm2))
+    engine.start(load_model(smollm2), load_tokenizer(smollm2), Path())
     return engine
 
 
@@ -56,7 +56,7 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEn
     alone = engine.generate(prompts[1:], sampling, 2, END, [6])
     assert token_ids([together[1]]) == token_ids(alone)
     in_turns = HFEngine(max_sequences=2)
-    in_turns.start(engine.model, engine.tokenizer)
+    in_turns.start(engine.model, engine.tokenizer, Path())
     assert token_ids(in_turns.generate(prompts, sampling, 2, END, [5, 6])) == token_ids(together)
     other = engine.generate(prompts, sampling, 2, END, [7, 8])
     assert token_ids(other) != token_ids(together)
@@ -138,7 +138,7 @@ def test_repetition_penalty_divides_the_logits_of_tokens_already_there() -> None
 
 def test_update_weights_copies_what_is_not_shared(tiny_model: str) -> None:
     engine = HFEngine()
-    engine.start(load_model(tiny_model), load_tokenizer(tiny_model))
+    engine.start(load_model(tiny_model), load_tokenizer(tiny_model), Path())
     other = {name: tensor + 1 for name, tensor in engine.model.named_parameters()}
     engine.update_weights(other.items(), policy_version=7)
     assert engine.policy_version == 7
@@ -150,7 +150,7 @@ def test_update_weights_copies_what_is_not_shared(tiny_model: str) -> None:
 
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
     engine = HFEngine()
-    engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model))
+    engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model), Path())
     engine.generate([[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
     assert engine.model.training
     engine.close()

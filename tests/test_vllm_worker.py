@@ -319,6 +319,11 @@ def worker_pids(run: Path) -> list[int]:
     return pids
 
 
+def processes(run: Path) -> list[int]:
+    """Server, engine and model worker, without the guard, whose end costs a run nothing."""
+    return [pid for pid in worker_pids(run) if b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def num_iterations(run: Path) -> int:
     return len(metrics(run)) if (run / "metrics.csv").exists() else 0
 
@@ -354,9 +359,8 @@ def run_with_faults(
         done = num_iterations(run)
         wait_until(lambda done=done: num_iterations(run) > done or process.poll() is not None, 300)
         time.sleep(delay)
-        pids = [
-            pid for pid in worker_pids(run) if b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        wait_until(lambda: processes(run), 60)  # a worker that is being started again may have none yet
+        pids = processes(run)
         os.kill(pids[target % len(pids)], fault)
         wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
     process.wait(timeout=900)

@@ -248,12 +248,7 @@ class RolloutCallback(Callback):
                 f"Completions were sampled for rows {order.rows}, but this batch has rows "
                 f"{[p.row for p in batch.problems]}. The loader did not bring what it had announced."
             )
-
-        def complete() -> bool:
-            with module.phase("generate"):
-                return order.complete()
-
-        while not self._on_rank_zero(trainer, complete):
+        while not self._complete(trainer, module, order):
             self._begin(trainer, module, order)
         order.finished = self._on_rank_zero(trainer, lambda: order.finished)
         chat_format = trainer.datamodule.format  # type: ignore[attr-defined]
@@ -265,6 +260,10 @@ class RolloutCallback(Callback):
         batch.rollouts = Rollouts(
             rollouts, order.num_completions, order.policy_version, order.sampling.temperature
         )
+
+    def _complete(self, trainer: Trainer, module: RLTModule, order: Order) -> bool:
+        with module.phase("generate"):  # on every rank: metrics must have the same names everywhere
+            return self._on_rank_zero(trainer, order.complete)
 
     def _begin(self, trainer: Trainer, module: RLTModule, order: Order) -> None:
         """Let the engine sample what is missing, with the weights of now."""
