@@ -5,7 +5,8 @@
 Two comparisons in one run, on the quickstart's data with SmolLM2-135M:
 
 * two machines: the worker is a stand-in that uses no compute of this machine. It waits for as long as scoring
-  and training take here, as a second machine of fitting size would sample, and returns made-up completions. This shows the overlap itself, at the point where generation and training take equally long.
+  and training take here, as a second machine of fitting size would sample, and returns made-up completions.
+  This shows the overlap itself, at the point where generation and training take equally long.
 * one machine: a real vLLM worker (scripts/setup_vllm_cpu.sh) beside the trainer on the same cores, where the
   two slow each other.
 

@@ -157,6 +157,14 @@ class RolloutCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        sizes = (len(data.val_items), data.val_batch_size)
+        if not self.engine.in_process and any(size % trainer.world_size for size in sizes):
+            raise InputError(
+                f"With one engine for {trainer.world_size} processes, the held-out rows and val_batch_size "
+                f"must be multiples of that, but are {sizes[0]} and {sizes[1]}. Change data.val_rows or "
+                "data.val_batch_size."
+            )
         self._start_engine(trainer, pl_module)
 
     @override
