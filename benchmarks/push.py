@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
@@ -34,6 +35,7 @@ from rlt_lightning.engines import DiskPush, GlooPush, Launch, VLLMEngine
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
+ROOT = Path(__file__).parents[1]
 GOAL = 1.5
 BUCKET_MIB = {"gloo": 64, "disk": 128}  # the largest tensor has 113 MB
 
@@ -139,13 +141,8 @@ def main() -> None:
     tensors = {name: tensor.detach() for name, tensor in named_tensors}
     bucket_mib = BUCKET_MIB[options.backend]
     push = GlooPush(bucket_mib) if options.backend == "gloo" else DiskPush(bucket_mib)
-    launch = Launch(
-        executable=".venv-vllm/bin/vllm",
-        dtype="float32",
-        max_model_len=512,
-        arguments=["--enforce-eager"],
-        environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
+    overlay = yaml.safe_load((ROOT / "configs/overlays/vllm_launch.yaml").read_text())
+    launch = Launch(**overlay["rollouts"]["engine"]["init_args"]["launch"])
     engine = VLLMEngine(launch=launch, push=push)
     warm_up = 2  # the first rounds touch memory for the first time
     copies, pushes, memory = [], [], []

@@ -266,7 +266,7 @@ def run_config(folder: Path, model: str, push: type[WeightPush], **rollouts: Any
     """`rlt fit` of the quickstart with a launched worker, 4 iterations, validated greedily after each."""
     overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "vllm_launch.yaml").read_text())
     engine = overlay["rollouts"]["engine"]["init_args"]
-    engine["launch"] |= LAUNCH
+    engine["launch"] |= {"executable": str(EXECUTABLE), "max_model_len": 512}
     engine["push"] = {"class_path": f"rlt_lightning.engines.{push.__name__}"}
     engine |= rollouts.pop("engine", {})
     overlay["rollouts"] |= {

@@ -107,6 +107,7 @@ class LocalServer:
         self.environment = environment
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
+        self.log_begin = 0  # where this life's part of the log begins, bytes
         # The worker must find this package, and of this environment nothing else.
         self.import_folder = tempfile.TemporaryDirectory(prefix="rlt-worker-")
         package = Path(rlt_lightning.__file__).parent
@@ -120,6 +121,7 @@ class LocalServer:
         defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         environment = {**os.environ, **defaults, **self.environment, "PYTHONPATH": self.import_folder.name}
         with open(self.log, "ab") as log:
+            self.log_begin = log.tell()
             self.process = subprocess.Popen(
                 [sys.executable, guard.__file__, *self.command],
                 stdin=subprocess.PIPE,  # closes when this process ends, which the guard sees
@@ -137,9 +139,8 @@ class LocalServer:
 
     def last_words(self) -> str:
         """The last line of its log that tells of an error, or else the last."""
-        if not self.log.exists():
-            return "it has written no log"
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        text = self.log.read_bytes()[self.log_begin :].decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or ["its log is empty"])[-1][-300:]
 
