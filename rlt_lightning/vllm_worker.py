@@ -1,8 +1,7 @@
 """Runs inside vLLM's worker processes: takes new weights over gloo or from a folder.
 
 The trainer never imports this file, and it needs none of our dependencies: beside vLLM, a worker's
-environment gets
-this package alone (`pip install --no-deps`), then
+environment gets this package alone (`pip install --no-deps`), then
 
     vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
         --weight-transfer-config '{"backend": "gloo"}'
@@ -65,9 +64,8 @@ class ReloadEngine(WeightTransferEngine):
 def repack_tied_heads(model: torch.nn.Module) -> None:
     """Rebuild the packed copy of an output head that shares the embedding's weights (vLLM on CPU only).
 
-    A tied head has no tensor of its own in a checkpoint, so a reload never reaches it and it goes on with
-    the packed
-    copy made at start: log-probs off by 0.9 nats, while greedy text may even agree.
+    A tied head has no tensor of its own in a checkpoint, so a reload never reaches it and it goes on with the
+    packed copy made at start: log-probs off by 0.9 nats, while greedy text may even agree.
     """
     from vllm.platforms import current_platform
 

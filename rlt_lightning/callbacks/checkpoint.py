@@ -119,8 +119,7 @@ def newest_checkpoint(folder: Path) -> Path:
     checkpoints = sorted(folder.glob("step=*.ckpt"))
     if not checkpoints:
         raise InputError(
-            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before "
-            "its first. "
-            "Start it again with --overwrite true."
+            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its "
+            "first. Start it again with --overwrite true."
         )
     return checkpoints[-1]

@@ -73,7 +73,7 @@ class ScoreWriter(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:
             raise InputError(
-                f"`rlt predict` must run in one process, so that rows keep their order, but got "
+                "`rlt predict` must run in one process, so that rows keep their order, but got "
                 f"{trainer.world_size}. Set --trainer.devices 1."
             )
 

@@ -18,9 +18,8 @@ from rlt_lightning.types import InputError
 class ReferenceSync(Callback):
     """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
 
-    The reference stays out of checkpoints. What it has become is written to `reference/` in the run folder
-    at each
-    sync, and the callback's state names that folder, so a resumed run goes on with the same reference.
+    The reference stays out of checkpoints. What it has become is written to `reference/` in the run folder at
+    each sync, and the callback's state names that folder, so a resumed run goes on with the same reference.
 
     Args:
         every_n_steps: Optimizer steps between syncs.
@@ -52,8 +51,8 @@ class ReferenceSync(Callback):
         folder = self._folder(trainer)
         if not folder.is_dir():
             raise InputError(
-                f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. "
-                "Restore it."
+                f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. Restore "
+                "it."
             )
         restored = load_model(str(folder), str(pl_module.dtype_name))
         pl_module.reference.model.load_state_dict(restored.state_dict())  # type: ignore[union-attr]

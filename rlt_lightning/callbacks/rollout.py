@@ -66,11 +66,9 @@ class RolloutCallback(Callback):
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
-            when they
-            are used: needs model.max_staleness of 1, and an engine that is not in process.
+            when they are used: needs model.max_staleness of 1, and an engine that is not in process.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
-            first
-            push to a worker, or to one that is back, is always checked. 0 checks those alone.
+            first push to a worker, or to one that is back, is always checked. 0 checks those alone.
         seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run
             repeats it.
     """
@@ -110,9 +108,8 @@ class RolloutCallback(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, RolloutCallback) for callback in callbacks) > 1:
             raise InputError(
-                "There must be one RolloutCallback, but there are several. Remove it from "
-                "trainer.callbacks; its "
-                "settings are those under rollouts."
+                "There must be one RolloutCallback, but there are several. Remove it from trainer.callbacks; "
+                "its settings are those under rollouts."
             )
         if stage == "fit":
             self._check_sampling(pl_module)
@@ -126,8 +123,7 @@ class RolloutCallback(Callback):
         if self.sampling.temperature == 0:
             raise InputError(
                 "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
-                "a group "
-                "are all alike. Set it, the released recipe uses 0.7."
+                "a group are all alike. Set it, the released recipe uses 0.7."
             )
         if module.reward.teacher_temperature != self.sampling.temperature:
             rank_zero_warn(
@@ -143,12 +139,10 @@ class RolloutCallback(Callback):
         if weighted and (self.sampling.truncates or not self.engine.reports_log_probs):
             raise InputError(
                 "Importance sampling and stale rollouts need the log-probs that tokens were sampled with, "
-                "but "
-                f"{self.sampling} and {type(self.engine).__name__} do not give them: a truncated "
-                "distribution is not "
-                "the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and the engine's "
-                "log_probs to "
-                "worker; or drop model.importance_sampling and set model.max_staleness to 0."
+                f"but {self.sampling} and {type(self.engine).__name__} do not give them: a truncated "
+                "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
+                "the engine's log_probs to worker; or drop model.importance_sampling and set "
+                "model.max_staleness to 0."
             )
 
     @override
@@ -388,7 +382,6 @@ def require_room(problems: list[Problem], role: str, context: int, max_completio
         if fixed + max_completion_length > context:
             raise InputError(
                 f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{problem.row} "
-                f"needs {fixed} + max_completion_length {max_completion_length}. "
-                "Lower sampling.max_completion_length or data.max_prompt_length."
+                f"{problem.row} needs {fixed} + max_completion_length {max_completion_length}. Lower "
+                "sampling.max_completion_length or data.max_prompt_length."
             )

@@ -75,8 +75,7 @@ class Engine(Protocol):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
 
     An engine samples with the trainer's own model, on every rank for itself (`in_process`), or it has copies
-    of the
-    weights elsewhere. Then rank 0 alone talks to it, for all ranks.
+    of the weights elsewhere. Then rank 0 alone talks to it, for all ranks.
     """
 
     in_process: bool
@@ -106,9 +105,8 @@ class Engine(Protocol):
             seeds: One per prompt. The same seed gives the same random numbers, whatever else is in the batch.
 
         Returns:
-            P lists of `num_completions`. Log-probs are of the full distribution at `sampling.temperature`,
-            at 1 when
-            it is 0, nats; None where the engine does not know them.
+            P lists of `num_completions`. Log-probs are of the full distribution at `sampling.temperature`, at
+            1 when it is 0, nats; None where the engine does not know them.
 
         Raises:
             WorkersLost: If a push is needed before the rest can be sampled.
@@ -126,8 +124,7 @@ class Engine(Protocol):
         Args:
             token_ids: A text.
             log_probs: The trainer's log-probs of all its tokens but the first at temperature 1, nats, by
-                policy
-                version: the current one and, to tell what a stale worker holds, earlier ones.
+                policy version: the current one and, to tell what a stale worker holds, earlier ones.
         """
 
     def health(self) -> None:

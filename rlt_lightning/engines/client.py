@@ -79,15 +79,13 @@ class WorkerClient:
         except TimeoutError as error:
             raise WorkerError(
                 f"{place} must be answered within {deadline_s:g} s, but was not. Look at the worker's log; "
-                "raise "
-                "the deadline if it is only slow.",
+                "raise the deadline if it is only slow.",
                 retryable=True,
             ) from error
         except httpx.HTTPError as error:
             raise WorkerError(
                 f"{place} failed ({type(error).__name__}: {error}). Check that the worker runs and that its "
-                "address "
-                "is right.",
+                "address is right.",
                 retryable=True,
             ) from error
         except httpx.InvalidURL as error:
@@ -132,8 +130,8 @@ class WorkerClient:
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
                 f"vLLM worker {self.url} must serve the model '{self.model}', but serves "
-                f"{', '.join(models) or 'none'}. "
-                "Correct the engine's served_model, or the worker's --served-model-name.",
+                f"{', '.join(models) or 'none'}. Correct the engine's served_model, or the worker's "
+                "--served-model-name.",
                 retryable=False,
             )
         self.model = self.model or next(iter(models))
@@ -152,8 +150,7 @@ class WorkerClient:
         """Whether log-probs are those that tokens are sampled with (--logprobs-mode processed_logprobs).
 
         When one token alone is allowed, it is sampled with probability 1: its processed log-prob is 0, its
-        raw one
-        is not.
+        raw one is not.
         """
         body: JSON = {"model": self.model, "prompt": [token_id], "max_tokens": 1, "logprobs": 0}
         body |= {"allowed_token_ids": [token_id], "temperature": 0.5, "seed": 0}

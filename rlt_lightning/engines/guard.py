@@ -1,8 +1,8 @@
 """Run a command that must not outlive the process that asked for it: `python guard.py COMMAND ARGUMENT …`.
 
 Needs nothing but Python. Standard input is a pipe held by the asking process. When that process ends in
-whatever way,
-SIGKILL included, the pipe closes, and the command is stopped with everything that it has started.
+whatever way, SIGKILL included, the pipe closes, and the command is stopped with everything that it has
+started.
 """
 
 import contextlib

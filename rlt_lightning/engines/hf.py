@@ -28,8 +28,8 @@ class HFEngine:
     """Sample with the teacher itself: a prompt's keys and values are computed once and shared by its group.
 
     Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
-    completion does
-    not depend on its neighbours in the batch, on the number of ranks, or on the random state of the process.
+    completion does not depend on its neighbours in the batch, on the number of ranks, or on the random state
+    of the process.
 
     Args:
         max_sequences: Completions sampled at once; more go in turns. Bounds the memory of the key-value
@@ -184,8 +184,7 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
 
     Returns:
         Token ids (n,) and their log-probs (n,) under softmax(logits / temperature) of the full vocabulary,
-        nats.
-        Greedy sampling reports log-probs at temperature 1.
+        nats. Greedy sampling reports log-probs at temperature 1.
     """
     scaled = logits / (sampling.temperature or 1.0)
     filtered = truncate(logits, history, sampling)

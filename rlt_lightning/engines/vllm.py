@@ -39,10 +39,9 @@ class VLLMEngine:
     """Sample with vLLM workers that hold copies of the teacher, and keep those copies up to date.
 
     Prompts go to whichever worker has room. What a request samples depends on its seed alone, not on the
-    worker. A
-    worker that dies, hangs or talks nonsense loses its requests to the others. A launched one is restarted;
-    one that is
-    named by its URL is waited for. Either gets the current weights before it serves again.
+    worker. A worker that dies, hangs or talks nonsense loses its requests to the others. A launched one is
+    restarted; one that is named by its URL is waited for. Either gets the current weights before it serves
+    again.
 
     Args:
         urls: Workers that run already, such as [http://127.0.0.1:8000]; or
@@ -309,8 +308,8 @@ class VLLMEngine:
         if self.reports_log_probs and not exact:
             raise EngineError(
                 f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but reports "
-                "raw ones. Start it with --logprobs-mode processed_logprobs, or set the engine's "
-                "log_probs to trainer."
+                "raw ones. Start it with --logprobs-mode processed_logprobs, or set the engine's log_probs "
+                "to trainer."
             )
         worker.verified = worker.incarnation
 
@@ -414,8 +413,7 @@ class VLLMEngine:
         if (version := await worker.probe(self.call_timeout_s)) != worker.weights:
             raise WorkerError(
                 f"vLLM worker {worker.url} was restarted: it has weights '{version}' instead of "
-                f"'{worker.weights}'. "
-                "What it sampled is dropped and it gets the current weights.",
+                f"'{worker.weights}'. What it sampled is dropped and it gets the current weights.",
                 retryable=True,
             )
 
@@ -439,8 +437,7 @@ def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: 
     """Say how a worker's log-probs differ from the trainer's of the latest version; None if they do not.
 
     They are also stale when they are within the bound, but four times as near to an earlier version: a small
-    step
-    moves log-probs by less than the bound, yet by more than rounding does.
+    step moves log-probs by less than the bound, yet by more than rounding does.
     """
     distances = {version: mean_distance(scores, values) for version, values in log_probs.items()}
     latest = max(distances)
@@ -454,8 +451,7 @@ def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: 
     if not error <= bound:
         return (
             f"its log-probs differ by {error:.2g} nats per token (at most {bound:g} is rounding) and fit no "
-            "earlier step "
-            "either: a part of the model, such as a tied output head, was not updated."
+            "earlier step either: a part of the model, such as a tied output head, was not updated."
         )
     return None
 

@@ -35,13 +35,11 @@ class WeightPush(ABC):
     """Bring the trainer's weights into vLLM workers while they hold their requests.
 
     For each worker: pause, start, transfer, finish with the new version, reset the prefix cache, resume. A
-    worker that
-    fails on the way is left out of the rest; its weights are then undefined until the next push.
+    worker that fails on the way is left out of the rest; its weights are then undefined until the next push.
 
     Args:
         bucket_mib: Most of the weights, in MiB, that the trainer holds a second time: gathered from its
-            ranks, or on
-            their way. A tensor larger than that is a bucket of its own where it must be whole.
+            ranks, or on their way. A tensor larger than that is a bucket of its own where it must be whole.
         timeout_s: Deadline of every single transfer and of every call to a worker.
     """
 
@@ -271,10 +269,8 @@ class NCCLPush(WeightPush):
     """Broadcast from GPU to GPU by vLLM's own trainer-side code, which the trainer's environment must hold.
 
     All workers form one group with the trainer, so one gather and one broadcast serve them all, and the loss
-    of one
-    breaks the group: the push fails for all and they meet anew at the next. A rank that dies within a
-    broadcast
-    makes NCCL wait; after `timeout_s` the run stops.
+    of one breaks the group: the push fails for all and they meet anew at the next. A rank that dies within a
+    broadcast makes NCCL wait; after `timeout_s` the run stops.
 
     Args:
         bucket_mib: Size of each of the two buffers that NCCL sends from.
@@ -317,11 +313,9 @@ class NCCLPush(WeightPush):
             in_background(send).result(self.timeout_s)
         except TimeoutError as error:
             raise EngineError(
-                f"The NCCL push to {', '.join(w.url for w in workers)} must end within {self.timeout_s:g} "
-                "s, but did "
-                "not: a worker died, or the network is not the one that NCCL chose (NCCL_SOCKET_IFNAME). "
-                "Look at the "
-                "workers' logs, then go on with --ckpt_path last."
+                f"The NCCL push to {', '.join(w.url for w in workers)} must end within {self.timeout_s:g} s, "
+                "but did not: a worker died, or the network is not the one that NCCL chose "
+                "(NCCL_SOCKET_IFNAME). Look at the workers' logs, then go on with --ckpt_path last."
             ) from error
         except (RuntimeError, EngineError) as error:
             self.close()

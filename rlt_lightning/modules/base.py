@@ -77,8 +77,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_frac < 1:
             raise InputError(
-                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of "
-                "the run."
+                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of the "
+                "run."
             )
         if self.lr <= 0 or self.max_grad_norm < 0:
             raise InputError(
@@ -228,8 +228,8 @@ class PolicyModule(LightningModule):
         grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm)
         if not grad_norm.isfinite():
             raise NonFiniteError(
-                f"Every gradient must be finite, but at step {self.global_step} one is not. "
-                "Resume from an earlier checkpoint with a lower learning rate, or use fp32."
+                f"Every gradient must be finite, but at step {self.global_step} one is not. Resume from an "
+                "earlier checkpoint with a lower learning rate, or use fp32."
             )
         optimizer.step()
         self.lr_schedulers().step()  # type: ignore[union-attr]
@@ -319,8 +319,7 @@ def check_packing(model: Any, name: str) -> None:
     if not error <= bound:
         raise InputError(
             f"Packed log-probs of '{name}' must equal its one-by-one log-probs, but differ by {error:.2g} "
-            "nats: "
-            f"the architecture {type(model).__name__} cannot be trained packed. Use a Llama, Qwen2 or "
+            f"nats: the architecture {type(model).__name__} cannot be trained packed. Use a Llama, Qwen2 or "
             "Qwen3 model."
         )
 

@@ -43,9 +43,8 @@ class RLTModule(PolicyModule):
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
         importance_sampling: Weights for the difference between the engine that sampled and the trainer, and,
-            with
-            stale rollouts, between then and now; None: no weights. Stale rollouts are then clipped by their
-            ratio.
+            with stale rollouts, between then and now; None: no weights. Stale rollouts are then clipped by
+            their ratio.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
@@ -153,8 +152,8 @@ class RLTModule(PolicyModule):
         rollouts = batch.rollouts
         if rollouts is None:
             raise InputError(
-                "Every batch needs rollouts, but this one has none. "
-                "Add rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
+                "Every batch needs rollouts, but this one has none. Add "
+                "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
             )
         staleness = self.global_step - rollouts.policy_version
         if not 0 <= staleness <= self.max_staleness:
@@ -217,8 +216,7 @@ class RLTModule(PolicyModule):
             if needed or self.importance_sampling is not None:
                 raise RuntimeError(
                     "Stale rollouts and importance sampling need the log-probs of the policy that sampled, "
-                    "but the "
-                    "engine sent none. Let it report them, or set model.max_staleness to 0 and drop "
+                    "but the engine sent none. Let it report them, or set model.max_staleness to 0 and drop "
                     "model.importance_sampling."
                 )
             return None
@@ -235,10 +233,8 @@ class RLTModule(PolicyModule):
         if self.mismatch_alarm is not None and mismatch.mean > self.mismatch_alarm:
             rank_zero_warn(
                 f"Step {self.global_step}: engine and trainer differ by {mismatch.mean:.3g} nats per token, "
-                "more than "
-                f"model.mismatch_alarm {self.mismatch_alarm:g}. Look at the engine's data type and "
-                "settings, or "
-                "set model.importance_sampling."
+                f"more than model.mismatch_alarm {self.mismatch_alarm:g}. Look at the engine's data type and "
+                "settings, or set model.importance_sampling."
             )
         return {
             "rollout/mismatch_mean": mismatch.mean,

@@ -67,9 +67,8 @@ class PolicyLoss(ABC):
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: Of the policy that sampled, (N, T), nats. None: it is the policy itself, ratio 1.
             ref_log_probs: Of the reference, (N, T), nats. None only where `kl_coef` is 0.
-            importance_weights: Without gradient, (N, T). They multiply the surrogate and, with
-                `unbiased_kl`, the
-                ratio before k3: both are means over samples of the engine. None: 1.
+            importance_weights: Without gradient, (N, T). They multiply the surrogate and, with `unbiased_kl`,
+                the ratio before k3: both are means over samples of the engine. None: 1.
             num_tokens: Tokens of the whole step; by default those of this mask.
             num_sequences: Completions of the whole step; by default the rows of this mask.
 
