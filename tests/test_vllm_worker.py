@@ -385,21 +385,26 @@ def test_a_worker_that_is_killed_and_one_that_hangs_cost_no_completion(
     assert worker_pids(tmp_path / "run") == []
 
 
+@pytest.fixture(scope="module")
+def calm_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that loses no worker."""
+    folder = tmp_path_factory.mktemp("calm")
+    assert run_with_faults(folder, tiny_model, [], steps=14) == []
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
 def test_five_faults_at_random_moments_change_nothing(
-    fault: signal.Signals, tiny_model: str, tmp_path: Path
+    fault: signal.Signals, calm_run: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     chance = random.Random(fault.name)
     faults = [(chance.uniform(0, 3), fault, chance.randrange(4)) for _ in range(5)]
-    (tmp_path / "calm").mkdir()
-    (tmp_path / "faults").mkdir()
-    assert run_with_faults(tmp_path / "calm", tiny_model, [], steps=20) == []
-    losses = run_with_faults(tmp_path / "faults", tiny_model, faults, steps=20)
+    losses = run_with_faults(tmp_path, tiny_model, faults, steps=14)
     assert len(losses) >= 5
-    calm, hit = (completions(tmp_path / name / "run") for name in ("calm", "faults"))
+    calm, hit = completions(calm_run), completions(tmp_path / "run")
     assert [row[:3] for row in hit] == [row[:3] for row in calm]
-    assert len(metrics(tmp_path / "faults" / "run")) == len(metrics(tmp_path / "calm" / "run")) == 20
+    assert len(metrics(tmp_path / "run")) == len(metrics(calm_run)) == 14
 
 
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:

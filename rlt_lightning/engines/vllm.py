@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import sys
 import time
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost
 from rlt_lightning.engines.client import Request, WorkerClient, WorkerError
 from rlt_lightning.engines.hf import eos_token_ids
@@ -25,6 +24,7 @@ from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.types import Completion, InputError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 SERVED_MODEL = "teacher"  # name that launched workers serve the weights under
 SEED_MASK = 2**62 - 1  # vLLM takes signed 64-bit seeds and adds the number of the completion
 GREETING_S = 5.0  # deadline of the first call to a worker that may not be there
@@ -218,7 +218,7 @@ class VLLMEngine:
         worker.weights = None
         worker.incarnation += 1
         self.losses += 1
-        rank_zero_warn(f"Lost vLLM worker {worker.url}: {reason}")
+        log.warning("Lost vLLM worker %s: %s", worker.url, reason)  # each time: a warning is shown but once
         if self.losses > self.max_restarts:
             raise EngineError(
                 f"Workers were lost {self.losses} times in a row, the last was {worker.url}: {reason} Mend "
