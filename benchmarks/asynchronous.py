@@ -37,6 +37,7 @@ from fake_worker import FakeWorker  # noqa: E402  (the stand-in of the tests)
 
 GOAL = 0.77
 WARM_UP = 2
+GROUP_SIZE = 2
 PHASES = ("generate", "push", "score", "train")
 
 
@@ -46,7 +47,7 @@ def step_times(name: str, engine: dict[str, Any], asynchronous: bool, steps: int
         "engine": {"class_path": "rlt_lightning.engines.VLLMEngine", "init_args": engine},
         "asynchronous": asynchronous,
         "verify_every_n_steps": 0,  # the stand-in answers for the first weights alone
-        "sampling": {"max_completion_length": 48},
+        "sampling": {"max_completion_length": 32},
     }
     model = {"importance_sampling": {"class_path": "rlt_lightning.numerics.TruncatedImportanceSampling"}}
     arguments: dict[str, Any] = model | {"max_staleness": int(asynchronous), "mismatch_alarm": None}
@@ -58,6 +59,7 @@ def step_times(name: str, engine: dict[str, Any], asynchronous: bool, steps: int
         )
         command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
         command += [f"--config={overlay}", f"--output_dir={folder}/run", "--export.enabled=false"]
+        command += [f"--model.group_size={GROUP_SIZE}", "--checkpoint.every_n_train_steps=1000"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         with open(f"{folder}/run/metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))[WARM_UP:]

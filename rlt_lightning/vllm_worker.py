@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Full, Queue
+from threading import Event
 from typing import Any
 
 import torch
@@ -32,11 +33,53 @@ from vllm.distributed.weight_transfer.base import (
 
 from rlt_lightning.gloo import from_trainer, join_group
 
+NamedTensor = tuple[str, Tensor]
+AHEAD = 8  # tensors that are received, or read, before they are loaded
+
 
 class ReloadEngine(WeightTransferEngine):
     """What both backends share: vLLM's reload, layer by layer, and what it leaves stale."""
 
     supports_draft_weight_update = False
+    helper: ThreadPoolExecutor | None = None  # one thread, which may use any core
+
+    def open_helper(self) -> ThreadPoolExecutor:
+        """Start a helper thread; an earlier one, which a trainer may have left waiting, is let go."""
+        self.helper = ThreadPoolExecutor(1, initializer=use_any_core)
+        return self.helper
+
+    def load_ahead(self, named_tensors: Iterator[NamedTensor]) -> None:
+        """Load tensors into the model while the helper gets the next ones."""
+        arrivals: Queue[NamedTensor | Exception | None] = Queue(AHEAD)
+        loading = Event()
+        loading.set()
+
+        def put(item: NamedTensor | Exception | None) -> None:
+            while loading.is_set():  # when loading fails, what still arrives is thrown away
+                try:
+                    return arrivals.put(item, timeout=1)
+                except Full:
+                    continue
+
+        def get_all() -> None:
+            try:
+                for item in named_tensors:
+                    put(item)
+                put(None)
+            except Exception as error:  # to be raised where it is waited for
+                put(error)
+
+        def arrived() -> Iterator[NamedTensor]:
+            while (item := arrivals.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+
+        (self.helper or self.open_helper()).submit(get_all)
+        try:
+            self.model.load_weights(arrived())
+        finally:
+            loading.clear()
 
     def start_weight_update(self) -> None:
         """Make the model ready to take a checkpoint's tensors, in any order."""
@@ -106,7 +149,6 @@ class GlooEngine(ReloadEngine):
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     group: Any = None  # a ProcessGroupGloo
-    receiver: ThreadPoolExecutor | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the trainer's group, in place of an earlier one."""
@@ -119,20 +161,13 @@ class GlooEngine(ReloadEngine):
             store = PrefixStore(init_info.prefix, server)
             return join_group(store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
 
-        if self.receiver is None:
-            self.receiver = ThreadPoolExecutor(1, initializer=use_any_core)
-        self.group = self.receiver.submit(join).result()  # there, so that gloo's own threads may use any core
+        self.group = self.open_helper().submit(join).result()  # gloo's own threads take its cores
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Load each tensor as soon as it is here, while the next ones are on their way."""
-        if self.group is None or self.receiver is None:
+        if self.group is None:
             raise RuntimeError("init_weight_transfer_engine must come before update_weights. Call it.")
-        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        arrivals: SimpleQueue[Tensor | Exception] = SimpleQueue()
-        self.receiver.submit(
-            receive, self.group, update_info.shapes, dtypes, update_info.piece_bytes, arrivals
-        )
-        self.model.load_weights((name, next_arrival(arrivals)) for name in update_info.names)
+        self.load_ahead(broadcast_tensors(self.group, update_info))
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -145,30 +180,13 @@ def use_any_core() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def receive(
-    group: Any,
-    shapes: list[list[int]],
-    dtypes: list[torch.dtype],
-    piece_bytes: int,
-    arrivals: SimpleQueue[Tensor | Exception],
-) -> None:
-    """Take tensor after tensor from the trainer; an error ends the row and is passed on."""
-    try:
-        for shape, dtype in zip(shapes, dtypes, strict=True):
-            tensor = torch.empty(shape, dtype=dtype)
-            for piece in tensor.view(-1).view(torch.uint8).split(piece_bytes):
-                group.broadcast([piece], from_trainer()).wait()
-            arrivals.put(tensor)
-    except RuntimeError as error:  # what gloo raises when the trainer is gone or late
-        arrivals.put(error)
-
-
-def next_arrival(arrivals: SimpleQueue[Tensor | Exception]) -> Tensor:
-    """Wait for the next tensor, or raise what kept it from coming."""
-    arrival = arrivals.get()
-    if isinstance(arrival, Exception):
-        raise arrival
-    return arrival
+def broadcast_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]:
+    """Take tensor after tensor from the trainer."""
+    for name, shape, dtype in zip(info.names, info.shapes, info.dtype_names, strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        for piece in tensor.view(-1).view(torch.uint8).split(info.piece_bytes):
+            group.broadcast([piece], from_trainer()).wait()
+        yield name, tensor
 
 
 @dataclass
@@ -193,11 +211,11 @@ class DiskEngine(ReloadEngine):
         """Nothing to set up."""
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
-        """Load the tensors one after the other."""
-        self.model.load_weights(stored_tensors(Path(update_info.folder)))
+        """Load tensor after tensor, while the next ones are read."""
+        self.load_ahead(stored_tensors(Path(update_info.folder)))
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
     """Yield the tensors of a folder's safetensors files."""
     from safetensors import safe_open
 
