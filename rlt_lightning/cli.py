@@ -126,9 +126,15 @@ class RLTCommandLine(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
+        named = as_list(config["callbacks"])
+        if any(isinstance(callback, callbacks.RolloutCallback) for callback in named):
+            raise InputError(
+                "Every run has one RolloutCallback, but trainer.callbacks names another. Remove it there; its "
+                "settings are those under rollouts."
+            )
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [AtomicCheckpointIO(), *as_list(config["plugins"])]
-        config["callbacks"] = [*as_list(config["callbacks"]), IterationBar(), MetricsResume()]
+        config["callbacks"] = [*named, IterationBar(), MetricsResume()]
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:

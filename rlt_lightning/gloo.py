@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +19,11 @@ def join_group(store: Store, rank: int, world_size: int, timeout_s: float, host:
     machine's host name.
     """
     timeout = timedelta(seconds=timeout_s)
-    if host != LOOPBACK:
+    address = socket.gethostbyname(host)
+    if not ipaddress.ip_address(address).is_loopback:
         return ProcessGroupGloo(store, rank, world_size, timeout)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, world_size, options)
 

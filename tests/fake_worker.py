@@ -91,7 +91,9 @@ class FakeWorker:
         on_init: Callable[[JSON], None] | None = None,
         on_update: Callable[[JSON], None] | None = None,
         port: int = 0,
+        model: str = "teacher",
     ) -> None:
+        self.model = model
         self.faults, self.always, self.broken = deque(faults), always, broken or {}
         self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
         self.delay_s, self.endings, self.score = delay_s, endings, score
@@ -196,7 +198,7 @@ class FakeWorker:
             case "/weight_info":
                 return {"weight_version": self.version}
             case "/v1/models":
-                return {"data": [{"id": "teacher", "max_model_len": 2048}]}
+                return {"data": [{"id": self.model, "max_model_len": 2048}]}
             case "/get_world_size":
                 return {"world_size": 1}
             case "/server_info":
@@ -350,6 +352,7 @@ if __name__ == "__main__":
         sys.exit("ValueError: no such model")
     FakeWorker(
         port=int(words[words.index("--port") + 1]),
+        model=words[words.index("--served-model-name") + 1],
         api_key=os.environ.get("VLLM_API_KEY"),
         faults=tuple(os.environ.get("FAKE_FAULTS", "").split()),
     )

@@ -260,6 +260,21 @@ def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, lo
     assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_resume_without_workers_leaves_the_checkpoint_alone(
+    tiny_model: str, tmp_path: Path, asynchronous: bool
+) -> None:
+    with worker_of(tiny_model) as worker:
+        fit(tiny_model, tmp_path, worker, steps=3, asynchronous=asynchronous)
+        checkpoint = tmp_path / "step=000003.ckpt"
+        before = checkpoint.read_bytes()
+        worker.close()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="must answer"):
+                fit(tiny_model, tmp_path, worker, resume=checkpoint, asynchronous=asynchronous)
+            assert checkpoint.read_bytes() == before
+
+
 @pytest.mark.parametrize("answered", [0, 1, 2])
 def test_a_worker_that_comes_back_in_time_changes_no_completion(
     tiny_model: str, tmp_path: Path, whole: Witness, answered: int

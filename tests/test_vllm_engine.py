@@ -25,6 +25,7 @@ import torch
 from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from rlt_lightning.engines import (
     DiskPush,
@@ -72,7 +73,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
 
 
 def start_engine(engine: VLLMEngine, folder: Path) -> None:
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[EOS, 5]), name_or_path="model")
+    config = LlamaConfig(vocab_size=49152)
+    eos = SimpleNamespace(eos_token_id=[EOS, 5])
+    model = SimpleNamespace(generation_config=eos, name_or_path="model", config=config)
     engine.start(model, SimpleNamespace(eos_token_id=EOS), folder)
 
 
@@ -346,7 +349,7 @@ def test_workers_that_are_lost_again_and_again_end_the_run(start: Any) -> None:
             generate(engine)
         engine.health()
         engine.update_weights(WEIGHTS, 0)
-    with pytest.raises(EngineError, match=f"lost 3 times in a row, the last was {worker.url}") as ended:
+    with pytest.raises(EngineError, match=f"{worker.url} was lost 3 times in a row") as ended:
         generate(engine)
     assert not isinstance(ended.value, WorkersLost)
 
@@ -591,6 +594,53 @@ def test_an_address_that_is_not_ours_is_an_engine_error(start: Any) -> None:
         start(gloo_worker("one", {}, lambda f, *a: f(*a)), push=GlooPush(timeout_s=2.0, host="203.0.113.7"))
 
 
+def test_a_worker_that_refuses_the_weights_says_why(start: Any) -> None:
+    worker = gloo_worker("one", {}, lambda f, *a: f(*a))
+    worker.broken["/update_weights"] = 500
+    engine = start(worker, push=GlooPush(timeout_s=2.0), step=None)
+    engine.update_weights([("big", torch.zeros(30_000_000))], 1)
+    assert "/update_weights was refused with status 500" in engine.down[worker.url]
+
+
+def test_a_group_of_tensors_is_let_go_before_the_next_is_gathered() -> None:
+    tensors = [(str(i), torch.zeros(1000)) for i in range(4)]
+    seen: list[list[Tensor]] = []
+    for group in gathered_groups(tensors, 4000):
+        assert all(earlier == [] for earlier in seen)
+        seen.append(group)
+    assert len(seen) == 4
+
+
+def test_addresses_that_cannot_be_are_refused() -> None:
+    for urls in (["localhost:8000"], ["http://user:secret@host:1"], ["http://a:1", "http://a:1/"]):
+        with pytest.raises(InputError, match="must be different addresses") as refused:
+            VLLMEngine(urls)
+        assert "secret" not in str(refused.value)
+
+
+def test_a_key_that_no_header_takes_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "geheim\u00fc")
+    with pytest.raises(InputError, match="must be printable ASCII") as refused:
+        VLLMEngine(["http://127.0.0.1:1"])
+    assert "geheim" not in str(refused.value)
+
+
+def test_a_token_outside_the_vocabulary_is_garbage(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    engine.vocab_size = 50  # the fake's tokens are all larger
+    with pytest.raises(WorkersLost, match="not in the vocabulary"):
+        generate(engine)
+
+
+def test_what_workers_hold_is_unknown_after_closing(start: Any) -> None:
+    engine = start(FakeWorker())
+    assert engine.policy_version == 0
+    engine.close()
+    assert engine.policy_version == -1
+    assert engine.unverified
+
+
 # Workers that are launched
 
 TREE = (  # a worker with a child of its own that does not listen to SIGTERM
@@ -737,6 +787,15 @@ def test_a_launched_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     ):
         start_engine(engine, tmp_path)
     assert engine.servers == {}
+
+
+def test_a_server_of_somebody_else_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    with FakeWorker() as stranger:
+        launch = Launch(executable=fake_vllm(tmp_path), port=stranger.port, start_deadline_s=10.0)
+        engine = VLLMEngine(launch=launch, push=DiskPush(folder=str(tmp_path / "weights")))
+        with pytest.raises(EngineError, match=r"must serve the model 'teacher-|must start, but ended"):
+            start_engine(engine, tmp_path)
+        assert stranger.bodies == []
 
 
 def test_the_key_of_a_launched_worker_is_not_on_its_command_line(

@@ -74,9 +74,12 @@ class Checkpoint(ModelCheckpoint):
         """When rollouts fail, keep the last finished iteration, whatever `every_n_train_steps` is."""
         if not isinstance(exception, EngineError) or trainer.state.fn != TrainerFn.FITTING:
             return
+        loader: Any = trainer.train_dataloader
+        if loader is None or not loader.in_use:
+            return  # nothing was done: the checkpoint that the run came from is the last finished iteration
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         if progress.ready > progress.completed:  # this iteration's batch is taken, and to be taken again
-            trainer.train_dataloader.rewind()  # type: ignore[union-attr]
+            loader.rewind()
         self.save_on_exception = True
         super().on_exception(trainer, pl_module, exception)
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost
+from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost, require_context
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.modules.base import log_probs_of, mix_seed, pack
@@ -105,12 +105,6 @@ class RolloutCallback(Callback):
         """Check, before any model is loaded, that settings agree and that completions fit."""
         if stage == "predict" or not isinstance(pl_module, RLTModule):
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, RolloutCallback) for callback in callbacks) > 1:
-            raise InputError(
-                "There must be one RolloutCallback, but there are several. Remove it from trainer.callbacks; "
-                "its settings are those under rollouts."
-            )
         if stage == "fit":
             self._check_sampling(pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
@@ -167,7 +161,8 @@ class RolloutCallback(Callback):
     ) -> None:
         if not isinstance(pl_module, RLTModule):
             return
-        if self.order is None:
+        expected = (pl_module.group_size, self.sampling)
+        if self.order is None or (self.order.num_completions, self.order.sampling) != expected:
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
         self._attach(trainer, pl_module, batch, self.order)
         following = None
@@ -201,7 +196,7 @@ class RolloutCallback(Callback):
             return {}
         try:
             self.order.take()  # costs nothing: the next step would wait for them
-        except EngineError as error:  # the next step asks again, and tells if that fails too
+        except (EngineError, InputError) as error:  # the next step asks again, and tells if that fails too
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {error}")
             self.order.future = None
         return {"order": to_plain(self.order)}
@@ -213,6 +208,7 @@ class RolloutCallback(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.engine.close()
+        self.verified_at, self.probe_log_probs = None, {}
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -226,6 +222,10 @@ class RolloutCallback(Callback):
         def start() -> None:
             tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
             self.engine.start(pl_module.policy, tokenizer, Path(trainer.default_root_dir))
+
+            longest = max(len(p.teacher_prompt) for p in trainer.datamodule.problems)  # type: ignore[attr-defined]
+            limits = (self.sampling.max_completion_length, self.val_sampling.max_completion_length)
+            require_context(longest + max(limits), self.engine.max_model_len)
 
         self._on_rank_zero(trainer, start)
 
@@ -331,11 +331,11 @@ class RolloutCallback(Callback):
             try:
                 outcome = [(function(), None)]
             except (EngineError, InputError) as error:
-                failure, outcome = error, [(None, str(error))]
+                failure, outcome = error, [(None, (isinstance(error, InputError), str(error)))]
         torch.distributed.broadcast_object_list(outcome, src=0)
-        result, message = outcome[0]
-        if message is not None:
-            raise failure or EngineError(message)
+        result, problem = outcome[0]
+        if problem is not None:
+            raise failure or (InputError if problem[0] else EngineError)(problem[1])
         return result
 
 

@@ -58,6 +58,7 @@ class StepLoader(Generic[Item, Batch]):
         self.world_size = world_size
         self.epoch = 0
         self.next_batch = 0
+        self.in_use = False  # whether this process has taken a batch
 
     def __len__(self) -> int:
         return len(self.items) // self.batch_size
@@ -69,6 +70,7 @@ class StepLoader(Generic[Item, Batch]):
             # nobody asks for more after the last one.
             last = batch + 1 == len(self)
             self.epoch, self.next_batch = (self.epoch + 1, 0) if last else (self.epoch, batch + 1)
+            self.in_use = True
             yield self.batch(epoch, batch)
 
     def peek(self) -> Batch:

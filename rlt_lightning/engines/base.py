@@ -70,6 +70,16 @@ class Sampling:
             )
 
 
+def require_context(num_tokens: int, max_model_len: int) -> None:
+    """Check that prompt and completion fit into what the engine takes, in tokens."""
+    if num_tokens > max_model_len:
+        raise InputError(
+            f"Prompt and completion must fit into the workers' --max-model-len of {max_model_len} tokens, "
+            f"but need {num_tokens}. Raise it, or lower sampling.max_completion_length or "
+            "data.max_prompt_length."
+        )
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
@@ -80,6 +90,7 @@ class Engine(Protocol):
 
     in_process: bool
     reports_log_probs: bool
+    max_model_len: int  # tokens of prompt and completion that it takes; known once it is started
     unverified: bool  # whether a worker has never been verified since it came, or came back
     policy_version: int  # of the weights that all its workers hold; -1 if some need a push
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import ssl
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Request:
     sampling: Sampling
     stop: str
     eos_token_ids: tuple[int, ...]
+    vocab_size: int
     seed: int  # of the first completion; those after it take the numbers that follow
 
     @property
@@ -60,6 +62,7 @@ class WorkerClient:
         self.api_key = api_key
         self.weights: str | None = None  # version of the last push to it that went through
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
+        self.losses = 0  # times that it was lost since any request was completed
         self.verified = -1  # incarnation whose weights were last compared with the trainer's
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
@@ -122,11 +125,11 @@ class WorkerClient:
         )
         return str(answer.get("weight_version"))  # of the last finished push; "default" before the first
 
-    async def served_model(self, deadline_s: float) -> JSON:
-        """The entry of the served model, `max_model_len` among it; remembers its name."""
+    async def context(self, deadline_s: float) -> int:
+        """Tokens of prompt and completion that the served model takes; remembers the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
         with self.understanding(answer, "a list of models"):
-            models = {entry["id"]: entry for entry in answer["data"]}
+            models = {entry["id"]: int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]}
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
                 f"vLLM worker {self.url} must serve the model '{self.model}', but serves "
@@ -228,8 +231,8 @@ def parse_completions(answer: JSON, request: Request, url: str) -> list[Completi
         limit = request.sampling.max_completion_length
         if not 1 <= len(token_ids) <= limit or len(log_probs) != len(token_ids):
             raise ValueError(f"{len(token_ids)} token ids and {len(log_probs)} log-probs")
-        if not all(isinstance(token, int) and token >= 0 for token in token_ids):
-            raise ValueError("token ids that are no numbers")
+        if not all(isinstance(token, int) and 0 <= token < request.vocab_size for token in token_ids):
+            raise ValueError("token ids that are not in the vocabulary")
         if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs):
             raise ValueError("log-probs that are none")
         completions.append(

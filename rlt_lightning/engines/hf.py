@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class HFEngine:
     in_process = True
     reports_log_probs = True
     unverified = False
+    max_model_len = sys.maxsize  # the model's own context is checked before it is loaded
 
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences

@@ -118,6 +118,11 @@ class LocalServer:
         self.kill()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        # vLLM's own groups listen on the machine's address otherwise, whatever --host says.
+        defaults |= {
+            "VLLM_HOST_IP": LOOPBACK,
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
         environment = {**os.environ, **defaults, **self.environment, "PYTHONPATH": self.import_folder.name}
         with open(self.log, "ab") as log:
             self.log_begin = log.tell()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost
+from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost, require_context
 from rlt_lightning.engines.client import Request, WorkerClient, WorkerError
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
@@ -25,7 +26,6 @@ from rlt_lightning.types import Completion, InputError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-SERVED_MODEL = "teacher"  # name that launched workers serve the weights under
 SEED_MASK = 2**62 - 1  # vLLM takes signed 64-bit seeds and adds the number of the completion
 GREETING_S = 5.0  # deadline of the first call to a worker that may not be there
 AGREEMENT = {
@@ -60,7 +60,7 @@ class VLLMEngine:
         max_retries: How often a request that failed at a living worker is sent again.
         backoff_s: Wait before the first retry; doubles with each.
         recovery_timeout_s: How long to wait for one worker to come back when none is left.
-        max_restarts: How often workers may be lost in a row without completing a request in between.
+        max_restarts: How often a worker may be lost in a row, while no request is completed.
     """
 
     in_process = False
@@ -98,17 +98,26 @@ class VLLMEngine:
         self.max_restarts = max_restarts
         self.run_id = uuid4().hex[:8]  # versions of another run's trainer are not ours
         self.pushed = -1  # policy version of the last push
-        self.losses = 0  # workers lost since a request was completed
         self.down: dict[str, str] = {}  # URL of each worker that does not serve -> why
         self.silence: dict[str, str] = {}  # URL -> what came of the last attempt to greet it
         self.servers: dict[str, LocalServer] = {}  # URL -> process, of launched workers
         self.stop_ids: tuple[int, ...] = ()
+        self.vocab_size = 0
         self.max_model_len = sys.maxsize
         self.started = False
-        api_key = os.environ.get(api_key_env)
+        api_key = os.environ.get(api_key_env, "").strip()
+        if not api_key.isascii() or not api_key.isprintable():
+            raise InputError(f"The key in {api_key_env} must be printable ASCII, but is not. Correct it.")
+        faulty = [url for url in urls or [] if not re.fullmatch(r"https?://[^@/]+/?", url)]
+        if faulty or len({url.rstrip("/") for url in urls or []}) < len(urls or []):
+            raise InputError(
+                "VLLMEngine.urls must be different addresses such as http://127.0.0.1:8000, without user and "
+                f"path, but one of the {len(urls or [])} is not. Correct them."
+            )
         if launch is not None:
             ports = [launch.port + i if launch.port else free_port() for i in range(launch.num_workers)]
-            urls, served_model = [f"http://{LOOPBACK}:{port}" for port in ports], SERVED_MODEL
+            urls = [f"http://{LOOPBACK}:{port}" for port in ports]
+            served_model = f"teacher-{self.run_id}"  # no other server on the port is taken for ours
         self.workers = [WorkerClient(url, served_model, api_key) for url in urls or []]
 
     @property
@@ -139,6 +148,7 @@ class VLLMEngine:
         if self.started:
             return
         self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.push.folder = folder / "weights"
         self.down = {worker.url: "It never answered." for worker in self.workers}
         try:
@@ -153,7 +163,7 @@ class VLLMEngine:
     def _start_servers(self, launch: Launch, model: str, logs: Path) -> None:
         for index, worker in enumerate(self.workers):
             port = int(worker.url.rpartition(":")[2])
-            command = launch.command(index, port, model, self.push.backend, SERVED_MODEL)
+            command = launch.command(index, port, model, self.push.backend, str(worker.model))
             environment = dict(launch.environment)
             if launch.gpus is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus[index]))
@@ -169,6 +179,10 @@ class VLLMEngine:
             server.stop()
         self.servers = {}
         self.started = False
+        self.pushed = -1  # what the workers hold later on is not known
+        for worker in self.workers:
+            worker.weights = None
+            worker.incarnation += 1
 
     # Workers that come and go
 
@@ -202,14 +216,14 @@ class VLLMEngine:
         """
         try:
             await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
-            limit = (await worker.served_model(self.call_timeout_s)).get("max_model_len")
+            limit = await worker.context(self.call_timeout_s)
             await worker.describe(self.call_timeout_s)
         except WorkerError as error:
             if not error.retryable:
                 raise
             self.silence[worker.url] = str(error)
             return
-        self.max_model_len = min(self.max_model_len, limit or sys.maxsize)
+        self.max_model_len = min(self.max_model_len, limit)
         self.down.pop(worker.url, None)
 
     def _lose(self, worker: WorkerClient, reason: str, restart: bool = True) -> None:
@@ -217,12 +231,12 @@ class VLLMEngine:
         self.down[worker.url] = reason
         worker.weights = None
         worker.incarnation += 1
-        self.losses += 1
+        worker.losses += 1
         log.warning("Lost vLLM worker %s: %s", worker.url, reason)  # each time: a warning is shown but once
-        if self.losses > self.max_restarts:
+        if worker.losses > self.max_restarts:
             raise EngineError(
-                f"Workers were lost {self.losses} times in a row, the last was {worker.url}: {reason} Mend "
-                "it, then go on with --ckpt_path last."
+                f"vLLM worker {worker.url} was lost {worker.losses} times in a row: {reason} Mend it, then "
+                "go on with --ckpt_path last."
             )
         if restart and worker.url in self.servers:
             self.servers[worker.url].start()
@@ -319,15 +333,9 @@ class VLLMEngine:
         self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
-        longest = max(map(len, prompts)) + sampling.max_completion_length
-        if longest > self.max_model_len:
-            raise InputError(
-                f"Prompt and completion must fit into the workers' --max-model-len of {self.max_model_len} "
-                f"tokens, but need {longest}. Raise it, or lower sampling.max_completion_length or "
-                "data.max_prompt_length."
-            )
+        require_context(max(map(len, prompts)) + sampling.max_completion_length, self.max_model_len)
         requests = [
-            Request(prompt, num_completions, sampling, stop, self.stop_ids, seed & SEED_MASK)
+            Request(prompt, num_completions, sampling, stop, self.stop_ids, self.vocab_size, seed & SEED_MASK)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         finished = self._run(self._complete_all(requests))
@@ -360,7 +368,8 @@ class VLLMEngine:
                     if task.exception() is None:
                         finished[index] = task.result()
                         del running[task]
-                        self.losses = 0
+                        for other in self.workers:
+                            other.losses = 0
                 for task in done & (running.keys() | watching.keys()):
                     worker = watching.pop(task) if task in watching else running[task][1]
                     error = task.exception()

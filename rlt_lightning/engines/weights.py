@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, ClassVar, TypeVar
@@ -180,27 +181,34 @@ class GlooPush(WeightPush):
             for worker in workers
         }
         for tensors in gathered_groups(named_tensors, self.gather_bytes):
-            for tensor in tensors:
-                for piece in pieces(tensor, self.dtype or tensor.dtype, self.bucket_bytes):
-                    self.broadcast(piece, updates, failures)
+            self.send(tensors, updates, failures)
         sent = [worker for worker in workers if worker.url not in failures]
         sent = on_each(sent, lambda worker: updates[worker.url].result(), failures)
         on_each(sent, lambda worker: self.finish(worker, version), failures)
 
+    def send(self, tensors: list[Tensor], updates: dict[str, Future[JSON]], failures: Failures) -> None:
+        """Send tensors to every worker that still takes part; keeps none of them."""
+        for tensor in tensors:
+            for piece in pieces(tensor, self.dtype or tensor.dtype, self.bucket_bytes):
+                self.broadcast(piece, updates, failures)
+
     def broadcast(self, piece: Tensor, updates: dict[str, Future[JSON]], failures: Failures) -> None:
-        """Send one piece to every worker that still takes part, to all at the same time."""
-        live = [url for url in updates if url not in failures]
+        """Send one piece to all workers at the same time."""
         started = []
-        for url in live:
+        for url, update in updates.items():
             try:
-                started.append((url, self.groups[url][1].broadcast([piece], from_trainer())))
-            except RuntimeError as error:
+                if url not in failures:
+                    if update.done():
+                        update.result()  # a worker that has given up says why
+                    started.append((url, self.groups[url][1].broadcast([piece], from_trainer())))
+            except (RuntimeError, EngineError) as error:
                 failures[url] = error
         for url, work in started:
             try:
                 work.wait()
             except RuntimeError as error:  # gloo: the connection is closed, or the time is over
-                failures[url] = error
+                update = updates[url]
+                failures[url] = (update.done() and update.exception()) or error  # type: ignore[assignment]
 
     def close(self) -> None:
         """Leave all groups."""
@@ -247,6 +255,7 @@ class DiskPush(WeightPush):
                     save_file(bucket, scratch / f"model-{number:05d}.safetensors")
             except OSError as error:
                 problem = error  # go on gathering: the other ranks do
+            bucket.clear()
         if problem is not None:
             raise EngineError(
                 f"The weights must be written to {scratch}, but that failed ({problem}). Make room."
@@ -294,6 +303,16 @@ class NCCLPush(WeightPush):
     def gather_bytes(self) -> int:
         """One tensor at a time: that is how vLLM's code asks for them."""
         return 0
+
+    def prepare(self, worker: WorkerClient) -> None:
+        """Hold the worker's requests, if this process can send at all."""
+        if not torch.cuda.is_available() or find_spec("vllm") is None:
+            raise WorkerError(
+                "NCCLPush needs a GPU, and vLLM in the trainer's environment, but one of them is missing. "
+                "Install the vllm extra, or use GlooPush.",
+                retryable=False,
+            )
+        super().prepare(worker)
 
     def transfer(
         self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
@@ -443,14 +462,19 @@ def gathered_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Itera
     for _, tensor in named_tensors:
         num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
         if group and size + num_bytes > group_bytes:
-            with gathered(group) as whole:
-                yield whole
+            yield from held(group)
             group, size = [], 0
         group.append(tensor)
         size += num_bytes
     if group:
-        with gathered(group) as whole:
-            yield whole
+        yield from held(group)
+
+
+def held(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield whole tensors once; whoever took the list finds it empty afterwards, so that nothing is kept."""
+    with gathered(tensors) as whole:
+        yield whole
+        whole.clear()
 
 
 def pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:

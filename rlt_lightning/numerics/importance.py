@@ -63,7 +63,7 @@ class Mismatch:
     def between(cls, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Mismatch:
         """Measure (N, T) log-probs, nats, where the mask is True."""
         difference = (log_probs.detach() - engine_log_probs)[token_mask].double()
-        ratio = difference.exp()
+        ratio = difference.clamp(max=100).exp()  # its square must stay finite
         return cls(
             num_tokens=float(difference.numel()),
             distance=difference.abs().sum().item(),
