@@ -129,8 +129,8 @@ class RLTCommandLine(LightningCLI):
         named = as_list(config["callbacks"])
         if any(isinstance(callback, callbacks.RolloutCallback) for callback in named):
             raise InputError(
-                "Every run has one RolloutCallback, but trainer.callbacks names another. Remove it there; its "
-                "settings are those under rollouts."
+                "Every run has one RolloutCallback, but trainer.callbacks names another. Remove it there; "
+                "its settings are those under rollouts."
             )
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [AtomicCheckpointIO(), *as_list(config["plugins"])]

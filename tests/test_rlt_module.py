@@ -293,6 +293,7 @@ def test_validation_inside_fit_logs_held_out_reward_and_its_terms(tiny_model: st
         "reward/val_format",
         "rollout/val_length_mean",
         "rollout/val_closed_frac",
+        "rollout/val_mismatch_max",
     }
     terms = metrics["reward/val_solution"] + metrics["reward/val_kl"] + metrics["reward/val_format"]
     assert metrics["reward/val_mean"] == pytest.approx(terms, abs=1e-4)
