@@ -169,7 +169,8 @@ def test_two_processes_with_unequal_lengths_equal_one(
         # Adam turns rounding of near-zero gradients into whole updates: later steps agree less closely.
         bound = 1e-5 if step == 1 else 1e-3
         for name in ("reward/mean", "policy/entropy", "policy/grad_norm", "student/kl_mean"):
-            assert metrics(two)[step][name] == pytest.approx(row[name], rel=bound, abs=1e-6), (step, name)
+            expected = pytest.approx(row[name], rel=bound, abs=bound / 10)
+            assert metrics(two)[step][name] == expected, (step, name)
     rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
     assert rows[0] == rows[1]
     assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
