@@ -262,7 +262,9 @@ class VLLMEngine:
             for worker in absent:
                 self._restart_if_ended(worker, first_start=all_of_them)
             if progress.over():
-                reasons = " ".join([*self.down.values(), *self.silence.values()])
+                reasons = " ".join(
+                    f"{reason} {self.silence.get(url, '')}" for url, reason in self.down.items()
+                )
                 raise EngineError(
                     f"vLLM worker {', '.join(self.down)} must answer within {deadline_s:g} s, but did not. "
                     f"{reasons} Then go on with --ckpt_path last."
