@@ -356,8 +356,9 @@ def run_with_faults(
         return [line for line in errors.read_text().splitlines() if "Lost vLLM worker" in line]
 
     for number, (delay, fault, target) in enumerate(faults):
-        done = num_iterations(run)
-        wait_until(lambda done=done: num_iterations(run) > done or process.poll() is not None, 300)
+        # Two more iterations: the second was sampled by the worker that has come back.
+        done = num_iterations(run) + (2 if number else 1)
+        wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 300)
         time.sleep(delay)
         wait_until(lambda: processes(run), 60)  # a worker that is being started again may have none yet
         pids = processes(run)
@@ -389,7 +390,7 @@ def test_a_worker_that_is_killed_and_one_that_hangs_cost_no_completion(
 def calm_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that loses no worker."""
     folder = tmp_path_factory.mktemp("calm")
-    assert run_with_faults(folder, tiny_model, [], steps=14) == []
+    assert run_with_faults(folder, tiny_model, [], steps=16) == []
     return folder / "run"
 
 
@@ -400,11 +401,11 @@ def test_five_faults_at_random_moments_change_nothing(
 ) -> None:
     chance = random.Random(fault.name)
     faults = [(chance.uniform(0, 3), fault, chance.randrange(4)) for _ in range(5)]
-    losses = run_with_faults(tmp_path, tiny_model, faults, steps=14)
+    losses = run_with_faults(tmp_path, tiny_model, faults, steps=16)
     assert len(losses) >= 5
     calm, hit = completions(calm_run), completions(tmp_path / "run")
     assert [row[:3] for row in hit] == [row[:3] for row in calm]
-    assert len(metrics(tmp_path / "run")) == len(metrics(calm_run)) == 14
+    assert len(metrics(tmp_path / "run")) == len(metrics(calm_run)) == 16
 
 
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
