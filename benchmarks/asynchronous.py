@@ -25,10 +25,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from rlt_lightning.modules.base import log_probs_of, pack
+from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -74,13 +73,7 @@ def first_log_probs() -> Any:
     """How the first weights score a text."""
     model = load_model("smollm2-135m", "float32", None, False)
 
-    def score(text: list[int]) -> list[float]:
-        packed = pack([(text, [False] + [True] * (len(text) - 1))], torch.device("cpu"))
-        with torch.no_grad():
-            log_probs: list[float] = log_probs_of(model, packed, 1.0, 64)[0].tolist()
-        return log_probs
-
-    return score
+    return lambda text: sequence_log_probs(model, text).tolist()
 
 
 def compare(name: str, engine: dict[str, Any], steps: int) -> dict[str, Any]:

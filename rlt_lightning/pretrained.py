@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rlt_lightning.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.types import InputError
 
 EMBEDDED_MODEL = "smollm2-135m"
@@ -70,7 +71,8 @@ def load_model(
     Args:
         name: Embedded default, local folder or hub id.
         dtype: "float32", "bfloat16", "float16", or "auto" for what the checkpoint holds.
-        attn_implementation: "sdpa", "eager", "flash_attention_2"; None lets transformers choose.
+        attn_implementation: "sdpa", "eager", "flash_attention_2"; None: our own, which shares prefixes, or
+            transformers' choice where a model has windows or caps that ours does not know.
         trust_remote_code: Run code that comes with the model. Off unless you trust its author.
 
     Raises:
@@ -78,6 +80,9 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
+    register_segment_attention()
+    if attn_implementation is None and plain_attention(model_config(name, trust_remote_code)):
+        attn_implementation = SEGMENT_ATTENTION
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with naming_choices("model", name), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
@@ -95,6 +100,12 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
 
     with naming_choices("model", name):
         return AutoConfig.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
+
+
+def plain_attention(config: Any) -> bool:
+    """Whether every layer attends to all that came before: no sliding window, no soft cap of the scores."""
+    config = config.get_text_config()
+    return not getattr(config, "sliding_window", None) and not getattr(config, "attn_logit_softcapping", None)
 
 
 @contextlib.contextmanager

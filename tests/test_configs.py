@@ -24,7 +24,7 @@ TINY = [  # whatever the experiment, at a size that runs here
     "--trainer.devices=1",
     "--trainer.precision=32-true",
     "--model.micro_batch_tokens=512",
-    "--model.head_chunk_size=64",
+    "--model.head.logits_mib=64",
 ]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
 

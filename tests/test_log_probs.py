@@ -1,24 +1,40 @@
-"""Log-probs by hand, and chunk by chunk against all at once."""
+"""Log-probs by hand, and block by block against all at once."""
 
 import math
+import shutil
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics import (
+    LogitScale,
     exact_kl,
-    head_exact_kl,
-    head_log_probs,
+    linear_exact_kl,
+    linear_log_probs,
     token_entropy,
     token_log_probs,
 )
 
+VOCABULARY = 150  # two blocks of 64 words and a narrower one, in a MiB
 
-def example(num_tokens: int = 7, dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Linear, Tensor]:
+
+def example(
+    num_tokens: int = 4096, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias and targets, in blocks of 64 words if logits_mib is 1."""
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, 5).to(dtype).requires_grad_()
-    return hidden, nn.Linear(5, 11, bias=False).to(dtype), torch.randint(0, 11, (num_tokens,))
+    weight = torch.randn(VOCABULARY, 5).to(dtype).requires_grad_()
+    bias = torch.randn(VOCABULARY).to(dtype).requires_grad_()
+    return hidden, weight, bias, torch.randint(0, VOCABULARY, (num_tokens,))
+
+
+def slow_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
+    """All logits before the temperature, as the model's own code computes them."""
+    logits = nn.functional.linear(hidden, weight, bias) * scale.scale
+    return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
 
 
 def test_log_probs_of_a_three_word_vocabulary():
@@ -35,72 +51,141 @@ def test_entropy_by_hand():
     torch.testing.assert_close(token_entropy(logits), torch.tensor([math.log(2), 1.5 * math.log(2)]))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 7, 1024])
-def test_chunked_equals_all_at_once(chunk_size):
-    hidden, head, targets = example()
-    expected = token_log_probs(head(hidden), targets, 0.7)
-    weights = torch.randn(7)
-    expected_grads = torch.autograd.grad(expected @ weights, (hidden, head.weight))
-    log_probs, entropy = head_log_probs(hidden, head, targets, 0.7, chunk_size, with_entropy=True)
-    torch.testing.assert_close(log_probs, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(log_probs @ weights, (hidden, head.weight)), expected_grads
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scale", [LogitScale(0.7), LogitScale(0.7, 1.3, cap=3.0)])
+def test_blocks_equal_all_at_once(scale, compiled):
+    if compiled and shutil.which("gcc") is None:
+        pytest.skip("torch.compile needs a C compiler on a CPU")
+    hidden, weight, bias, targets = example()
+    logits = slow_logits(hidden, weight, bias, scale)
+    expected = token_log_probs(logits, targets, 0.7)
+    log_softmax = (logits / 0.7).log_softmax(dim=1)
+    expected_entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
+    log_probs, entropy = linear_log_probs(
+        hidden, weight, bias, targets, scale, logits_mib=1, compiled=compiled
     )
-    torch.testing.assert_close(entropy, token_entropy(head(hidden), 0.7))
-    assert not entropy.requires_grad
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    inputs, weights = (hidden, weight, bias), torch.randn(2, len(hidden), dtype=torch.float64)
+    for ours, theirs in (
+        (log_probs @ weights[0], expected @ weights[0]),
+        (
+            log_probs @ weights[0] + entropy @ weights[1],
+            expected @ weights[0] + expected_entropy @ weights[1],
+        ),
+    ):
+        gradients = torch.autograd.grad(ours, inputs, retain_graph=True)
+        torch.testing.assert_close(gradients, torch.autograd.grad(theirs, inputs, retain_graph=True))
 
 
-def test_no_logits_are_kept_for_the_backward_pass():
-    hidden, head, targets = example()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
-        head_log_probs(hidden, head, targets, chunk_size=2)
-    assert not [shape for shape in kept if 11 in shape]
+def test_frozen_weights_and_states_get_no_gradient():
+    hidden, weight, _, targets = example(3)
+    log_probs, _ = linear_log_probs(hidden.detach(), weight, None, targets)
+    assert torch.autograd.grad(log_probs.sum(), weight)[0].any()
+    log_probs, _ = linear_log_probs(hidden, weight.detach(), None, targets)
+    assert torch.autograd.grad(log_probs.sum(), hidden)[0].any()
+    assert not linear_log_probs(hidden.detach(), weight.detach(), None, targets)[0].requires_grad
 
 
-def test_half_precision_head_gives_full_precision_log_probs():
-    hidden, head, targets = example(dtype=torch.bfloat16)
-    log_probs, _ = head_log_probs(hidden, head, targets, chunk_size=3)
-    assert log_probs.dtype == torch.float32
-    torch.testing.assert_close(log_probs, head(hidden).float().log_softmax(dim=1)[torch.arange(7), targets])
+def test_a_tied_head_adds_to_the_gradient_of_the_embedding():
+    _, weight, _, targets = example(9)
+    hidden = weight[targets.roll(1)]
+    expected = torch.autograd.grad(token_log_probs(hidden @ weight.t(), targets).sum(), weight)
+    hidden = weight[targets.roll(1)]
+    ours = torch.autograd.grad(linear_log_probs(hidden, weight, None, targets)[0].sum(), weight)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_no_tensor_of_tokens_times_words_is_kept_or_made():
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, tuple) else (result,)
+            self.numel = max([self.numel, *(t.numel() for t in outputs if isinstance(t, Tensor))])
+            return result
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1024, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
+    with Largest() as largest:
+        linear_log_probs(hidden, weight, None, torch.arange(1024), logits_mib=1)[0].sum().backward()
+    assert largest.numel == 2**18  # a MiB of fp32, of the 5 million logits
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_half_precision_is_summed_in_full_precision(weight_dtype):
+    hidden, weight, bias, targets = example(7, torch.bfloat16)
+    weight = weight.detach().to(weight_dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        log_probs, entropy = linear_log_probs(hidden, weight, bias, targets)
+    expected = token_log_probs(hidden.float() @ weight.float().t() + bias.float(), targets)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(log_probs, expected)
+    gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight, bias))
+    expected_gradients = torch.autograd.grad(expected.sum(), (hidden, weight, bias))
+    assert [g.dtype for g in gradients] == [torch.bfloat16, weight_dtype, torch.bfloat16]
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-2, atol=1e-2)
     assert token_log_probs(torch.randn(2, 3, dtype=torch.float64), targets[:2] % 3).dtype == torch.float64
 
 
+def test_impossible_words_change_nothing():
+    hidden, weight, _, targets = example(6)
+    mask = torch.zeros(VOCABULARY, dtype=torch.float64)
+    mask[targets.max() + 1 :] = -torch.inf
+    log_probs, entropy = linear_log_probs(hidden, weight, mask, targets)
+    logits = (hidden @ weight.t())[:, : targets.max() + 1]
+    torch.testing.assert_close(log_probs, token_log_probs(logits, targets))
+    torch.testing.assert_close(entropy, token_entropy(logits))
+
+
 def test_no_tokens_give_no_log_probs_but_a_graph():
-    hidden, head, targets = example(num_tokens=0)
-    log_probs, entropy = head_log_probs(hidden, head, targets, with_entropy=True)
+    hidden, weight, _, targets = example(num_tokens=0)
+    log_probs, entropy = linear_log_probs(hidden, weight, None, targets)
     assert log_probs.shape == entropy.shape == (0,)
     log_probs.sum().backward()
     assert hidden.grad.shape == (0, 5)
-    assert not head.weight.grad.any()
+    assert not weight.grad.any()
 
 
-def test_chunked_exact_kl_equals_all_at_once():
-    teacher_hidden, teacher_head, _ = example()
-    student_hidden, student_head = torch.randn(7, 3), nn.Linear(3, 13)
-    expected = exact_kl(teacher_head(teacher_hidden), student_head(student_hidden), 0.7, 0.9)
-    kl = head_exact_kl(teacher_hidden, teacher_head, student_hidden, student_head, 0.7, 0.9, chunk_size=3)
+@pytest.mark.parametrize("num_student_words", [VOCABULARY, VOCABULARY - 70, VOCABULARY + 70])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_exact_kl_in_blocks_equals_all_at_once(num_student_words, cap):
+    hidden, weight, bias, _ = example(2048)
+    student_hidden = torch.randn(2048, 3, dtype=torch.float64, requires_grad=True)
+    student_weight = torch.randn(num_student_words, 3, dtype=torch.float64, requires_grad=True)
+    scales = LogitScale(0.7, 1.3, cap), LogitScale(0.9)
+    logits = slow_logits(hidden, weight, bias, scales[0])
+    expected = exact_kl(logits, student_hidden @ student_weight.t(), 0.7, 0.9)
+    kl = linear_exact_kl(hidden, weight, bias, student_hidden, student_weight, None, *scales, logits_mib=1)
     torch.testing.assert_close(kl, expected)
-    leaves = (teacher_hidden, student_head.weight)
+    inputs, weights = (hidden, weight, bias, student_hidden, student_weight), torch.randn_like(kl)
     torch.testing.assert_close(
-        torch.autograd.grad(kl.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+        torch.autograd.grad(kl @ weights, inputs), torch.autograd.grad(expected @ weights, inputs)
     )
-    none = head_exact_kl(teacher_hidden[:0], teacher_head, student_hidden[:0], student_head)
+    none = linear_exact_kl(hidden[:0], weight, bias, student_hidden[:0], student_weight, None)
     assert none.shape == (0,)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
 def test_temperature_must_be_positive(temperature):
-    hidden, head, targets = example()
+    hidden, weight, bias, targets = example(3)
+    logits = slow_logits(hidden, weight, bias, LogitScale())
     for compute in (
-        lambda: token_entropy(head(hidden), temperature),
-        lambda: head_log_probs(hidden, head, targets, temperature),
-        lambda: exact_kl(head(hidden), head(hidden), 1.0, temperature),
+        lambda: token_entropy(logits, temperature),
+        lambda: linear_log_probs(hidden, weight, bias, targets, LogitScale(temperature)),
+        lambda: exact_kl(logits, logits, 1.0, temperature),
+        lambda: linear_exact_kl(
+            hidden, weight, bias, hidden, weight, bias, LogitScale(), LogitScale(temperature)
+        ),
     ):
         with pytest.raises(ValueError, match="temperature of log-probs must be positive"):
             compute()
 
 
-def test_chunk_size_must_be_positive():
-    with pytest.raises(ValueError, match="chunk_size must be at least 1"):
-        head_log_probs(*example(), chunk_size=0)
+def test_memory_for_logits_must_be_positive():
+    hidden, weight, bias, targets = example(3)
+    with pytest.raises(ValueError, match="logits_mib must be at least 1"):
+        linear_log_probs(hidden, weight, bias, targets, logits_mib=0)
+    with pytest.raises(ValueError, match="logits_mib must be at least 1"):
+        linear_exact_kl(hidden, weight, bias, hidden, weight, bias, logits_mib=0)

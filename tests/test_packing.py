@@ -1,11 +1,21 @@
-"""Packed sequences against one sequence at a time, through tiny random models of three families."""
+"""Rows of packed sequences, by hand; through tiny random models of several families, against one by one."""
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -13,110 +23,294 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlt_lightning.numerics import PackedSequences, from_padded, head_log_probs, pack_by_tokens, to_padded
+from rlt_lightning.attention import SEGMENT_ATTENTION
+from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
+from rlt_lightning.numerics import (
+    Extent,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    Segments,
+    SharedPrefix,
+    looped_attention,
+    micro_batches,
+    segment_attention,
+    split_to,
+    to_padded,
+)
+from rlt_lightning.pretrained import load_model
+from rlt_lightning.types import InputError
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),  # with a sliding window
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),  # soft caps of scores and logits
+    "cohere": (CohereConfig, CohereForCausalLM),  # scaled logits
+    "bloom": (BloomConfig, BloomForCausalLM),  # its positions are no argument of the forward
+    "mamba": (MambaConfig, MambaForCausalLM),  # its state runs from one sequence into the next
 }
-SEQUENCES = [[5, 9, 3, 60, 2], [7], [1, 1, 8, 30, 31, 32, 33], [4, 4]]
-SCORE_MASKS = [
-    [False, False, True, True, True],
-    [False],
-    [False, True, False, True, True, False, True],
-    [False, True],
+OWN = ("llama", "qwen2", "qwen3", "cohere")  # families that our attention is right for
+PREFIX = [5, 9, 3, 60, 2]
+SEQUENCES = [
+    ScoredSequence(PREFIX, [7, 8, 1], [False, False, False, True, True] + [True] * 3),
+    ScoredSequence([], [1, 1, 8, 30, 31, 32, 33], [False, True, False, True, True, False, True]),
+    ScoredSequence(PREFIX, [7], [False, False, False, True, True, True]),
+    ScoredSequence(PREFIX, [], [False, False, False, True, True]),
+    ScoredSequence([], [6], [False]),
 ]
+LAYOUTS = {
+    "shared_prefix": [((0, 2, 3), (1,), (4,))],
+    "packed": [((0,), (2,), (3,), (1,), (4,))],
+    "single": [((i,),) for i in (0, 2, 3, 1, 4)],
+}
 
 
-def tiny_model(family: str, gradient_checkpointing: bool) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-    )  # fmt: skip
-    model = model_class(config).train()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory):
+    """A folder of a random model of every family."""
+    folders = {}
+    for family, (config_class, model_class) in FAMILIES.items():
+        torch.manual_seed(0)
+        sizes = {
+            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        }  # fmt: skip
+        if family == "mamba":
+            sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+        if family == "bloom":
+            sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+        # Weights as large as trained ones: what leaks from sequence to sequence then shows in the log-probs.
+        ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2}
+        folders[family] = str(tmp_path_factory.mktemp(family))
+        model_class(config_class(**sizes, **ends)).save_pretrained(folders[family])
+    return folders
 
 
-def packed_log_probs(model: PreTrainedModel, sequences: list, score_masks: list) -> Tensor:
-    packed = PackedSequences.from_lists(sequences, score_masks)
-    hidden = model.model(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
-    ).last_hidden_state[0]
-    return head_log_probs(hidden[packed.predictors], model.lm_head, packed.targets, 0.7, chunk_size=4)[0]
+def log_probs_in(model: PreTrainedModel, layout: str) -> Tensor:
+    rows = [PackedSequences.from_sequences(SEQUENCES, families) for families in LAYOUTS[layout]]
+    return torch.cat([log_probs_of(model, row, 0.7, HeadOptions(1))[0] for row in rows])
+
+
+def log_probs_one_by_one(model: PreTrainedModel) -> Tensor:
+    found = []
+    for prefix, rest, mask in (SEQUENCES[i] for i in (0, 2, 3, 1, 4)):
+        tokens = prefix + rest
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] / 0.7
+        log_probs = logits.log_softmax(dim=1)
+        found += [log_probs[t - 1, tokens[t]] for t, is_scored in enumerate(mask) if is_scored]
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_one_by_one(family, gradient_checkpointing):
-    model = tiny_model(family, gradient_checkpointing)
-    weights = torch.randn(sum(map(sum, SCORE_MASKS)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", OWN)
+def test_every_layout_equals_one_by_one(family, layout, gradient_checkpointing, tiny_models):
+    model = load_model(tiny_models[family], "float64").train()
+    assert model.config._attn_implementation == SEGMENT_ATTENTION
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = log_probs_one_by_one(load_model(tiny_models[family], "float64", "eager").train())
+    log_probs = log_probs_in(model, layout)
+    rounding = 1e-5  # of rotations and norms, which transformers computes in fp32
+    torch.testing.assert_close(log_probs, expected, atol=rounding, rtol=0)
 
-    def gradients(log_probs: Tensor) -> Tensor:
-        model.zero_grad()
-        (log_probs @ weights).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    weights = torch.randn(len(expected), dtype=torch.float64)
+    (log_probs @ weights).backward()
+    slow = load_model(tiny_models[family], "float64", "eager").train()
+    (log_probs_one_by_one(slow) @ weights).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= rounding * theirs.grad.norm(), name
 
-    packed = packed_log_probs(model, SEQUENCES, SCORE_MASKS)
-    packed_gradients = gradients(packed)
-    one_by_one = []
-    for sequence, score_mask in zip(SEQUENCES, SCORE_MASKS, strict=True):
-        logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0] / 0.7
-        log_probs = logits.log_softmax(dim=1)
-        one_by_one += [log_probs[t - 1, sequence[t]] for t, scored in enumerate(score_mask) if scored]
-    torch.testing.assert_close(packed, torch.stack(one_by_one), rtol=0, atol=1e-5)
-    torch.testing.assert_close(packed_gradients, gradients(torch.stack(one_by_one)), rtol=1e-5, atol=1e-5)
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layouts_agree_in_lower_precision(dtype, tiny_models):
+    model = load_model(tiny_models["qwen2"], dtype)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    with torch.no_grad():
+        single = log_probs_in(model, "single")
+        for layout in ("packed", "shared_prefix"):
+            torch.testing.assert_close(log_probs_in(model, layout), single, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_known_architectures_share_prefixes_without_a_warning(family, tiny_models, recwarn):
+    assert verified_layout(load_model(tiny_models[family]), family, "auto") == "auto"
+    assert not [warning for warning in recwarn if "layout" in str(warning.message)]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(family, tiny_models):
+    model = load_model(tiny_models[family])
+    assert model.config._attn_implementation != SEGMENT_ATTENTION
+    assert verified_layout(model, family, "auto") == "packed"
+    torch.testing.assert_close(
+        log_probs_in(model, "packed"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
+    model = load_model(tiny_models[family])
+    with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single', which is slower"):
+        assert verified_layout(model, family, "auto") == "single"
+    torch.testing.assert_close(
+        log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
+    )
+    with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
+        verified_layout(model, family, "shared_prefix")
+
+
+def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monkeypatch):
+    model = load_model(tiny_models["llama"])
+    forward = type(model).forward
+
+    def doubled(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    monkeypatch.setattr(type(model), "forward", doubled)
+    with pytest.raises(InputError, match="with layout 'single' must equal its own"):
+        verified_layout(model, "llama", "auto")
+
+
+def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):
+    model = load_model(tiny_models["qwen2"])
+    seen = []
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+
+    def watched(self, *args, **kwargs):
+        seen.append(kwargs["attention_mask"])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", watched)
+    log_probs_in(model, "shared_prefix")
+    assert [mask.numel() for mask in seen] == [0, 0]
+
+
+def test_attention_is_one_by_one_attention_in_value_and_gradient():
+    torch.manual_seed(0)
+    segments = Segments((0, 5, 12, 15, 20, 30, 31, 40), (SharedPrefix(5, 12, 20), SharedPrefix(20, 30, 40)))
+    query, key, value = (
+        torch.randn(heads, 40, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)
+    )
+    expected = torch.zeros(6, 40, 8, dtype=torch.float64)
+    prefix_of = {12: (5, 12), 15: (5, 12), 30: (20, 30), 31: (20, 30)}
+    for start, end in [(0, 5), (5, 12), (12, 15), (15, 20), (20, 30), (30, 31), (31, 40)]:
+        for head in range(6):
+            for t in range(start, end):
+                seen = [*range(*prefix_of.get(start, (0, 0))), *range(start, t + 1)]
+                scores = 0.3 * key[head // 3, seen] @ query[head, t]
+                expected[head, t] = scores.softmax(0) @ value[head // 3, seen]
+    gradient = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, (query, key, value), gradient)
+    for attention in (segment_attention, looped_attention):
+        output = attention(query, key, value, segments, 0.3)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(output, (query, key, value), gradient), expected_gradients
+        )
 
 
 def test_packed_row_by_hand():
-    packed = PackedSequences.from_lists([[10, 11, 12], [20, 21]], [[False, True, True], [False, True]])
-    assert packed.input_ids.tolist() == [[10, 11, 12, 20, 21]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert packed.scored.tolist() == [1, 2, 4]
-    assert packed.predictors.tolist() == [0, 1, 3]
-    assert packed.targets.tolist() == [11, 12, 21]
-    assert packed.sequence_of_scored.tolist() == [0, 0, 1]
+    sequences = [
+        ScoredSequence([10, 11], [12], [False, True, True]),
+        ScoredSequence([], [20, 21], [False, True]),
+        ScoredSequence([10, 11], [13, 14], [False, True, False, True]),
+    ]
+    packed = PackedSequences.from_sequences(sequences, ((0, 2), (1,)))
+    assert packed.input_ids.tolist() == [[10, 11, 12, 13, 14, 20, 21]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
+    assert packed.segments == Segments((0, 2, 3, 5, 7), (SharedPrefix(0, 2, 5),))
+    assert packed.predictors.tolist() == [0, 1, 0, 3, 5]
+    assert packed.targets.tolist() == [11, 12, 11, 14, 21]
+    assert packed.sequence_of_scored.tolist() == [0, 0, 2, 2, 1]
+    plain = PackedSequences.from_sequences(sequences[:2])
+    assert plain.input_ids.tolist() == [[10, 11, 12, 20, 21]]
+    assert plain.segments == Segments((0, 3, 5))
 
 
 @pytest.mark.parametrize(
-    ("sequence", "score_mask", "message"),
+    ("sequence", "message"),
     [
-        ([1, 2], [True, True], "cannot be scored"),
-        ([], [], "sequence 1 has 0 tokens"),
-        ([1, 2], [False], "2 tokens and 1 mask values"),
+        (ScoredSequence([], [1, 2], [True, True]), "cannot be scored"),
+        (ScoredSequence([], [], []), "sequence 1 has 0 tokens"),
+        (ScoredSequence([1], [2], [False]), "2 tokens and 1 mask values"),
     ],
 )
-def test_sequences_that_cannot_be_packed_are_named(sequence, score_mask, message):
+def test_sequences_that_cannot_be_packed_are_named(sequence, message):
     with pytest.raises(ValueError, match=message):
-        PackedSequences.from_lists([[1, 2], sequence], [[False, True], score_mask])
+        PackedSequences.from_sequences([ScoredSequence([], [1, 2], [False, True]), sequence])
+    other = ScoredSequence([3], [2], [False, True])
+    with pytest.raises(ValueError, match="must share their prefix"):
+        PackedSequences.from_sequences([other, ScoredSequence([1], [2], [False, True])], ((0, 1),))
 
 
-def test_bins_by_hand():
-    # Longest first: 20 stays alone, 6 opens a bin, 5 the next, 4 joins 6, 3 joins 5, 2 joins 5 + 3.
-    assert pack_by_tokens([2, 3, 4, 5, 6, 20], max_tokens=10) == [[5], [4, 2], [3, 1, 0]]
-    assert pack_by_tokens([], max_tokens=10) == []
+def test_rows_by_hand():
+    # Longest first: 20 stays alone, 6 opens a row, 5 the next, 4 joins 6, 3 joins 5, 2 joins 5 + 3.
+    extents = [Extent(None, 0, length) for length in (2, 3, 4, 5, 6, 20)]
+    rows = micro_batches(extents, max_tokens=10)
+    assert [row.indices for row in rows] == [[5], [3, 1, 0], [4, 2]]
+    assert [row.num_tokens for row in rows] == [20, 10, 10]
+    assert micro_batches([], max_tokens=10) == []
+    assert [len(row.indices) for row in micro_batches(extents, 100, "single")] == [1] * 6
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-        pack_by_tokens([1], max_tokens=0)
+        micro_batches(extents, max_tokens=0)
 
 
-def test_bins_hold_every_sequence_once_and_do_not_overflow():
-    lengths = torch.randint(1, 60, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    bins = pack_by_tokens(lengths, max_tokens=50)
-    assert sorted(index for members in bins for index in members) == list(range(100))
-    for members in bins:
-        assert len(members) == 1 or sum(lengths[index] for index in members) <= 50
+def test_families_share_their_prefix_where_it_pays():
+    # A prefix of 30 tokens, four continuations of 10: 70 tokens together, 160 apart.
+    group = [Extent("a", 30, 10)] * 4
+    assert micro_batches(group, 100) == [MicroBatch(((0, 1, 2, 3),), 70)]
+    assert [row.num_tokens for row in micro_batches(group, 100, "packed")] == [80, 80]
+    # A row of 55 tokens holds the prefix and two of them, and each row computes the prefix.
+    assert micro_batches(group, 55) == [MicroBatch(((0, 1),), 50), MicroBatch(((2, 3),), 50)]
+    # Saving one token of a thousand is not worth a second attention call, unless it is asked for.
+    long = [Extent("a", 1, 500)] * 2
+    assert micro_batches(long, 2000)[0].num_tokens == 1002
+    assert micro_batches(long, 2000, "shared_prefix")[0].num_tokens == 1001
 
 
-def test_padding_and_back():
+@pytest.mark.parametrize("layout", ["auto", "shared_prefix", "packed"])
+def test_rows_hold_every_sequence_once_and_do_not_overflow(layout):
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 30, (100,), generator=draw).tolist()
+    extents = [Extent(i // 8, 20, length) for i, length in enumerate(lengths)]
+    rows = micro_batches(extents, 60, layout)
+    assert sorted(index for row in rows for index in row.indices) == list(range(100))
+    assert [row.num_tokens for row in rows] == sorted((row.num_tokens for row in rows), reverse=True)
+    sequences = [
+        ScoredSequence([e.prefix] * 20, [0] * e.num_rest, [False] * (20 + e.num_rest)) for e in extents
+    ]
+    for row in rows:
+        assert row.num_tokens <= 60
+        assert PackedSequences.from_sequences(sequences, row.families).input_ids.shape == (1, row.num_tokens)
+    assert micro_batches(extents, 60, layout) == rows
+
+
+def test_a_rank_with_fewer_rows_halves_its_largest():
+    extents = [Extent("a", 10, 5), Extent("a", 10, 5), Extent("a", 10, 5), Extent("b", 0, 4)]
+    [row] = micro_batches(extents, 1000)
+    assert row == MicroBatch(((0, 1, 2), (3,)), 29)
+    assert split_to([row], 2, extents) == [MicroBatch(((0, 1, 2),), 25), MicroBatch(((3,),), 4)]
+    three = split_to([row], 3, extents)
+    assert three == [MicroBatch(((1, 2),), 20), MicroBatch(((0,),), 15), MicroBatch(((3,),), 4)]
+    assert [row.indices for row in split_to([row], 9, extents)] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]  # no more than there are
+
+
+def test_padding():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     padded, token_mask = to_padded(values, [1, 0, 3])
     assert padded.tolist() == [[1, 0, 0], [0, 0, 0], [2, 3, 4]]
     assert token_mask.tolist() == [[True, False, False], [False] * 3, [True] * 3]
-    assert torch.equal(from_padded(padded, token_mask), values)
     (padded * torch.tensor([[1.0, 9, 9], [9, 9, 9], [2, 3, 4]])).sum().backward()
     assert values.grad.tolist() == [1, 2, 3, 4]
 

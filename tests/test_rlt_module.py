@@ -15,6 +15,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.packed import HeadOptions
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
@@ -110,7 +111,7 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
                 parameter.add_(0.02 * torch.randn_like(parameter))
 
     witness = Witness()
-    rlt = module(tiny_model, micro_batch_tokens=700, head_chunk_size=7)  # several micro-batches and chunks
+    rlt = module(tiny_model, micro_batch_tokens=700, head=HeadOptions(1))  # several micro-batches and blocks
     trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
         rlt, datamodule=data(tiny_model, tmp_path)
     )
@@ -155,8 +156,9 @@ def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
         )
         trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
         gradients.append(witness.gradients)
+    # Rewards agree to 1e-6; dividing by a group's standard deviation, 0.05 here, makes 2e-5 of that.
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+        torch.testing.assert_close(gradients[1][name], gradient, atol=5e-6, rtol=1e-4, msg=name)
 
 
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: 
 
 def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, tmp_path: Path) -> None:
     witness = Witness()
-    rlt = module(tiny_model, reward=RLTReward(kl_estimator="exact"), head_chunk_size=5)
+    rlt = module(tiny_model, reward=RLTReward(kl_estimator="exact"), head=HeadOptions(1))
 
     class OtherStudent(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -30,7 +30,7 @@ from rlt_lightning.engines import (
     VLLMEngine,
     WeightPush,
 )
-from rlt_lightning.modules.base import log_probs_of, pack
+from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -75,10 +75,7 @@ class Trainer:
 
     def log_probs(self, tokens: list[int], prompt_length: int = 1, temperature: float = 1.0) -> list[float]:
         """Log-probs of the tokens after the prompt."""
-        scored = [i >= prompt_length for i in range(len(tokens))]
-        with torch.no_grad():
-            packed = pack([(tokens, scored)], torch.device("cpu"))
-            return log_probs_of(self.model, packed, temperature, 64)[0].tolist()
+        return sequence_log_probs(self.model, tokens, temperature)[prompt_length - 1 :].tolist()
 
     def prompt(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text)

@@ -16,7 +16,8 @@ from typing_extensions import override
 from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost, require_context
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.weights import in_background
-from rlt_lightning.modules.base import log_probs_of, mix_seed, pack
+from rlt_lightning.modules.base import mix_seed
+from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.pretrained import model_config
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollouts
@@ -312,10 +313,7 @@ class RolloutCallback(Callback):
         if self.engine.in_process:
             return
         text = trainer.datamodule.problems[0].teacher_prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
-        scored = [False] + [True] * (len(text) - 1)
-        with torch.no_grad():
-            packed = pack([(text, scored)], module.device)
-            log_probs, _ = log_probs_of(module.policy, packed, 1.0, module.head_chunk_size)
+        log_probs = sequence_log_probs(module.policy, text)
         self.verified_at = module.global_step
         latest = list(self.probe_log_probs.items())[-1:]
         self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}

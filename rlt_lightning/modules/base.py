@@ -1,9 +1,8 @@
-"""What both training stages share: a language model, its optimizer, packed log-probs, a clock."""
+"""What both training stages share: a language model, its optimizer, and packed micro-batches."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,45 +12,67 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from rlt_lightning.numerics.log_probs import head_log_probs
-from rlt_lightning.numerics.packing import PackedSequences
+from rlt_lightning.modules.logged import speed_metrics
+from rlt_lightning.modules.meter import StepMeter, matmul_rate
+from rlt_lightning.modules.packed import (
+    HeadOptions,
+    log_probs_of,
+    verified_layout,
+)
+from rlt_lightning.numerics.packing import (
+    Extent,
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    micro_batches,
+    split_to,
+)
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
-ScoredTokens = tuple[list[int], list[bool]]  # token ids of a sequence, and which of them are scored
-
-
-class PhaseClock:
-    """Seconds per phase of the current step; tells a listener, such as the progress bar, what runs now."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.on_change: Callable[[str], None] | None = None
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to `phase`."""
-        if self.on_change:
-            self.on_change(phase)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def lap(self) -> dict[str, float]:
-        """Return the seconds per phase since the last lap, and start anew."""
-        seconds, self.seconds = self.seconds, {}
-        return seconds
 
 
 class FrozenModel:
-    """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper."""
+    """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: The model, on the CPU.
+        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `on`.
+    """
+
+    def __init__(self, model: Any, offload: bool = False) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.offload = offload
+
+    def place(self, device: torch.device) -> None:
+        """Get ready to be used on a device: move there or, when offloading to a GPU, pin the weights."""
+        if not self.offload:
+            self.model.to(device)
+        elif device.type == "cuda":
+            for tensor in self.tensors():
+                tensor.data = tensor.data.pin_memory()
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[Any]:
+        """The model, on the device for the length of the block; what the block writes to it is lost."""
+        if not self.offload:
+            yield self.model
+            return
+        kept = [(tensor, tensor.data) for tensor in self.tensors()]
+        for tensor, data in kept:
+            tensor.data = data.to(device, non_blocking=True)
+        try:
+            yield self.model
+        finally:
+            for tensor, data in kept:
+                tensor.data = data
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Parameters and buffers, each once."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
 
 
 @dataclass(frozen=True)
@@ -93,10 +114,11 @@ class PolicyModule(LightningModule):
         pretrained: Embedded default, local folder or hub id.
         optimizer: AdamW, its schedule and gradient clipping.
         micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
-        head_chunk_size: Scored tokens per pass through the language-model head.
+        layout: How sequences share a forward; see `numerics.packing.micro_batches`.
+        head: How log-probs are computed from hidden states.
         dtype: Of the trained weights.
         gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name, None for its default.
+        attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
         seed: Of everything random inside a step.
     """
@@ -106,7 +128,8 @@ class PolicyModule(LightningModule):
         pretrained: str,
         optimizer: OptimizerConfig,
         micro_batch_tokens: int,
-        head_chunk_size: int,
+        layout: Layout,
+        head: HeadOptions,
         dtype: Dtype,
         gradient_checkpointing: bool,
         attn_implementation: str | None,
@@ -114,22 +137,24 @@ class PolicyModule(LightningModule):
         seed: int,
     ) -> None:
         super().__init__()
-        if micro_batch_tokens < 1 or head_chunk_size < 1:
+        if micro_batch_tokens < 1 or (head.logits_mib is not None and head.logits_mib < 1):
             raise InputError(
-                "model.micro_batch_tokens and model.head_chunk_size must be at least 1, but are "
-                f"{micro_batch_tokens} and {head_chunk_size}. Raise them."
+                "model.micro_batch_tokens and model.head.logits_mib must be at least 1, but are "
+                f"{micro_batch_tokens} and {head.logits_mib}. Raise them."
             )
         self.automatic_optimization = False
         self.pretrained = pretrained
         self.optimizer_config = optimizer
         self.micro_batch_tokens = micro_batch_tokens
-        self.head_chunk_size = head_chunk_size
+        self.layout = layout  # from configure_model on, the best that all models were proved right in
+        self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.seed = seed
-        self.phase = PhaseClock()
+        self.phase = StepMeter()
+        self.peak_flops = 0.0  # per second, measured at the start of the fit
         self.step_metrics: dict[str, Any] = {}  # of the last step
         self.policy: Any = None  # the trained model, made in configure_model
 
@@ -138,26 +163,23 @@ class PolicyModule(LightningModule):
         if self.policy is not None:
             return
         self.policy = self.load(self.pretrained, self.dtype_name)
-        check_packing(self.policy, self.pretrained)
         self.policy.train()  # in eval mode, as it is loaded, gradient checkpointing would silently be off
         disable_dropout(self.policy)  # the policy that is scored is the policy that is trained
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
 
     def load(self, name: str, dtype: Dtype) -> Any:
-        """Load a model with this module's options."""
-        return load_model(name, dtype, self.attn_implementation, self.trust_remote_code)
+        """Load a model with this module's options, and settle for a layout that it is right in."""
+        model = load_model(name, dtype, self.attn_implementation, self.trust_remote_code)
+        self.layout = verified_layout(model, name, self.layout)
+        return model
 
     def forward(self, packed: PackedSequences, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropy of the scored tokens under the policy, (M,) each, nats.
 
         The one entry that the strategy wraps: every forward with gradient comes through here.
         """
-        log_probs, entropy = log_probs_of(
-            self.policy, packed, temperature, self.head_chunk_size, with_entropy=True
-        )
-        assert entropy is not None
-        return log_probs, entropy
+        return log_probs_of(self.policy, packed, temperature, self.head)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave batches alone: they hold lists of token ids, which become tensors when they are packed."""
@@ -204,16 +226,28 @@ class PolicyModule(LightningModule):
             )
         return min(by_epochs + by_steps)
 
-    def same_on_every_rank(self, bins: list[list[int]]) -> Iterator[tuple[list[int], float]]:
-        """Yield micro-batches and their weights, equally many on every rank.
+    def on_fit_start(self) -> None:
+        """Measure what the device can do, the peak that perf/mfu is a part of."""
+        self.phase.device = self.device
+        precision = self.trainer.precision
+        dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None
+        self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
 
-        Each backward pass is a meeting of all ranks, so a rank that has fewer micro-batches runs its last one
-        again with weight 0.
+    def plan(self, extents: list[Extent]) -> list[MicroBatch]:
+        """Divide sequences into the rows that go through a model together."""
+        return micro_batches(extents, self.micro_batch_tokens, self.layout)
+
+    def plan_on_every_rank(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
+        """The rows and their weights, equally many on every rank.
+
+        Each backward pass is a meeting of all ranks. So a rank that has fewer rows cuts the largest in two
+        and, where nothing is left to be cut, runs its last one again with weight 0.
         """
-        count = torch.tensor(float(len(bins)), device=self.device)
+        rows = self.plan(extents)
+        count = torch.tensor(float(len(rows)), device=self.device)
         most = int(self.trainer.strategy.reduce(count, reduce_op="max"))
-        for number in range(most):
-            yield bins[min(number, len(bins) - 1)], float(number < len(bins))
+        rows = split_to(rows, most, extents)
+        return [(rows[min(i, len(rows) - 1)], float(i < len(rows))) for i in range(most)]
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Add up numbers of every rank."""
@@ -235,6 +269,10 @@ class PolicyModule(LightningModule):
         self.lr_schedulers().step()  # type: ignore[union-attr]
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
+    def speed_metrics(self, num_tokens: int) -> dict[str, float]:
+        """What the step has cost so far, of which `num_tokens` count."""
+        return speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
+
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
         self.step_metrics = metrics
@@ -253,75 +291,6 @@ class PolicyModule(LightningModule):
     def log_largest(self, name: str, value: float) -> None:
         """Log the largest value over the held-out set."""
         self.log(name, value, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
-
-
-def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
-    """Run the transformer without its head; return the states that predict the scored tokens, (M, H)."""
-    # No attention_mask and no cache: with either, transformers attends across packed sequences.
-    output = model.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False)
-    return output.last_hidden_state[0, packed.predictors]
-
-
-def log_probs_of(
-    model: Any, packed: PackedSequences, temperature: float, head_chunk_size: int, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the scored tokens and, if asked for, the entropies behind them, (M,) each, nats."""
-    hidden = scored_hidden_states(model, packed)  # (M, H)
-    return head_log_probs(hidden, head_of(model), packed.targets, temperature, head_chunk_size, with_entropy)
-
-
-def pack(sequences: list[ScoredTokens], device: torch.device) -> PackedSequences:
-    """Lay sequences out in one row."""
-    token_ids, score_masks = zip(*sequences, strict=True)
-    return PackedSequences.from_lists(list(token_ids), list(score_masks), device)
-
-
-def head_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return the map from hidden states (M, H) to logits (M, V), scaled and capped as the model does."""
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    scale = getattr(config, "logit_scale", None) or 1 / (
-        getattr(config, "logits_scaling", None) or 1
-    )  # Cohere, Granite
-
-    def logits(hidden: Tensor) -> Tensor:
-        values = head(hidden) * scale if scale != 1 else head(hidden)
-        return values if cap is None else cap * torch.tanh(values / cap)
-
-    return logits
-
-
-def check_packing(model: Any, name: str) -> None:
-    """Prove on two short sequences that packed log-probs equal the model's own, one by one.
-
-    Raises:
-        InputError: If the architecture attends across packed sequences or scales its logits in a way we do
-            not know.
-    """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = min(1000, model.config.get_text_config().vocab_size)
-    sequences = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (7, 12)]
-    device = next(model.parameters()).device
-    masks = [[False] + [True] * (len(sequence) - 1) for sequence in sequences]
-    packed = PackedSequences.from_lists(sequences, masks, device)
-    with torch.no_grad():
-        ours, _ = log_probs_of(model, packed, temperature=1.0, head_chunk_size=len(packed.targets))
-        theirs = []
-        for sequence in sequences:
-            ids = torch.tensor([sequence], device=device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            theirs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1))
-    error = (ours - torch.cat(theirs)).abs().max().item()
-    bound = (
-        1e-3 if next(model.parameters()).dtype == torch.float32 else 0.5
-    )  # nats; a leak shows as whole nats
-    if not error <= bound:
-        raise InputError(
-            f"Packed log-probs of '{name}' must equal its one-by-one log-probs, but differ by {error:.2g} "
-            f"nats: the architecture {type(model).__name__} cannot be trained packed. Use a Llama, Qwen2 or "
-            "Qwen3 model."
-        )
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlt_lightning.modules.meter import GIB, PhaseCost
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.rewards import RewardTerms
 from rlt_lightning.types import Rollouts
@@ -44,7 +45,24 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def speed_metrics(seconds: dict[str, float], num_tokens: int) -> dict[str, float]:
-    """Seconds per phase of a step, and the step's tokens per second."""
-    speed = {f"perf/{phase}_s": value for phase, value in seconds.items()}
-    return speed | {"perf/tokens_per_s": num_tokens / sum(seconds.values())}
+def speed_metrics(phases: dict[str, PhaseCost], num_tokens: int, peak_flops: float) -> dict[str, float]:
+    """What the step cost, by phase.
+
+    Args:
+        phases: Of the step.
+        num_tokens: The step's own tokens, which `perf/tokens_per_s` counts.
+        peak_flops: Per second, measured; `perf/mfu` is a part of it.
+    """
+    metrics = {"perf/tokens_per_s": num_tokens / sum(cost.seconds for cost in phases.values())}
+    for phase, cost in phases.items():
+        metrics[f"perf/{phase}_s"] = cost.seconds
+        metrics[f"perf/{phase}_peak_gib"] = cost.peak_bytes / GIB
+        if cost.tokens:
+            metrics[f"perf/{phase}_tokens_per_s"] = cost.tokens / cost.seconds
+    train = phases["train"]
+    return metrics | {
+        "perf/mfu": train.flops / train.seconds / peak_flops,
+        "perf/peak_tflops": peak_flops / 1e12,
+        "perf/padding_frac": train.padding_tokens / train.tokens,
+        "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
+    }

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlt_lightning.modules.base import (
-    Dtype,
-    FrozenModel,
-    OptimizerConfig,
-    PolicyModule,
-    ScoredTokens,
-    check_packing,
-    log_probs_of,
-    pack,
-)
-from rlt_lightning.modules.logged import reward_metrics, rollout_metrics, speed_metrics
-from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.modules.base import Dtype, FrozenModel, OptimizerConfig, PolicyModule
+from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
+from rlt_lightning.modules.meter import PhaseCost, forward_flops
+from rlt_lightning.modules.packed import HeadOptions, log_probs_of
+from rlt_lightning.modules.scoring import StudentScorer, scored_end
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import PackedSequences, pack_by_tokens, to_padded
+from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
 from rlt_lightning.pretrained import EMBEDDED_MODEL
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
@@ -48,11 +42,16 @@ class RLTModule(PolicyModule):
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
-        head_chunk_size: Scored tokens per pass through the language-model head.
+        layout: How sequences share a forward: "shared_prefix" computes a group's prompt once, "packed" for
+            each completion, "auto" chooses by a cost model, "single" runs one sequence at a time.
+        head: How log-probs are computed from hidden states.
+        teacher_log_probs: Where r_KL takes the teacher's log-probs from: "rollout", as they were sampled,
+            where the engine sent them at the reward's temperature; "recompute", a forward of its own.
+        offload_frozen: Keep student and reference in pinned host memory while they are not used.
         dtype: Of the trained weights and the reference's.
         student_dtype: Of the student's weights.
         gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name, None for its default.
+        attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
         seed: Of everything random inside a step.
 
@@ -73,7 +72,10 @@ class RLTModule(PolicyModule):
         mismatch_alarm: float | None = 0.1,
         max_staleness: int = 0,
         micro_batch_tokens: int = 16384,
-        head_chunk_size: int = 1024,
+        layout: Layout = "auto",
+        head: HeadOptions = HeadOptions(),
+        teacher_log_probs: Literal["rollout", "recompute"] = "rollout",
+        offload_frozen: bool = False,
         dtype: Dtype = "float32",
         student_dtype: Dtype = "float32",
         gradient_checkpointing: bool = False,
@@ -85,7 +87,8 @@ class RLTModule(PolicyModule):
             teacher,
             optimizer,
             micro_batch_tokens,
-            head_chunk_size,
+            layout,
+            head,
             dtype,
             gradient_checkpointing,
             attn_implementation,
@@ -106,6 +109,8 @@ class RLTModule(PolicyModule):
         self.mismatch_alarm = mismatch_alarm
         self.max_staleness = max_staleness
         self.student_dtype: Dtype = student_dtype
+        self.teacher_log_probs = teacher_log_probs
+        self.offload_frozen = offload_frozen
         self.student: FrozenModel | None = None
         self.reference: FrozenModel | None = None  # the initial teacher, moved by ReferenceSync
 
@@ -116,35 +121,37 @@ class RLTModule(PolicyModule):
         if self.policy is not None:
             return
         super().configure_model()
-        self.student = FrozenModel(self.load(self.student_name, self.student_dtype))
-        check_packing(self.student.model, self.student_name)
+        self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
         if self.trainer.training and self.policy_loss.kl_coef:
-            self.reference = FrozenModel(copy.deepcopy(self.policy))
+            self.reference = FrozenModel(copy.deepcopy(self.policy), self.offload_frozen)
 
     def place_frozen_models(self) -> None:
         """Move student and reference next to the policy; Lightning moves only what it trains."""
         for frozen in (self.student, self.reference):
             if frozen is not None:
-                frozen.model.to(self.device)
+                frozen.place(self.device)
 
-    on_fit_start = on_validation_start = on_predict_start = place_frozen_models
+    on_validation_start = on_predict_start = place_frozen_models
+
+    def on_fit_start(self) -> None:
+        """Place the frozen models too."""
+        super().on_fit_start()
+        self.place_frozen_models()
 
     # Training
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """One RLT iteration: score with the student, compare within groups, step the teacher."""
         rollouts = self.require_rollouts(batch)  # sampled by RolloutCallback, group_size per problem
-        with self.phase("score"):
-            batch.scores = self.score(rollouts)
+        with self.phase("score") as cost:
+            batch.scores = self.score(rollouts, cost)
         rewards = batch.scores.terms.reward  # (N,)
-        with self.phase("train"):
+        with self.phase("train") as cost:
             advantages = self.advantages(rewards, self.group_size)  # (N,)
-            metrics = self.update_policy(rollouts, advantages)
+            metrics = self.update_policy(rollouts, advantages, cost)
         metrics |= reward_metrics(batch.scores.terms, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
-        metrics |= speed_metrics(
-            self.phase.lap(), sum(len(r.completion.token_ids) for r in rollouts.rollouts)
-        )
+        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         self.log_step(metrics, len(rollouts.rollouts))
 
     def require_rollouts(self, batch: PromptBatch) -> Rollouts:
@@ -164,7 +171,7 @@ class RLTModule(PolicyModule):
             )
         return rollouts
 
-    def update_policy(self, rollouts: Rollouts, advantages: Tensor) -> dict[str, Any]:
+    def update_policy(self, rollouts: Rollouts, advantages: Tensor, cost: PhaseCost) -> dict[str, Any]:
         """Accumulate the policy loss over packed micro-batches and take one optimizer step."""
         rows = rollouts.rollouts
         world_size = self.trainer.world_size
@@ -177,36 +184,44 @@ class RLTModule(PolicyModule):
         optimizer.zero_grad()
         metrics: dict[str, Any] = {}
         sequences = [sampled_sequence(row) for row in rows]
-        bins = pack_by_tokens([len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens)
-        for indices, weight in self.same_on_every_rank(bins):
-            packed, chosen = pack([sequences[i] for i in indices], self.device), [rows[i] for i in indices]
-            lengths = [len(r.completion.token_ids) for r in chosen]
-            ref_log_probs = self.reference_log_probs(packed, lengths, rollouts.temperature)
-            flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
-            log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-            require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
-            engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
-            if engine_log_probs is not None and weight:
-                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
-            weights = None
-            if self.importance_sampling is not None:
-                assert engine_log_probs is not None
-                weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
-            loss, loss_metrics = self.policy_loss(
-                log_probs=log_probs,
-                old_log_probs=engine_log_probs if clip_by_ratio else None,
-                ref_log_probs=ref_log_probs,
-                importance_weights=weights,
-                advantages=advantages[torch.tensor(indices, device=self.device)],
-                token_mask=token_mask,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-            )
-            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-            self.manual_backward(weight * world_size * loss)
-            loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy.sum() / num_tokens}
-            for name, value in loss_metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
+        plan = self.plan_on_every_rank(sampled_extents(rows))
+        reference = self.reference.on(self.device) if self.reference else nullcontext()
+        with reference as reference_model:
+            for micro_batch, weight in plan:
+                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+                forward = forward_flops(self.policy, packed)
+                cost.count(packed, sequences, micro_batch, weight, (3 + bool(self.reference)) * forward)
+                chosen = [rows[i] for i in micro_batch.indices]
+                lengths = [len(r.completion.token_ids) for r in chosen]
+                ref_log_probs = self.reference_log_probs(
+                    reference_model, packed, lengths, rollouts.temperature
+                )
+                flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
+                log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
+                require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
+                engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
+                if engine_log_probs is not None and weight:
+                    mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+                weights = None
+                if self.importance_sampling is not None:
+                    assert engine_log_probs is not None
+                    weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
+                loss, loss_metrics = self.policy_loss(
+                    log_probs=log_probs,
+                    old_log_probs=engine_log_probs if clip_by_ratio else None,
+                    ref_log_probs=ref_log_probs,
+                    importance_weights=weights,
+                    advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
+                    token_mask=token_mask,
+                    num_tokens=num_tokens,
+                    num_sequences=num_sequences,
+                )
+                # The strategy averages gradients over ranks, so a rank's share counts world_size times.
+                self.manual_backward(weight * world_size * loss)
+                entropy_share = entropy.detach().sum() / num_tokens
+                loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
+                for name, value in loss_metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
         return metrics | self.optimizer_step_now() | self.mismatch_metrics(mismatch)
 
     def engine_log_probs(self, rows: list[Rollout], log_probs: Tensor, needed: bool) -> Tensor | None:
@@ -245,21 +260,28 @@ class RLTModule(PolicyModule):
 
     @torch.no_grad()
     def reference_log_probs(
-        self, packed: PackedSequences, lengths: list[int], temperature: float
+        self, model: Any, packed: PackedSequences, lengths: list[int], temperature: float
     ) -> Tensor | None:
         """Log-probs of the sampled tokens under the reference, (n, T); None without a KL penalty."""
-        if self.reference is None:
+        if model is None:
             return None
-        flat, _ = log_probs_of(self.reference.model, packed, temperature, self.head_chunk_size)
-        return to_padded(flat, lengths)[0]
+        return to_padded(log_probs_of(model, packed, temperature, self.head)[0], lengths)[0]
 
-    def score(self, rollouts: Rollouts) -> Scores:
+    def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
         """Compute the RLT reward of every rollout with the student."""
         assert self.student is not None
-        scorer = StudentScorer(
-            self.policy, self.student.model, self.reward, self.micro_batch_tokens, self.head_chunk_size
-        )
-        return scorer(rollouts.rollouts)
+        with self.student.on(self.device) as student:
+            scorer = StudentScorer(
+                self.policy,
+                student,
+                self.reward,
+                self.micro_batch_tokens,
+                self.layout,
+                self.head,
+                recompute=self.teacher_log_probs == "recompute",
+                cost=cost,
+            )
+            return scorer(rollouts)
 
     # Validation and prediction
 
@@ -285,12 +307,11 @@ class RLTModule(PolicyModule):
         """Compare the engine's log-probs of all rollouts with those of the current weights."""
         mismatch, rows = Mismatch(), rollouts.rollouts
         sequences = [sampled_sequence(row) for row in rows]
-        for indices in pack_by_tokens(
-            [len(token_ids) for token_ids, _ in sequences], self.micro_batch_tokens
-        ):
-            packed, chosen = pack([sequences[i] for i in indices], self.device), [rows[i] for i in indices]
+        for micro_batch in self.plan(sampled_extents(rows)):
+            packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+            chosen = [rows[i] for i in micro_batch.indices]
             # The engine's log-probs of greedy completions are at temperature 1.
-            flat, _ = log_probs_of(self.policy, packed, rollouts.temperature or 1.0, self.head_chunk_size)
+            flat, _ = log_probs_of(self.policy, packed, rollouts.temperature or 1.0, self.head)
             log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
             engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=False)
             if engine_log_probs is not None:
@@ -302,7 +323,12 @@ class RLTModule(PolicyModule):
         batch.scores = self.score(self.require_rollouts(batch))
 
 
-def sampled_sequence(rollout: Rollout) -> ScoredTokens:
+def sampled_sequence(rollout: Rollout) -> ScoredSequence:
     """The completion after its prompt; score every token that was sampled, the end tag included."""
     prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
-    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    return ScoredSequence(prompt, completion, scored_end(len(prompt), len(completion)))
+
+
+def sampled_extents(rows: list[Rollout]) -> list[Extent]:
+    """Lengths of prompts and completions; those of one problem share the prompt."""
+    return [Extent(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids)) for r in rows]

@@ -3,53 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.base import ScoredTokens, head_of, log_probs_of, pack, scored_hidden_states
-from rlt_lightning.numerics.kl import head_exact_kl
-from rlt_lightning.numerics.log_probs import head_log_probs
-from rlt_lightning.numerics.packing import pack_by_tokens, to_padded
+from rlt_lightning.modules.meter import PhaseCost
+from rlt_lightning.modules.packed import (
+    HeadOptions,
+    head_exact_kl,
+    head_log_probs,
+    log_probs_of,
+    scored_hidden_states,
+)
+from rlt_lightning.numerics.packing import (
+    Extent,
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    micro_batches,
+    to_padded,
+)
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
-from rlt_lightning.types import Rollout, Scores
+from rlt_lightning.types import Rollout, Rollouts, Scores
 
 
+@dataclass
 class StudentScorer:
-    """Compute the RLT reward: one student forward for both terms, one teacher forward for r_KL.
+    """Compute the RLT reward: one student forward for both terms, at most one teacher forward for r_KL.
+
+    The sampled estimators of r_KL take the teacher's log-probs from the rollouts where these have them at the
+    reward's temperature. Of the teacher's own forward, only the separator before the explanation is then
+    left, which was given rather than sampled: one pass over each prompt.
 
     Args:
         policy: The teacher.
         student: The frozen student; it shares the teacher's vocabulary.
         reward: The reward and its options.
         micro_batch_tokens: Tokens per forward.
-        head_chunk_size: Scored tokens per pass through a language-model head.
+        layout: How sequences share a forward.
+        head: How log-probs are computed from hidden states.
+        recompute: Run the teacher even where the rollouts have its log-probs.
+        cost: Where the tokens that models compute are counted.
     """
 
-    def __init__(
-        self, policy: Any, student: Any, reward: RLTReward, micro_batch_tokens: int, head_chunk_size: int
-    ) -> None:
-        self.policy = policy
-        self.student = student
-        self.reward = reward
-        self.micro_batch_tokens = micro_batch_tokens
-        self.head_chunk_size = head_chunk_size
+    policy: Any
+    student: Any
+    reward: RLTReward
+    micro_batch_tokens: int = 16384
+    layout: Layout = "auto"
+    head: HeadOptions = HeadOptions()
+    recompute: bool = False
+    cost: PhaseCost | None = None
 
     @torch.no_grad()
-    def __call__(self, rows: list[Rollout]) -> Scores:
+    def __call__(self, rollouts: Rollouts) -> Scores:
         """Score N rollouts.
 
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite, naming the rows and the term.
         """
+        rows = rollouts.rollouts
+        students = [student_sequence(r) for r in rows]
+        teachers = [teacher_sequence(r) for r in rows]
+        given = self.sampled_log_probs(rollouts)
+        needs_teacher = [] if given is not None else teachers
+        extents = [
+            Extent(
+                r.problem.row,
+                max(len(s.prefix) for s in sequences),
+                max(len(s.rest) for s in sequences),
+            )
+            for r, *sequences in zip(rows, students, needs_teacher or students, strict=True)
+        ]
         solution: list[Tensor] = [torch.empty(0)] * len(rows)
         kl: list[Tensor] = [torch.empty(0)] * len(rows)
-        lengths = [max(len(student_sequence(r)[0]), len(teacher_sequence(r)[0])) for r in rows]
-        for indices in pack_by_tokens(lengths, self.micro_batch_tokens):
-            scored = self.score_micro_batch([rows[i] for i in indices])
-            for i, log_probs, values in zip(indices, *scored, strict=True):
-                solution[i], kl[i] = log_probs, values
+        for micro_batch in micro_batches(extents, self.micro_batch_tokens, self.layout):
+            hidden, student_log_probs = self.student_forward(students, micro_batch)  # (M, H), (M,)
+            num_think = [think_length(rows[i]) for i in micro_batch.indices]
+            num_solution = [len(rows[i].problem.solution_ids) for i in micro_batch.indices]
+            splits = [n for pair in zip(num_think, num_solution, strict=True) for n in pair]
+            pieces = student_log_probs.split(splits)  # think, solution, think, solution, …
+            numbers = [rows[i].problem.row for i in micro_batch.indices]
+            require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
+            require_finite_rows(pieces[::2], "student log-prob of the explanation", numbers)
+            if self.reward.kl_estimator == "exact":
+                values = self.exact_kl(teachers, micro_batch, torch.cat(hidden.split(splits)[::2]))
+            else:
+                teacher_log_probs = (
+                    self.teacher_log_probs(teachers, micro_batch)
+                    if given is None
+                    else torch.cat([given[i] for i in micro_batch.indices])
+                )
+                values = self.reward.token_kl(teacher_log_probs, torch.cat(pieces[::2]))
+            kl_rows = values.split(num_think)
+            require_finite_rows(kl_rows, "KL of the explanation", numbers)
+            for place, i in enumerate(micro_batch.indices):
+                solution[i], kl[i] = pieces[2 * place + 1], kl_rows[place]
         solution_log_probs, solution_mask = pad_rows(solution)  # (N, S)
         kl_values, kl_mask = pad_rows(kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
@@ -57,65 +109,103 @@ class StudentScorer:
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         return Scores(terms, solution, kl)
 
-    def score_micro_batch(self, rows: list[Rollout]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return per row the student's log-probs of the solution, (S,), and KL of the think tokens, (K,)."""
-        device = next(self.student.parameters()).device
-        student = pack([student_sequence(r) for r in rows], device)
-        hidden = scored_hidden_states(self.student, student)  # (sum of K + S, H)
-        log_probs, _ = head_log_probs(
-            hidden,
-            head_of(self.student),
-            student.targets,
-            self.reward.student_temperature,
-            self.head_chunk_size,
-        )
-        num_think = [len(r.problem.think_prefix) + r.num_think for r in rows]
-        splits = [n for k, r in zip(num_think, rows, strict=True) for n in (k, len(r.problem.solution_ids))]
-        pieces = log_probs.split(splits)  # think, solution, think, solution, …
-        numbers = [r.problem.row for r in rows]
-        require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
-        require_finite_rows(pieces[::2], "student log-prob of the explanation", numbers)
-        think_hidden = torch.cat(hidden.split(splits)[::2])  # (sum of K, H)
-        kl = self.think_kl(rows, torch.cat(pieces[::2]), think_hidden).split(num_think)
-        require_finite_rows(kl, "KL of the explanation", numbers)
-        return list(pieces[1::2]), list(kl)
+    def student_forward(
+        self, sequences: list[ScoredSequence], micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """The student's hidden states (M, H) and log-probs (M,) at think and solution tokens."""
+        packed = self.pack(self.student, sequences, micro_batch)
+        hidden = scored_hidden_states(self.student, packed)
+        temperature = self.reward.student_temperature
+        log_probs, _ = head_log_probs(self.student, hidden, packed.targets, temperature, self.head)
+        return hidden, log_probs
 
-    def think_kl(self, rows: list[Rollout], student_log_probs: Tensor, student_hidden: Tensor) -> Tensor:
-        """KL of teacher from student at every think token of all rows, (sum of K,), nats."""
-        reward, chunk_size = self.reward, self.head_chunk_size
-        teacher = pack([teacher_sequence(r) for r in rows], student_hidden.device)
-        if reward.kl_estimator != "exact":
-            log_probs, _ = log_probs_of(self.policy, teacher, reward.teacher_temperature, chunk_size)
-            return reward.token_kl(log_probs, student_log_probs)
-        return head_exact_kl(
-            scored_hidden_states(self.policy, teacher),
-            head_of(self.policy),
-            student_hidden,
-            head_of(self.student),
-            reward.teacher_temperature,
-            reward.student_temperature,
-            chunk_size,
-        )
+    def teacher_log_probs(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> Tensor:
+        """The teacher's log-probs of all think tokens, (sum of K,), nats."""
+        packed = self.pack(self.policy, sequences, micro_batch)
+        return log_probs_of(self.policy, packed, self.reward.teacher_temperature, self.head)[0]
+
+    def exact_kl(
+        self, sequences: list[ScoredSequence], micro_batch: MicroBatch, student_hidden: Tensor
+    ) -> Tensor:
+        """KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,), nats."""
+        hidden = scored_hidden_states(self.policy, self.pack(self.policy, sequences, micro_batch))
+        teacher = self.policy, hidden, self.reward.teacher_temperature
+        student = self.student, student_hidden, self.reward.student_temperature
+        return head_exact_kl(*teacher, *student, self.head)
+
+    def sampled_log_probs(self, rollouts: Rollouts) -> list[Tensor] | None:
+        """The teacher's log-probs of each row's think tokens, (K,), as they were sampled; None if unknown."""
+        rows = rollouts.rollouts
+        if self.recompute or self.reward.kl_estimator == "exact":
+            return None
+        if rollouts.temperature != self.reward.teacher_temperature:
+            return None
+        sampled = [r.completion.log_probs for r in rows]
+        if any(log_probs is None for log_probs in sampled):
+            return None
+        given = self.separator_log_probs(rows)
+        return [
+            torch.cat([given[r.problem.row], given[r.problem.row].new_tensor(log_probs[: r.num_think])])
+            for r, log_probs in zip(rows, sampled, strict=True)
+            if log_probs is not None
+        ]
+
+    def separator_log_probs(self, rows: list[Rollout]) -> dict[int, Tensor]:
+        """The teacher's log-probs of the separator before the explanation, by number of the problem."""
+        problems = list({r.problem.row: r.problem for r in rows}.values())
+        found = {p.row: torch.empty(0, device=device_of(self.policy)) for p in problems}
+        scored = [p for p in problems if p.think_prefix]
+        sequences = [
+            ScoredSequence([], p.teacher_prompt, scored_end(len(p.teacher_prefix), len(p.think_prefix)))
+            for p in scored
+        ]
+        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in scored]
+        for micro_batch in micro_batches(extents, self.micro_batch_tokens, self.layout):
+            log_probs = self.teacher_log_probs(sequences, micro_batch)
+            lengths = [len(scored[i].think_prefix) for i in micro_batch.indices]
+            for i, values in zip(micro_batch.indices, log_probs.split(lengths), strict=True):
+                found[scored[i].row] = values
+        return found
+
+    def pack(self, model: Any, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
+        """Lay a row's sequences out, and count them."""
+        packed = PackedSequences.from_sequences(sequences, micro_batch.families, device_of(model))
+        if self.cost is not None:
+            self.cost.count(packed, sequences, micro_batch)
+        return packed
 
 
-def student_sequence(rollout: Rollout) -> ScoredTokens:
+def device_of(model: Any) -> torch.device:
+    """Where the model's weights lie."""
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
+def think_length(rollout: Rollout) -> int:
+    """Think tokens of a rollout, the given separator included."""
+    return len(rollout.problem.think_prefix) + rollout.num_think
+
+
+def student_sequence(rollout: Rollout) -> ScoredSequence:
     """Splice the explanation into the student's context; score think and solution tokens (RLT, figure 3)."""
     problem = rollout.problem
-    head = problem.student_prefix + problem.think_prefix
-    token_ids = head + rollout.body + problem.student_suffix + problem.solution_ids
-    num_think = len(problem.think_prefix) + rollout.num_think
-    scored = [False] * len(problem.student_prefix) + [True] * num_think
-    scored += [False] * (len(token_ids) - len(scored) - len(problem.solution_ids))
-    return token_ids, scored + [True] * len(problem.solution_ids)
+    prefix = problem.student_prefix + problem.think_prefix
+    rest = rollout.body + problem.student_suffix + problem.solution_ids
+    num_between = len(rollout.body) - rollout.num_think + len(problem.student_suffix)
+    scored = scored_end(len(problem.student_prefix), think_length(rollout))
+    scored += scored_end(num_between, len(problem.solution_ids))
+    return ScoredSequence(prefix, rest, scored)
 
 
-def teacher_sequence(rollout: Rollout) -> ScoredTokens:
+def teacher_sequence(rollout: Rollout) -> ScoredSequence:
     """The explanation in the teacher's own context; score the same think tokens."""
-    problem = rollout.problem
-    token_ids = problem.teacher_prompt + rollout.body[: rollout.num_think]
-    return token_ids, [False] * len(problem.teacher_prefix) + [True] * (
-        len(token_ids) - len(problem.teacher_prefix)
-    )
+    scored = scored_end(len(rollout.problem.teacher_prefix), think_length(rollout))
+    return ScoredSequence(rollout.problem.teacher_prompt, rollout.body[: rollout.num_think], scored)
+
+
+def scored_end(num_given: int, num_scored: int) -> list[bool]:
+    """A mask of tokens that are given, followed by tokens that are scored."""
+    return [False] * num_given + [True] * num_scored
 
 
 def require_finite_rows(rows: Sequence[Tensor], term: str, row_numbers: list[int]) -> None:

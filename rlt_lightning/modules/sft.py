@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule, pack
-from rlt_lightning.modules.logged import speed_metrics
-from rlt_lightning.numerics.packing import PackedSequences, pack_by_tokens
+from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule
+from rlt_lightning.modules.meter import forward_flops
+from rlt_lightning.modules.packed import HeadOptions
+from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import EMBEDDED_MODEL
-from rlt_lightning.types import SFTBatch
+from rlt_lightning.types import SFTBatch, SFTExample
 
 
 class SFTModule(PolicyModule):
@@ -21,10 +22,11 @@ class SFTModule(PolicyModule):
         pretrained: Model to start from: embedded default, local folder or hub id.
         optimizer: AdamW, its schedule and gradient clipping; the defaults are the released recipe's.
         micro_batch_tokens: Tokens per forward; a longer example goes alone.
-        head_chunk_size: Completion tokens per pass through the language-model head.
+        layout: How examples share a forward; "packed", since examples share no prefix.
+        head: How log-probs are computed from hidden states.
         dtype: Of the weights.
         gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name, None for its default.
+        attn_implementation: transformers' name; None: ours.
         trust_remote_code: Run code that comes with the model.
         seed: Of everything random inside a step.
     """
@@ -34,7 +36,8 @@ class SFTModule(PolicyModule):
         pretrained: str = EMBEDDED_MODEL,
         optimizer: OptimizerConfig = OptimizerConfig(1e-5, 1e-4, (0.9, 0.95), "cosine", warmup_frac=0.05),
         micro_batch_tokens: int = 16384,
-        head_chunk_size: int = 1024,
+        layout: Layout = "packed",
+        head: HeadOptions = HeadOptions(),
         dtype: Dtype = "float32",
         gradient_checkpointing: bool = False,
         attn_implementation: str | None = None,
@@ -45,7 +48,8 @@ class SFTModule(PolicyModule):
             pretrained,
             optimizer,
             micro_batch_tokens,
-            head_chunk_size,
+            layout,
+            head,
             dtype,
             gradient_checkpointing,
             attn_implementation,
@@ -60,18 +64,20 @@ class SFTModule(PolicyModule):
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
         loss = torch.zeros((), device=self.device)
-        with self.phase("train"):
-            for indices, weight in self.same_on_every_rank(self.micro_batches(batch)):
-                packed = self.pack_examples(batch, indices)
+        sequences = [example_sequence(example) for example in batch.examples]
+        with self.phase("train") as cost:
+            for micro_batch, weight in self.plan_on_every_rank([extent(sequence) for sequence in sequences]):
+                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+                cost.count(packed, sequences, micro_batch, weight, 3 * forward_flops(self.policy, packed))
                 log_probs, _ = self.trainer.strategy.model(packed, 1.0)  # type: ignore[misc]
-                rows = [batch.examples[i].row for i in indices]
-                require_finite(log_probs, "completion log-prob", [rows[i] for i in packed.sequence_of_scored])
+                rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
+                require_finite(log_probs, "completion log-prob", rows)
                 # The strategy averages gradients over ranks, so a rank's share counts world_size times.
                 share = -weight * self.trainer.world_size * log_probs.sum() / total_tokens
                 self.manual_backward(share)
                 loss += share.detach()
             metrics = self.optimizer_step_now()
-        metrics |= speed_metrics(self.phase.lap(), sum(len(example.token_ids) for example in batch.examples))
+        metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
         metrics["policy/loss"] = loss
         metrics |= {"data/completion_tokens": num_tokens, "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(batch.examples))
@@ -79,15 +85,21 @@ class SFTModule(PolicyModule):
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Mean loss per completion token of held-out rows."""
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
-        packed = [self.pack_examples(batch, indices) for indices in self.micro_batches(batch)]
-        log_probs = torch.cat([self(micro_batch, 1.0)[0] for micro_batch in packed])
-        self.log_validation({"policy/val_loss": -log_probs.sum() / num_tokens}, batch_size=num_tokens)
+        sequences = [example_sequence(example) for example in batch.examples]
+        log_probs = [
+            self(PackedSequences.from_sequences(sequences, micro_batch.families, self.device), 1.0)[0]
+            for micro_batch in self.plan([extent(sequence) for sequence in sequences])
+        ]
+        self.log_validation(
+            {"policy/val_loss": -torch.cat(log_probs).sum() / num_tokens}, batch_size=num_tokens
+        )
 
-    def micro_batches(self, batch: SFTBatch) -> list[list[int]]:
-        """Divide the examples by tokens, longest first."""
-        return pack_by_tokens([len(example.token_ids) for example in batch.examples], self.micro_batch_tokens)
 
-    def pack_examples(self, batch: SFTBatch, indices: list[int]) -> PackedSequences:
-        """Lay some of the examples out in one row; the completion tokens are the scored ones."""
-        chosen = [batch.examples[i] for i in indices]
-        return pack([(example.token_ids, example.loss_mask) for example in chosen], self.device)
+def example_sequence(example: SFTExample) -> ScoredSequence:
+    """An example's tokens; the completion's are the scored ones."""
+    return ScoredSequence([], example.token_ids, example.loss_mask)
+
+
+def extent(sequence: ScoredSequence) -> Extent:
+    """Its length; it shares no prefix."""
+    return Extent(None, 0, len(sequence.rest))

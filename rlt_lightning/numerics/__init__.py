@@ -8,9 +8,10 @@ from rlt_lightning.numerics.advantages import (
     ShuffledAdvantages,
     zero_std_groups,
 )
+from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.kl import exact_kl, head_exact_kl, log_ratio_kl, schulman_kl
-from rlt_lightning.numerics.log_probs import head_log_probs, token_entropy, token_log_probs
+from rlt_lightning.numerics.kl import exact_kl, linear_exact_kl, log_ratio_kl, schulman_kl
+from rlt_lightning.numerics.log_probs import LogitScale, linear_log_probs, token_entropy, token_log_probs
 from rlt_lightning.numerics.losses import (
     BNPOLoss,
     CISPOLoss,
@@ -20,7 +21,15 @@ from rlt_lightning.numerics.losses import (
     GSPOLoss,
     PolicyLoss,
 )
-from rlt_lightning.numerics.packing import PackedSequences, from_padded, pack_by_tokens, to_padded
+from rlt_lightning.numerics.packing import (
+    Extent,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    micro_batches,
+    split_to,
+    to_padded,
+)
 from rlt_lightning.numerics.rewards import (
     NonFiniteError,
     RewardTerms,
@@ -37,28 +46,36 @@ __all__ = [
     "CISPOLoss",
     "DAPOLoss",
     "DrGRPOLoss",
+    "Extent",
     "GRPOLoss",
     "GSPOLoss",
     "GroupCenteredAdvantages",
     "GroupNormalisedAdvantages",
     "LeaveOneOutAdvantages",
+    "LogitScale",
+    "MicroBatch",
     "Mismatch",
     "NonFiniteError",
     "PackedSequences",
     "PolicyLoss",
     "RLTReward",
     "RewardTerms",
+    "ScoredSequence",
+    "Segments",
+    "SharedPrefix",
     "ShuffledAdvantages",
     "TruncatedImportanceSampling",
     "exact_kl",
-    "from_padded",
-    "head_exact_kl",
-    "head_log_probs",
+    "linear_exact_kl",
+    "linear_log_probs",
     "log_ratio_kl",
+    "looped_attention",
     "masked_mean",
-    "pack_by_tokens",
+    "micro_batches",
     "require_finite",
     "schulman_kl",
+    "segment_attention",
+    "split_to",
     "student_kl_penalty",
     "student_solution_reward",
     "to_padded",

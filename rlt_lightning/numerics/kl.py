@@ -1,9 +1,24 @@
 """How far one model's next-token distribution lies from another's: two sampled estimators and the sum."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from rlt_lightning.numerics.log_probs import Head, run_in_chunks, scaled_log_softmax
+from rlt_lightning.numerics.log_probs import (
+    HeadGradients,
+    LogitScale,
+    add_block,
+    block_logits,
+    block_size,
+    blocks,
+    check_temperature,
+    new_sums,
+    scaled_log_softmax,
+    wide,
+    without_autocast,
+)
 
 
 def log_ratio_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -73,35 +88,122 @@ def exact_kl(
     return (log_p.exp() * log_ratio).sum(dim=-1)
 
 
-def head_exact_kl(
+def linear_exact_kl(
     teacher_hidden: Tensor,
-    teacher_head: Head,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
     student_hidden: Tensor,
-    student_head: Head,
-    teacher_temperature: float = 1.0,
-    student_temperature: float = 1.0,
-    chunk_size: int = 1024,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher_scale: LogitScale = LogitScale(),
+    student_scale: LogitScale = LogitScale(),
+    logits_mib: int | None = None,
 ) -> Tensor:
-    """Return `exact_kl` of two heads, keeping logits of `chunk_size` tokens at a time.
+    """Return `exact_kl` of two heads' logits, of which at most `logits_mib` exist at a time.
 
     Args:
         teacher_hidden: The teacher's hidden states, (M, H_T). M may be 0.
-        teacher_head: The teacher's language-model head, (m, H_T) -> (m, V_T).
+        teacher_weight: Of the teacher's language-model head, (V_T, H_T).
+        teacher_bias: (V_T,) or None.
         student_hidden: The student's hidden states before the same M tokens, (M, H_S).
-        student_head: The student's language-model head, (m, H_S) -> (m, V_S).
-        teacher_temperature: Divides the teacher's logits.
-        student_temperature: Divides the student's logits.
-        chunk_size: Tokens per call of the heads.
+        student_weight: Of the student's language-model head, (V_S, H_S).
+        student_bias: (V_S,) or None.
+        teacher_scale: The teacher's temperature, and what its architecture does to its logits.
+        student_scale: The student's.
+        logits_mib: Memory for logits, MiB, as in `linear_log_probs`.
 
     Returns:
-        (M,), nats, with gradient to hidden states and heads where they ask for it.
+        (M,), nats, fp32 or float64, with gradient to hidden states, weights and biases.
 
     Raises:
-        ValueError: If a temperature or the chunk size is not positive.
+        ValueError: If a temperature or `logits_mib` is not positive.
     """
+    check_temperature(teacher_scale.temperature)
+    check_temperature(student_scale.temperature)
+    logits_mib = block_size(logits_mib, teacher_hidden)
+    teacher = teacher_hidden, teacher_weight, teacher_bias
+    student = student_hidden, student_weight, student_bias
+    return LinearExactKL.apply(*teacher, *student, teacher_scale, student_scale, logits_mib)
 
-    def compare(teacher_hidden: Tensor, student_hidden: Tensor) -> Tensor:
-        teacher_logits, student_logits = teacher_head(teacher_hidden), student_head(student_hidden)
-        return exact_kl(teacher_logits, student_logits, teacher_temperature, student_temperature)
 
-    return torch.cat(run_in_chunks(compare, teacher_hidden, student_hidden, chunk_size=chunk_size))
+class LinearExactKL(torch.autograd.Function):
+    """See `linear_exact_kl`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_scale: LogitScale,
+        student_scale: LogitScale,
+        logits_mib: int,
+    ) -> Tensor:
+        """Add up over the vocabulary, block by block."""
+        num_words = len(teacher_weight), len(student_weight)
+        nowhere = torch.full_like(teacher_hidden[:, 0], -1, dtype=torch.long)  # no target
+        with without_autocast(teacher_hidden):
+            states = wide(teacher_hidden), wide(student_hidden)
+            p_sums, q_sums = new_sums(states[0]), new_sums(states[1])
+            ratio = common = torch.zeros_like(p_sums[0])  # sums over the columns that both have
+            for block in blocks(2 * len(teacher_hidden), max(num_words), logits_mib):
+                p_block, q_block = (slice(block.start, min(block.stop, number)) for number in num_words)
+                largest = p_sums[0]
+                if block.start < num_words[0]:
+                    p_logits = block_logits(states[0], teacher_weight, teacher_bias, p_block, teacher_scale)
+                    p_sums = add_block(*p_sums, p_logits, nowhere)
+                if block.start < num_words[1]:
+                    q_logits = block_logits(states[1], student_weight, student_bias, q_block, student_scale)
+                    q_sums = add_block(*q_sums, q_logits, nowhere)
+                shrink = (largest - p_sums[0]).exp()
+                ratio, common = ratio * shrink, common * shrink
+                if block.start < min(num_words):
+                    width = min(p_logits.shape[1], q_logits.shape[1])
+                    e = (p_logits[:, :width] - p_sums[0].unsqueeze(1)).exp()
+                    ratio += torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
+                    common += e.sum(dim=1)
+            p_normaliser, q_normaliser = (sums[0] + sums[1].log() for sums in (p_sums, q_sums))
+            ratio, common = ratio / p_sums[1], common / p_sums[1]
+            kl = ratio - common * (p_normaliser - q_normaliser)
+        inputs = teacher_hidden, teacher_weight, teacher_bias, student_hidden, student_weight, student_bias
+        ctx.save_for_backward(*inputs, p_normaliser, q_normaliser, kl, common)
+        ctx.options = teacher_scale, student_scale, logits_mib
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Compute each block again."""
+        *inputs, p_normaliser, q_normaliser, kl, common = ctx.saved_tensors
+        teacher_scale, student_scale, logits_mib = ctx.options
+        teacher, student = tuple(inputs[:3]), tuple(inputs[3:])
+        num_words = len(teacher[1]), len(student[1])
+        grad, kl, common = grad.unsqueeze(1), kl.unsqueeze(1), common.unsqueeze(1)  # (M, 1)
+        with without_autocast(teacher[0]):
+            p_grads = HeadGradients(teacher, ctx.needs_input_grad[:3])
+            q_grads = HeadGradients(student, ctx.needs_input_grad[3:6])
+            for block in blocks(2 * len(grad), max(num_words), logits_mib):
+                p_block, q_block = (slice(block.start, min(block.stop, number)) for number in num_words)
+                width = max(0, min(block.stop, *num_words) - block.start)  # of the columns that both have
+                p_logits = block_logits(p_grads.states, teacher[1], teacher[2], p_block, teacher_scale)
+                q_logits = block_logits(q_grads.states, student[1], student[2], q_block, student_scale)
+                log_p, log_q = p_logits - p_normaliser.unsqueeze(1), q_logits - q_normaliser.unsqueeze(1)
+                p, q = log_p.exp(), log_q.exp()
+                both = p[:, :width]  # p of the columns that both have
+                # d KL / d z_T = p (1[both] (log p - log q + 1) - KL - sum of p over both)
+                p_grad = -p * (kl + common)
+                log_ratio = (log_p[:, :width] - log_q[:, :width]).masked_fill(both == 0, 0.0)
+                p_grad[:, :width] += both * (log_ratio + 1)
+                # d KL / d z_S = q * sum of p over both - 1[both] p
+                q_grad = q * common
+                q_grad[:, :width] -= both
+                for grads, scale, gradient, logits, own in (
+                    (p_grads, teacher_scale, p_grad, p_logits, p_block),
+                    (q_grads, student_scale, q_grad, q_logits, q_block),
+                ):
+                    if logits.shape[1]:
+                        grads.add(scale.pull_back_(gradient.mul_(grad), logits), own)
+        return (*p_grads.of_inputs(), *q_grads.of_inputs(), None, None, None)

@@ -1,17 +1,46 @@
-"""Log-probabilities of given tokens, straight from hidden states, without ever keeping (M, V) logits.
+"""Log-probabilities of given tokens, straight from hidden states, without ever holding (M, V) logits.
 
 A vocabulary of 150k words and 16k scored tokens make 10 GB of fp32 logits, and as much again for their
-gradient. So the language-model head runs chunk by chunk, and each chunk is recomputed in the backward pass.
+gradient. Here the language-model head runs over blocks of the vocabulary: forward keeps three numbers per
+token, backward computes each block again and is done with that block's part of the weight's gradient.
 """
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-Head = Callable[[Tensor], Tensor]  # hidden states (M, H) -> logits (M, V)
+
+class LogitScale(NamedTuple):
+    """From a head's raw output r to the logits z of a softmax: z = cap * tanh(scale * r / cap) / temperature.
+
+    Args:
+        temperature: Divides the logits; the sampling temperature, so that log-probs are the sampler's.
+        scale: Some architectures multiply what the head gives (Cohere), or divide it (Granite).
+        cap: Soft cap of the logits (Gemma 2); None: no cap.
+    """
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply_(self, raw: Tensor) -> Tensor:
+        """Turn the raw output into logits, in place."""
+        if self.cap is None:
+            return raw.mul_(self.scale / self.temperature)
+        return raw.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
+
+    def pull_back_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Turn the gradient of the logits into that of the raw output, in place."""
+        gradient.mul_(self.scale / self.temperature)
+        if self.cap is None:
+            return gradient
+        return gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())  # tanh' = 1 - tanh^2
 
 
 def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
@@ -55,60 +84,253 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return torch.special.entr(scaled_log_softmax(logits, temperature).exp()).sum(dim=-1)
 
 
-def head_log_probs(
+def linear_log_probs(
     hidden: Tensor,
-    head: Head,
+    weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
-    temperature: float = 1.0,
-    chunk_size: int = 1024,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return `token_log_probs(head(hidden), targets)`, keeping logits of `chunk_size` tokens at a time.
+    scale: LogitScale = LogitScale(),
+    logits_mib: int | None = None,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs of the targets and entropies under softmax(scale(hidden @ weight.T + bias)).
 
-    The head is called max(1, ceil(M / chunk_size)) times, and as often again in the backward pass. Where each
-    call gathers sharded weights (ZeRO-3), every rank must make the same number of calls.
+    Equal to `token_log_probs` and `token_entropy` of the full logits, of which at most `logits_mib` exist at
+    a time. Both results have gradients, to hidden states, weight and bias. Logits, sums and gradients are
+    fp32 whatever the weights are (float64 stays float64): on a GPU products of half-precision numbers are
+    added up in fp32, on a CPU each block of a half-precision weight is first made fp32.
 
     Args:
         hidden: Final hidden states, each one the predictor of its target, (M, H). M may be 0.
-        head: The language-model head, (m, H) -> (m, V).
+        weight: Of the language-model head, (V, H); sharded weights must have been gathered.
+        bias: (V,) or None.
         targets: The tokens to be scored, (M,), int64.
-        temperature: Divides the logits.
-        chunk_size: Tokens per call of the head.
-        with_entropy: Return the entropies too.
+        scale: Temperature, and what the architecture does to its logits.
+        logits_mib: Memory for logits, MiB; None: 8 on a CPU, whose allocator hands blocks of that size out
+            again without touching fresh pages, else 512. A block is never narrower than 64 words.
+        compiled: Fuse the arithmetic on a block with torch.compile; the results agree to rounding.
 
     Returns:
-        Log-probabilities (M,), nats, with gradient to `hidden` and to the head's weights; and the entropies
-        (M,), nats, without gradient, or None.
+        Log-probabilities and entropies, (M,) each, nats.
 
     Raises:
-        ValueError: If the temperature or the chunk size is not positive.
+        ValueError: If the temperature or `logits_mib` is not positive.
     """
-
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = head(hidden)  # (m, V)
-        entropy = token_entropy(logits.detach(), temperature) if with_entropy else None
-        return token_log_probs(logits, targets, temperature), entropy
-
-    log_probs, entropies = zip(*run_in_chunks(score, hidden, targets, chunk_size=chunk_size), strict=True)
-    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+    check_temperature(scale.temperature)
+    logits_mib = block_size(logits_mib, hidden)
+    return LinearLogProbs.apply(hidden, weight, bias, targets, scale, logits_mib, compiled)
 
 
-def run_in_chunks(function: Callable[..., Any], *tensors: Tensor, chunk_size: int) -> list[Any]:
-    """Call `function` on chunks of the tensors' first dimension, each recomputed in the backward pass.
+class LinearLogProbs(torch.autograd.Function):
+    """See `linear_log_probs`."""
 
-    Empty tensors make one call with an empty chunk, so that the result keeps its graph.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: LogitScale,
+        logits_mib: int,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Add up over the vocabulary, block by block."""
+        with without_autocast(hidden):
+            states = wide(hidden)  # (M, H)
+            sums = new_sums(states)
+            for block in blocks(len(hidden), len(weight), logits_mib):
+                logits = block_logits(states, weight, bias, block, scale)  # (M, w)
+                sums = kernel(add_block, compiled)(*sums, logits, targets - block.start)
+            largest, normaliser, weighted, target_logits = sums
+            log_normaliser = largest + normaliser.log()
+            entropy = log_normaliser - weighted / normaliser
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
+        ctx.options = scale, logits_mib, compiled
+        ctx.set_materialize_grads(False)
+        return target_logits - log_normaliser, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
+        """Compute each block again, and finish its part of the gradient of the weight."""
+        hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
+        scale, logits_mib, compiled = ctx.options
+        if log_prob_grad is None:
+            log_prob_grad = torch.zeros_like(log_normaliser)
+        with without_autocast(hidden):
+            gradients = HeadGradients((hidden, weight, bias), ctx.needs_input_grad[:3])
+            for block in blocks(len(hidden), len(weight), logits_mib):
+                logits = block_logits(gradients.states, weight, bias, block, scale)  # (M, w)
+                logit_grad = kernel(log_prob_gradient, compiled)(
+                    logits, targets - block.start, log_normaliser, entropy, log_prob_grad, entropy_grad
+                )
+                gradients.add(scale.pull_back_(logit_grad, logits), block)
+        return (*gradients.of_inputs(), None, None, None, None)
+
+
+class HeadGradients:
+    """Collects the gradients of hidden states (M, H), weight (V, H) and bias (V,), block by block."""
+
+    def __init__(self, inputs: tuple[Any, ...], needed: Sequence[bool]) -> None:
+        hidden, weight, bias = self.inputs = inputs
+        self.states = wide(hidden)  # (M, H), what the head's weight is multiplied with
+        wants_hidden, wants_weight, wants_bias = needed
+        self.hidden_grad = torch.zeros_like(hidden, dtype=full(hidden.dtype)) if wants_hidden else None
+        self.weight_grad = torch.empty_like(weight) if wants_weight else None
+        self.bias_grad = torch.empty_like(bias) if wants_bias else None
+
+    def add(self, raw_grad: Tensor, block: slice) -> None:
+        """Add what the gradient of one block of raw outputs, (M, w), is worth."""
+        if self.bias_grad is not None:
+            self.bias_grad[block] = raw_grad.sum(dim=0)
+        raw_grad = raw_grad.to(self.states.dtype)
+        if self.hidden_grad is not None:
+            block_weight = self.inputs[1][block].to(self.states.dtype)
+            if self.states.dtype == self.hidden_grad.dtype:
+                self.hidden_grad.addmm_(raw_grad, block_weight)
+            else:
+                self.hidden_grad += matmul(raw_grad, block_weight)
+        if self.weight_grad is not None:
+            self.weight_grad[block] = matmul(raw_grad.t(), self.states)
+
+    def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden states, weight and bias; None where none was needed."""
+        hidden_grad = None if self.hidden_grad is None else self.hidden_grad.to(self.inputs[0].dtype)
+        return hidden_grad, self.weight_grad, self.bias_grad
+
+
+def block_size(logits_mib: int | None, hidden: Tensor) -> int:
+    """Return the given memory for logits, MiB, or the device's default."""
+    if logits_mib is None:
+        return 8 if hidden.device.type == "cpu" else 512
+    if logits_mib < 1:
+        raise ValueError(f"logits_mib must be at least 1 MiB, but it is {logits_mib}.")
+    return logits_mib
+
+
+def blocks(num_tokens: int, num_words: int, logits_mib: int) -> Iterator[slice]:
+    """Divide the vocabulary into blocks whose fp32 logits fit `logits_mib`."""
+    width = max(64, logits_mib * 2**18 // max(1, num_tokens))
+    return (slice(start, min(start + width, num_words)) for start in range(0, num_words, width))
+
+
+def block_logits(
+    states: Tensor, weight: Tensor, bias: Tensor | None, block: slice, scale: LogitScale
+) -> Tensor:
+    """Logits of one block of the vocabulary, (M, w), fp32 or float64."""
+    raw = matmul(states, weight[block].to(states.dtype).t())
+    if bias is not None:
+        raw += bias[block].clamp(min=-1e30)  # an impossible word, at -inf, would make 0 * -inf in the sums
+    return scale.apply_(raw)
+
+
+def new_sums(states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `add_block` starts from, (M,) each: largest logit, sum of e, sum of e * z, target's logit."""
+    zeros = torch.zeros(len(states), dtype=full(states.dtype), device=states.device)
+    return torch.full_like(zeros, -torch.inf), zeros, zeros, zeros
+
+
+def add_block(
+    largest: Tensor,
+    normaliser: Tensor,
+    weighted: Tensor,
+    target_logits: Tensor,
+    logits: Tensor,
+    places: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add a block of logits z to the running sums over the vocabulary, e = exp(z - largest).
+
+    Args:
+        largest: Largest logit so far, (M,).
+        normaliser: sum of e so far, (M,).
+        weighted: sum of e * z so far, (M,).
+        target_logits: The target's logit, once its block has come, (M,).
+        logits: (M, w).
+        places: Of the targets, counted from the block's first word, (M,); those of other blocks lie outside.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, but it is {chunk_size}.")
-    chunks = zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True)
-    return [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+    new_largest = torch.maximum(largest, logits.amax(dim=1))
+    shrink = (largest - new_largest).exp()
+    e = (logits - new_largest.unsqueeze(1)).exp()
+    found, places = own_places(places, logits)
+    return (
+        new_largest,
+        normaliser * shrink + e.sum(dim=1),
+        weighted * shrink + torch.linalg.vecdot(e, logits),
+        torch.where(found, logits.gather(1, places.unsqueeze(1)).squeeze(1), target_logits),
+    )
+
+
+def log_prob_gradient(
+    logits: Tensor,
+    places: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    log_prob_grad: Tensor,
+    entropy_grad: Tensor | None,
+) -> Tensor:
+    """Gradient of a block's logits, (M, w): g (1[v = target] - p_v) - g_H p_v (log p_v + H)."""
+    if entropy_grad is None:
+        p = (logits - log_normaliser.unsqueeze(1)).exp_()
+        gradient = p.mul_(-log_prob_grad.unsqueeze(1))
+    else:
+        log_p = logits - log_normaliser.unsqueeze(1)
+        surprise = log_p + entropy.unsqueeze(1)
+        gradient = -log_p.exp() * (log_prob_grad.unsqueeze(1) + entropy_grad.unsqueeze(1) * surprise)
+    found, places = own_places(places, logits)
+    at_target = torch.where(found, log_prob_grad, 0.0).to(gradient.dtype)
+    return gradient.scatter_add_(1, places.unsqueeze(1), at_target.unsqueeze(1))
+
+
+def own_places(places: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets lie in this block, and places that may be read, (M,) each."""
+    found = (places >= 0) & (places < logits.shape[1])
+    return found, places.clamp(0, logits.shape[1] - 1)
+
+
+@functools.cache
+def compiled_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile once per function."""
+    return torch.compile(function, dynamic=True)
+
+
+def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """Choose the compiled version where it was asked for."""
+    return compiled_kernel(function) if compiled else function
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in fp32, or in float64 for float64: half precision is summed in fp32."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)  # wide() leaves half precision to GPUs alone
+
+
+def wide(hidden: Tensor) -> Tensor:
+    """The type in which the head multiplies: half precision only on a GPU, which sums it in fp32."""
+    return hidden if hidden.is_cuda else hidden.to(full(hidden.dtype))
+
+
+def full(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, fp32 for everything else."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def without_autocast(tensor: Tensor) -> Any:
+    """Autocast would turn fp32 products back into half precision."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def in_full_precision(logits: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature in fp32, or in float64 where that is what came."""
+    check_temperature(temperature)
+    return logits.to(full(logits.dtype)) / temperature
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise a ValueError unless log-probs can be taken at this temperature."""
     if not temperature > 0:
         raise ValueError(
             f"The temperature of log-probs must be positive, but it is {temperature}. "
             "Use 1.0 for the model's own distribution."
         )
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature

@@ -1,26 +1,103 @@
-"""Several sequences in one row of tokens: no padding is computed, and only scored tokens reach the head."""
+"""Several sequences in one row of tokens: no padding, shared prefixes once, a head for scored tokens only."""
 
+from __future__ import annotations
+
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlt_lightning.numerics.attention import Segments, SharedPrefix
 
-def pack_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Divide sequences into bins of at most `max_tokens`, longest first, each into the first bin with room.
+Layout = Literal["auto", "shared_prefix", "packed", "single"]
+
+# What sharing adds for a token of a continuation (a second attention call and the merging of the two), as a
+# part of what a token costs in all. benchmarks/growth.py measures it; docs/performance.md has the figures.
+SHARING_COST = 0.05
+
+
+class ScoredSequence(NamedTuple):
+    """A sequence of tokens, and which of them are scored."""
+
+    prefix: list[int]  # tokens that others in the row may share; may be empty
+    rest: list[int]
+    scored: list[bool]  # of prefix + rest
+
+
+class Extent(NamedTuple):
+    """How long a sequence is, and what it shares: sequences of equal `prefix` begin with the same tokens."""
+
+    prefix: Hashable
+    num_prefix: int  # tokens
+    num_rest: int  # tokens
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Indices of sequences that go through the model in one row, in families that share their prefix."""
+
+    families: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+    @property
+    def indices(self) -> list[int]:
+        """All members, family after family: the order of the row."""
+        return [index for family in self.families for index in family]
+
+
+def sharing_pays(extents: list[Extent]) -> bool:
+    """Tell whether computing a family's prefix once saves more than sharing costs.
+
+    saved = (n - 1) * prefix tokens,  cost = SHARING_COST * continuation tokens
+    """
+    saved = (len(extents) - 1) * extents[0].num_prefix
+    return saved > SHARING_COST * sum(extent.num_rest for extent in extents)
+
+
+def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto") -> list[MicroBatch]:
+    """Divide sequences into rows of at most `max_tokens`, longest first, each into the first row with room.
+
+    A family that does not fit one row is cut, and each piece computes the prefix for itself.
 
     Args:
-        lengths: Tokens of each sequence.
-        max_tokens: Room in a bin, tokens. A longer sequence gets a bin of its own.
+        extents: Of each sequence.
+        max_tokens: Room in a row, tokens. A longer sequence gets a row of its own.
+        layout: "shared_prefix": a family computes its prefix once; "packed": never; "auto": where
+            `sharing_pays`; "single": one sequence a row.
 
     Returns:
-        The bins, as indices into `lengths`, each index once. Equal lengths always give equal bins.
+        The rows, those with most tokens first, each index once. Equal extents always give equal rows.
 
     Raises:
         ValueError: If `max_tokens` is below 1.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, but it is {max_tokens}.")
+    pieces: list[MicroBatch] = []
+    groups: dict[Hashable, list[int]] = {}
+    for index, extent in enumerate(extents):
+        groups.setdefault(extent.prefix, []).append(index)
+    for members in groups.values():
+        chosen = [extents[i] for i in members]
+        share = layout == "shared_prefix" or (layout == "auto" and sharing_pays(chosen))
+        if share and len(members) > 1 and chosen[0].num_prefix:
+            num_prefix = chosen[0].num_prefix
+            bins = first_fit([extent.num_rest for extent in chosen], max(1, max_tokens - num_prefix))
+            families = [tuple(sorted(members[j] for j in bin)) for bin in bins]
+            pieces += [
+                MicroBatch((family,), num_prefix + sum(extents[i].num_rest for i in family))
+                for family in families
+            ]
+        else:
+            pieces += [MicroBatch(((i,),), extents[i].num_prefix + extents[i].num_rest) for i in members]
+    bins = first_fit([piece.num_tokens for piece in pieces], 1 if layout == "single" else max_tokens)
+    return by_size([merged([pieces[j] for j in bin]) for bin in bins])
+
+
+def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Put each length, longest first, into the first bin with room; a longer one gets a bin of its own."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -34,63 +111,123 @@ def pack_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
+def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[MicroBatch]:
+    """Halve the largest rows that can be halved until there are `count`, or nothing is left to halve.
+
+    Ranks must run equally many rows: one with fewer is better off with smaller rows than with empty ones.
+    """
+    rows = list(rows)
+    while len(rows) < count:
+        divisible = [row for row in rows if len(row.indices) > 1]
+        if not divisible:
+            break
+        row = divisible[0]
+        rows.remove(row)
+        rows = by_size([*rows, *halves(row, extents)])
+    return rows
+
+
+def halves(row: MicroBatch, extents: list[Extent]) -> list[MicroBatch]:
+    """Cut a row between its families or, where it has only one, within it."""
+    units = row.families if len(row.families) > 1 else tuple((i,) for i in row.families[0])
+    middle = len(units) // 2
+    return [of_units(part, extents, len(row.families) > 1) for part in (units[:middle], units[middle:])]
+
+
+def of_units(units: tuple[tuple[int, ...], ...], extents: list[Extent], are_families: bool) -> MicroBatch:
+    """Make a row of whole families, or of members of one family."""
+    families = units if are_families else (tuple(i for unit in units for i in unit),)
+    rest = sum(extents[i].num_rest for family in families for i in family)
+    return MicroBatch(families, rest + sum(extents[family[0]].num_prefix for family in families))
+
+
+def merged(pieces: list[MicroBatch]) -> MicroBatch:
+    """Put pieces side by side in one row."""
+    families = tuple(family for piece in pieces for family in piece.families)
+    return MicroBatch(families, sum(piece.num_tokens for piece in pieces))
+
+
+def by_size(rows: list[MicroBatch]) -> list[MicroBatch]:
+    """Most tokens first, so that ranks run rows of like size at the same time; ties by the first index."""
+    return sorted(rows, key=lambda row: (-row.num_tokens, row.indices))
+
+
 @dataclass(frozen=True)
 class PackedSequences:
-    """One row of L tokens that holds several sequences, and which M of its tokens are to be scored.
+    """One row of L tokens that holds several sequences, and the M tokens of them that are to be scored.
 
-    Call the model with `input_ids`, `position_ids`, `use_cache=False` and no attention mask: positions that
-    start again are how transformers sees where a sequence ends. With a cache, or a mask of ones, sequences
-    would silently attend to each other. The hidden states that predict the scored tokens are `hidden[0,
-    packed.predictors]`.
+    A family's prefix stands once, before the rests of its members, whose positions go on where the prefix
+    ends. A token that is scored in a shared prefix is scored for every member.
     """
 
     input_ids: Tensor  # (1, L)
     position_ids: Tensor  # (1, L), from 0 in each sequence
-    scored: Tensor  # (M,), places of the scored tokens in the row
+    segments: Segments
+    predictors: Tensor  # (M,), places of the hidden states that predict the scored tokens
+    targets: Tensor  # (M,), the scored tokens, sequence after sequence
     sequence_of_scored: Tensor  # (M,), the sequence that each belongs to
 
-    @property
-    def targets(self) -> Tensor:
-        """The scored tokens, (M,)."""
-        return self.input_ids[0, self.scored]
-
-    @property
-    def predictors(self) -> Tensor:
-        """Places of the hidden states that predict the scored tokens, (M,): each the one before."""
-        return self.scored - 1
-
     @classmethod
-    def from_lists(
+    def from_sequences(
         cls,
-        sequences: list[list[int]],
-        score_masks: list[list[bool]],
+        sequences: list[ScoredSequence],
+        families: tuple[tuple[int, ...], ...] | None = None,
         device: torch.device | str | None = None,
-    ) -> "PackedSequences":
-        """Pack sequences in the order given.
+    ) -> PackedSequences:
+        """Pack sequences; scored tokens come out in the order of the families' members.
 
         Args:
-            sequences: Token ids, at least one each.
-            score_masks: True where a token is scored, as long as its sequence.
+            sequences: At least one token each.
+            families: Indices of sequences that share their prefix; None: each for itself, in order.
             device: Where the tensors go.
 
         Raises:
-            ValueError: If a sequence is empty, a mask has another length, or a first token is to be scored,
-                which no token precedes.
+            ValueError: If a sequence is empty, a mask has another length, a first token is to be scored,
+                which no token precedes, or members of a family have different prefixes.
         """
-        for row, (sequence, score_mask) in enumerate(zip(sequences, score_masks, strict=True)):
-            check_sequence(row, sequence, score_mask)
-        input_ids = [token for sequence in sequences for token in sequence]
-        position_ids = [place for sequence in sequences for place in range(len(sequence))]
-        is_scored = torch.tensor([scored for mask in score_masks for scored in mask], dtype=torch.bool)
-        sequence_of_token = torch.repeat_interleave(
-            torch.arange(len(sequences)),
-            torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long),
-        )
+        tokens: list[int] = []
+        positions: list[int] = []
+        boundaries = [0]
+        shared: list[SharedPrefix] = []
+        predictors: list[int] = []
+        targets: list[int] = []
+        owners: list[int] = []
+        for family in families if families is not None else [(i,) for i in range(len(sequences))]:
+            for i in family:
+                check_sequence(i, sequences[i])
+            prefix = sequences[family[0]].prefix
+            if any(sequences[i].prefix != prefix for i in family):
+                raise ValueError(f"Sequences of a family must share their prefix, but {list(family)} do not.")
+            start = len(tokens)
+            tokens += prefix
+            positions += range(len(prefix))
+            split = len(tokens)
+            if prefix and len(family) > 1:
+                boundaries.append(split)
+            for i in family:
+                rest = sequences[i].rest
+                places = [*range(start, split), *range(len(tokens), len(tokens) + len(rest))]  # of its tokens
+                tokens += rest
+                positions += range(len(prefix), len(prefix) + len(rest))
+                if len(tokens) > boundaries[-1]:
+                    boundaries.append(len(tokens))
+                scored = [t for t, is_scored in enumerate(sequences[i].scored) if is_scored]
+                predictors += [places[t - 1] for t in scored]
+                targets += [tokens[places[t]] for t in scored]
+                owners += [i] * len(scored)
+            if prefix and len(family) > 1 and len(tokens) > split:
+                shared.append(SharedPrefix(start, split, len(tokens)))
+
+        def as_tensor(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
         return cls(
-            input_ids=torch.tensor([input_ids], dtype=torch.long, device=device),
-            position_ids=torch.tensor([position_ids], dtype=torch.long, device=device),
-            scored=is_scored.nonzero().flatten().to(device),
-            sequence_of_scored=sequence_of_token[is_scored].to(device),
+            input_ids=as_tensor([tokens]),
+            position_ids=as_tensor([positions]),
+            segments=Segments(tuple(boundaries), tuple(shared)),
+            predictors=as_tensor(predictors),
+            targets=as_tensor(targets),
+            sequence_of_scored=as_tensor(owners),
         )
 
 
@@ -118,19 +255,15 @@ def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Te
     return values.new_zeros(token_mask.shape).masked_scatter(token_mask, values), token_mask
 
 
-def from_padded(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Undo `to_padded`: drop the padding, (N, T) -> (M,)."""
-    return values[token_mask]
-
-
-def check_sequence(row: int, sequence: list[int], score_mask: list[bool]) -> None:
+def check_sequence(row: int, sequence: ScoredSequence) -> None:
     """Raise a ValueError unless the sequence can be packed and scored as its mask says."""
-    if not sequence or len(sequence) != len(score_mask):
+    num_tokens = len(sequence.prefix) + len(sequence.rest)
+    if not num_tokens or num_tokens != len(sequence.scored):
         raise ValueError(
             f"Every sequence needs tokens and a score mask of its length, but sequence {row} has "
-            f"{len(sequence)} tokens and {len(score_mask)} mask values."
+            f"{num_tokens} tokens and {len(sequence.scored)} mask values."
         )
-    if score_mask[0]:
+    if sequence.scored[0]:
         raise ValueError(
             f"A sequence's first token cannot be scored, none precedes it, but sequence {row} asks for it. "
             "Put a prompt or a beginning-of-sequence token before it."

@@ -1,0 +1,143 @@
+"""The other side of the optimise phase's benchmark: TRL's GRPOTrainer on given completions.
+
+    .venv-trl/bin/python benchmarks/trl_step.py CASE.json
+
+Needs an environment of its own with TRL 1.16.0, and imports nothing of ours. A worker, so that its parent can
+alternate both sides in one run: it prints `ready`, then for every line `go` on its standard input it runs one
+phase and prints the loss, the seconds and how far resident memory rose (new gradients included) as a line of
+JSON, until `quit` or the end of its input. A phase is the reference pass, the forward and the backward, by
+TRL's own methods. Nothing is sampled and no optimizer steps, so every round is the same; only the first
+pays for touching code and weights.
+
+CASE.json holds `model` and `reference` (Hugging Face folders), `prompt_ids` of one prompt, N `completions`
+(ids) with N `advantages`, `temperature`, `kl_coef`, `threads` and `gradients`: a file for the last round's
+gradients, or null. Two more keys can overrule TRL's defaults, both true: `gradient_checkpointing` computes
+the policy's layers twice, and `unbiased_kl` (`use_bias_correction_kl`) multiplies the KL estimate by the
+ratio, which is 1 but has a gradient.
+
+Three habits of TRL weigh on the figures. The reference pass takes `per_device_train_batch_size` rows at a
+time, here all N, as the loss does. The fused head never holds all logits, but off a GPU it scores the prompt
+and the padding too. And the loss computes every position's entropy, as a metric.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read on import; also keeps TRL from reporting its use
+
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+
+def build_trainer(case: dict[str, Any], folder: str) -> GRPOTrainer:
+    num_completions = len(case["completions"])
+    config = GRPOConfig(
+        output_dir=folder,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        loss_type="grpo",
+        beta=case["kl_coef"],
+        temperature=case["temperature"],
+        num_generations=num_completions,
+        per_device_train_batch_size=num_completions,
+        gradient_accumulation_steps=1,
+        num_iterations=1,
+        max_completion_length=max(map(len, case["completions"])),
+        gradient_checkpointing=case.get("gradient_checkpointing", True),
+        use_bias_correction_kl=case.get("unbiased_kl", True),
+    )
+    dataset = Dataset.from_list([{"prompt": "never sampled from"}])
+    trainer = GRPOTrainer(case["model"], never_rewarded, config, dataset)
+    # TRL has no setting for the reference: it loads the policy's folder once more.
+    reference = AutoModelForCausalLM.from_pretrained(case["reference"], dtype=torch.float32)
+    trainer.ref_model.load_state_dict(reference.state_dict())
+    # What train() would set before its first step; we cannot call it, since it samples.
+    trainer.model.train()
+    if config.gradient_checkpointing:
+        trainer.model.activation_checkpointing_enable(config.activation_checkpointing_kwargs)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def never_rewarded(**_: object) -> list[float]:
+    raise AssertionError("the advantages are given")
+
+
+def build_inputs(case: dict[str, Any], pad_id: int) -> dict[str, torch.Tensor]:
+    """What TRL's `_generate_and_score_completions` returns, without the reference's log-probabilities."""
+    completions = [torch.tensor(ids) for ids in case["completions"]]
+    completion_mask = pad_sequence([torch.ones_like(ids) for ids in completions], batch_first=True)  # (N, T)
+    prompt_ids = torch.tensor([case["prompt_ids"]] * len(completions))  # one prompt: no left padding
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": torch.ones_like(prompt_ids),
+        "completion_ids": pad_sequence(completions, batch_first=True, padding_value=pad_id),
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor(case["advantages"]),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+def optimise(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor]) -> float:
+    """One training step up to the gradients; returns the loss."""
+    with torch.no_grad():
+        ref_log_probs, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.ref_model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size=trainer.args.per_device_train_batch_size,
+        )  # (N, T)
+    loss = trainer.compute_loss(trainer.model, {**inputs, "ref_per_token_logps": ref_log_probs})
+    trainer.accelerator.backward(loss)
+    return loss.item()
+
+
+def measured(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+    trainer.model.zero_grad()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else later rounds reuse what the first had to ask for
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident now
+    resident = memory_bytes("VmRSS")
+    start = time.perf_counter()
+    loss = optimise(trainer, inputs)
+    seconds = time.perf_counter() - start
+    return {"loss": loss, "seconds": seconds, "peak_bytes": memory_bytes("VmHWM") - resident}
+
+
+def memory_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # TRL's chatter goes elsewhere
+    torch.set_num_threads(case["threads"])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(case, folder)
+    inputs = build_inputs(case, trainer.processing_class.pad_token_id)
+    print("ready", file=answers, flush=True)
+    while sys.stdin.readline().strip() == "go":
+        print(json.dumps(measured(trainer, inputs)), file=answers, flush=True)
+    if case["gradients"] is not None:
+        gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+        save_file(gradients, case["gradients"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a step costs: seconds, peak memory, tokens and floating-point operations per phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
+
+GIB = 2**30
+
+
+@dataclass
+class PhaseCost:
+    """What one phase of a step has cost so far."""
+
+    seconds: float = 0.0
+    peak_bytes: int = 0  # the most memory in use at any time in the phase
+    tokens: int = 0  # computed by models, or sampled
+    unshared_tokens: int = 0  # that would have been computed without shared prefixes
+    padding_tokens: int = 0  # computed for nothing
+    flops: float = 0.0
+
+    def count(
+        self,
+        packed: PackedSequences,
+        sequences: list[ScoredSequence],
+        micro_batch: MicroBatch,
+        weight: float = 1.0,
+        flops: float = 0.0,
+    ) -> None:
+        """Count a row of sequences that goes through a model; with weight 0 it is computed for nothing."""
+        self.tokens += packed.input_ids.shape[1]
+        self.unshared_tokens += sum(len(sequences[i].scored) for i in micro_batch.indices)
+        self.padding_tokens += 0 if weight else packed.input_ids.shape[1]
+        self.flops += weight * flops
+
+
+@dataclass
+class StepMeter:
+    """Measures the phases of the current step; tells a listener, such as the progress bar, what runs now."""
+
+    phases: dict[str, PhaseCost] = field(default_factory=dict)
+    on_change: Callable[[str], None] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[PhaseCost]:
+        """Add what the block costs to `phase`."""
+        if self.on_change:
+            self.on_change(phase)
+        cost = self.phases.setdefault(phase, PhaseCost())
+        synchronise(self.device)  # else the work of the phase before would count here
+        reset_peak_memory(self.device)
+        start = time.perf_counter()
+        try:
+            yield cost
+        finally:
+            synchronise(self.device)
+            cost.seconds += time.perf_counter() - start
+            cost.peak_bytes = max(cost.peak_bytes, peak_memory(self.device))
+
+    def lap(self) -> dict[str, PhaseCost]:
+        """Return the costs since the last lap, and start anew."""
+        phases, self.phases = self.phases, {}
+        return phases
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for what was launched on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` count from now on. Off Linux, a CPU's peak is that of the whole run."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif (switch := Path("/proc/self/clear_refs")).exists():
+        switch.write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most memory in use since the last reset, bytes: allocated on the GPU, or resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forward_flops(model: Any, packed: PackedSequences) -> float:
+    """Floating-point operations of one forward: 2 per weight and token, the head's for scored tokens alone.
+
+    Attention counts 4 * heads * head_dim per layer and pair of tokens that see each other. A backward pass is
+    twice a forward. Experts of a mixture all count, as if each token went through every one.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    linear = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+    weights = sum(m.in_features * m.out_features for m in linear)  # numel is 0 where weights are sharded
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
+    pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
+    in_head = 2 * len(packed.targets) * head.in_features * head.out_features
+    return 2 * weights * packed.input_ids.shape[1] + per_pair * pairs + in_head
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the device's rate of matrix products, the best of some, FLOP/s: what MFU is a part of."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(6):
+        synchronise(device)
+        start = time.perf_counter()
+        a @ a
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
