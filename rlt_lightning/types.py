@@ -53,6 +53,7 @@ class Completion:
     finish_reason: FinishReason
     seed: int | None = None  # that it was sampled with, for the record
     worker: str | None = None  # that sampled it, for the record
+    prompt_log_probs: list[float] | None = None  # of the last tokens of the prompt, where the engine has them
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def test_token_kl_follows_the_estimator():
     torch.testing.assert_close(
         RLTReward(kl_estimator="k3").token_kl(log_p, log_q), torch.tensor([[LN2 - 0.5]])
     )
-    with pytest.raises(ValueError, match="head_exact_kl"):
+    with pytest.raises(ValueError, match="linear_exact_kl"):
         RLTReward(kl_estimator="exact").token_kl(log_p, log_q)
 
 

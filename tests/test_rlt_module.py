@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.base import FrozenModel, OptimizerConfig
+from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.packed import HeadOptions
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
-from rlt_lightning.types import InputError, PromptBatch, Rollout
+from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 TEMPERATURE = 0.7
 
@@ -159,6 +162,134 @@ def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
     # Rewards agree to 1e-6; dividing by a group's standard deviation, 0.05 here, makes 2e-5 of that.
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=5e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "single"])
+def test_layouts_do_not_change_the_step(layout: str, tiny_model: str, tmp_path: Path) -> None:
+    witnesses = {"auto": Witness(), layout: Witness()}
+    for name, witness in witnesses.items():
+        rlt = module(tiny_model, layout=name)
+        trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    for name, gradient in witnesses["auto"].gradients.items():
+        torch.testing.assert_close(
+            witnesses[layout].gradients[name], gradient, atol=5e-6, rtol=1e-4, msg=name
+        )
+
+
+def scored_rollouts(model: str, folder: Path, **options: Any) -> tuple[RLTModule, Rollouts, Scores]:
+    """A module that has made one step at a learning rate of almost 0, its rollouts and their scores."""
+    witness = Witness()
+    rlt = module(model, optimizer=OptimizerConfig(lr=1e-30), **options)
+    trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(model, folder))
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    return rlt, batch.rollouts, batch.scores
+
+
+def count_forwards(model: Any, function: Any) -> tuple[list[int], Any]:
+    """Tokens of every forward of the model while the function runs, and what that returns."""
+    tokens: list[int] = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = function()
+    hook.remove()
+    return tokens, result
+
+
+def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(tiny_model: str, tmp_path: Path) -> None:
+    rlt, rollouts, scores = scored_rollouts(tiny_model, tmp_path)
+    forwards, _ = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    assert forwards == []  # one forward, the student's
+    rlt.teacher_log_probs = "recompute"
+    forwards, recomputed = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    assert len(forwards) == 1
+    torch.testing.assert_close(recomputed.terms.reward, scores.terms.reward, atol=1e-4, rtol=0)
+    for ours, theirs in zip(scores.kl, recomputed.kl, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_without_the_prompts_log_probs_each_prompt_is_run_once(tiny_model: str, tmp_path: Path) -> None:
+    rlt, rollouts, scores = scored_rollouts(tiny_model, tmp_path)
+    rows = [replace(r, completion=replace(r.completion, prompt_log_probs=None)) for r in rollouts.rollouts]
+    forwards, found = count_forwards(rlt.policy, lambda: rlt.score(replace(rollouts, rollouts=rows)))
+    prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rows}
+    assert forwards == [sum(prompts.values())]
+    torch.testing.assert_close(found.terms.reward, scores.terms.reward, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
+def test_the_teacher_is_run_where_the_rollouts_cannot_tell(
+    case: str, tiny_model: str, tmp_path: Path
+) -> None:
+    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path)
+    if case == "no log-probs":
+        rows = [replace(r, completion=replace(r.completion, log_probs=None)) for r in rollouts.rollouts]
+        rollouts = replace(rollouts, rollouts=rows)
+    elif case == "another temperature":
+        rlt.reward = RLTReward(teacher_temperature=0.8)
+    else:
+        rlt.reward = RLTReward(kl_estimator="exact")
+    forwards, scores = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    assert len(forwards) == 1
+    if case == "no log-probs":
+        assert rlt.student is not None
+        for row, reward in zip(rollouts.rollouts, scores.terms.reward.tolist(), strict=True):
+            assert reward == pytest.approx(slow_reward(rlt.policy, rlt.student.model, row), abs=1e-4)
+
+
+def test_frozen_models_are_on_the_device_only_while_they_are_used(tiny_model: str) -> None:
+    frozen = FrozenModel(module(tiny_model).load(tiny_model, "float32"), offload=True)
+    kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
+    with frozen.on(torch.device("meta")) as model:
+        assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    for name, tensor in frozen.model.state_dict().items():
+        assert torch.equal(tensor, kept[name])
+    stays = FrozenModel(frozen.model)
+    with stays.on(torch.device("meta")) as model:
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) -> None:
+    gradients = []
+    for offload in (False, True):
+        witness = Witness()
+        trainer(tmp_path, rollout_callback(), witness).fit(
+            module(tiny_model, offload_frozen=offload), datamodule=data(tiny_model, tmp_path)
+        )
+        gradients.append(witness.gradients)
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
+
+
+def test_speed_and_memory_are_logged_by_phase(tiny_model: str, tmp_path: Path) -> None:
+    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path)
+    metrics, rows = rlt.step_metrics, rollouts.rollouts
+    assert metrics["perf/generate_tokens_per_s"] * metrics["perf/generate_s"] == pytest.approx(
+        sum(len(r.completion.token_ids) for r in rows)
+    )
+    prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rows}
+    computed = sum(prompts.values()) + sum(len(r.completion.token_ids) for r in rows)
+    assert metrics["perf/train_tokens_per_s"] * metrics["perf/train_s"] == pytest.approx(computed)
+    unshared = sum(len(r.problem.teacher_prompt) + len(r.completion.token_ids) for r in rows)
+    assert metrics["perf/shared_frac"] == pytest.approx(1 - computed / unshared)
+    assert metrics["perf/padding_frac"] == 0
+    assert 0 < metrics["perf/mfu"] < 1
+    for phase in ("generate", "push", "score", "train"):
+        assert 0.1 < metrics[f"perf/{phase}_peak_gib"] < 100
+
+
+def test_floating_point_operations_by_hand(tiny_model: str) -> None:
+    model = module(tiny_model).load(tiny_model, "float32")
+    # Per layer: q and o 64 x 64, k and v 64 x 32 (one head of 32), three of the MLP 64 x 128.
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    mask = [False] * 4 + [True]
+    packed = PackedSequences.from_sequences([ScoredSequence([1, 2, 3], [4, 5], mask)] * 2, ((0, 1),))
+    # A prefix of 3 sees 6 pairs; each continuation of 2 sees 3 of its own and 2 x 3 of the prefix.
+    pairs = 6 + 2 * (3 + 6)
+    expected = 2 * weights * 7 + 4 * 2 * 64 * pairs + 2 * 2 * 64 * 49152
+    assert forward_flops(model, packed) == expected
 
 
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ class RolloutCallback(Callback):
             for i, problem in zip(own, batch.problems, strict=True)
             for completion in order.finished[i]
         ]
+        module.phase.phases["generate"].tokens += sum(len(r.completion.token_ids) for r in rollouts)
         batch.rollouts = Rollouts(
             rollouts, order.num_completions, order.policy_version, order.sampling.temperature
         )

@@ -13,6 +13,8 @@ from torch import Tensor
 from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling
 from rlt_lightning.types import Completion, FinishReason
 
+NUM_PROMPT_LOG_PROBS = 8  # more than the separator before an explanation has tokens
+
 
 @dataclass
 class Draft:
@@ -107,7 +109,7 @@ class HFEngine:
     ) -> list[list[Completion]]:
         """Sample one batch: N = len(prompts) * num_completions rows, finished rows leave the batch."""
         drafts = [Draft(u, seed) for seed in seeds for u in row_uniforms(seed, num_completions, sampling)]
-        logits, cache, history, mask = self._prefill(prompts, num_completions)  # (N, V), (N, L), (N, L)
+        logits, cache, history, mask, given = self._prefill(prompts, num_completions, sampling)
         watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         active = list(range(len(drafts)))
         for step in range(sampling.max_completion_length):
@@ -138,16 +140,31 @@ class HFEngine:
                 use_cache=True,
             )
             logits = output.logits[:, -1]
-        completions = [Completion(d.token_ids, d.log_probs, d.finish_reason, d.seed) for d in drafts]
+        completions = [
+            Completion(
+                d.token_ids,
+                d.log_probs,
+                d.finish_reason,
+                d.seed,
+                prompt_log_probs=given[i // num_completions],
+            )
+            for i, d in enumerate(drafts)
+        ]
         return [completions[i : i + num_completions] for i in range(0, len(completions), num_completions)]
 
-    def _prefill(self, prompts: list[list[int]], num_completions: int) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Run every prompt once, then repeat its keys and values for each completion of its group."""
+    def _prefill(
+        self, prompts: list[list[int]], num_completions: int, sampling: Sampling
+    ) -> tuple[Tensor, Any, Tensor, Tensor, list[list[float]]]:
+        """Run every prompt once, then repeat its keys and values for each completion of its group.
+
+        Returns:
+            Logits of the first tokens (N, V), the cache, tokens (N, L), mask (N, L), and the log-probs of the
+            last tokens of each prompt.
+        """
         length = max(map(len, prompts))
         device = next(self.model.parameters()).device
         # Left padding. A pad position repeats the prompt's first token: the mask hides it from attention,
-        # and the
-        # repetition penalty, which looks at the tokens present, sees nothing new.
+        # and the repetition penalty, which looks at the tokens present, sees nothing new.
         rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
         history = torch.tensor(rows, device=device)  # (P, L)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -157,14 +174,18 @@ class HFEngine:
             attention_mask=mask,
             position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=min(NUM_PROMPT_LOG_PROBS + 1, length),
         )
+        scaled = output.logits[:, :-1].float() / (sampling.temperature or 1.0)  # (P, k, V)
+        last_tokens = history[:, length - scaled.shape[1] :, None]
+        known = scaled.log_softmax(dim=-1).gather(2, last_tokens).squeeze(2)  # (P, k)
+        given = [row[max(0, len(row) + 1 - len(p)) :] for row, p in zip(known.tolist(), prompts, strict=True)]
         output.past_key_values.batch_repeat_interleave(num_completions)
         logits, history, mask = (
             tensor.repeat_interleave(num_completions, dim=0)
             for tensor in (output.logits[:, -1], history, mask)
         )
-        return logits, output.past_key_values, history, mask
+        return logits, output.past_key_values, history, mask, given
 
 
 def row_uniforms(seed: int, num_completions: int, sampling: Sampling) -> Tensor:

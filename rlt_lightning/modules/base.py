@@ -179,7 +179,9 @@ class PolicyModule(LightningModule):
 
         The one entry that the strategy wraps: every forward with gradient comes through here.
         """
-        return log_probs_of(self.policy, packed, temperature, self.head)
+        log_probs, entropy = log_probs_of(self.policy, packed, temperature, self.head, with_entropy=True)
+        assert entropy is not None
+        return log_probs, entropy
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave batches alone: they hold lists of token ids, which become tensors when they are packed."""

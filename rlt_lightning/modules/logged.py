@@ -57,7 +57,7 @@ def speed_metrics(phases: dict[str, PhaseCost], num_tokens: int, peak_flops: flo
     for phase, cost in phases.items():
         metrics[f"perf/{phase}_s"] = cost.seconds
         metrics[f"perf/{phase}_peak_gib"] = cost.peak_bytes / GIB
-        if cost.tokens:
+        if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = cost.tokens / cost.seconds
     train = phases["train"]
     return metrics | {

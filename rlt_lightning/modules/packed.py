@@ -54,10 +54,15 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
 
 
 def log_probs_of(
-    model: Any, packed: PackedSequences, temperature: float = 1.0, head: HeadOptions = HeadOptions()
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the scored tokens and the entropies behind them, (M,) each, nats."""
-    return head_log_probs(model, scored_hidden_states(model, packed), packed.targets, temperature, head)
+    model: Any,
+    packed: PackedSequences,
+    temperature: float = 1.0,
+    head: HeadOptions = HeadOptions(),
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the scored tokens and, if asked for, the entropies behind them, (M,) each, nats."""
+    hidden = scored_hidden_states(model, packed)  # (M, H)
+    return head_log_probs(model, hidden, packed.targets, temperature, head, with_entropy)
 
 
 def sequence_log_probs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Tensor:
@@ -69,13 +74,19 @@ def sequence_log_probs(model: Any, token_ids: list[int], temperature: float = 1.
 
 
 def head_log_probs(
-    model: Any, hidden: Tensor, targets: Tensor, temperature: float, options: HeadOptions
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropies, (M,) each, from hidden states (M, H)."""
+    model: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    options: HeadOptions,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the targets and, if asked for, entropies, (M,) each, from hidden states (M, H)."""
     scale = logit_scale(model, temperature)
 
-    def function(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_log_probs(hidden, weight, bias, targets, scale, options.logits_mib, options.compiled)
+    def function(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        block_options = options.logits_mib, options.compiled, with_entropy
+        return linear_log_probs(hidden, weight, bias, targets, scale, *block_options)
 
     return through_head(model, function, hidden)
 

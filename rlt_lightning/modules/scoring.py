@@ -27,7 +27,7 @@ from rlt_lightning.numerics.packing import (
     to_padded,
 )
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
-from rlt_lightning.types import Rollout, Rollouts, Scores
+from rlt_lightning.types import Problem, Rollout, Rollouts, Scores
 
 
 @dataclass
@@ -35,8 +35,7 @@ class StudentScorer:
     """Compute the RLT reward: one student forward for both terms, at most one teacher forward for r_KL.
 
     The sampled estimators of r_KL take the teacher's log-probs from the rollouts where these have them at the
-    reward's temperature. Of the teacher's own forward, only the separator before the explanation is then
-    left, which was given rather than sampled: one pass over each prompt.
+    reward's temperature.
 
     Args:
         policy: The teacher.
@@ -151,20 +150,31 @@ class StudentScorer:
         ]
 
     def separator_log_probs(self, rows: list[Rollout]) -> dict[int, Tensor]:
-        """The teacher's log-probs of the separator before the explanation, by number of the problem."""
-        problems = list({r.problem.row: r.problem for r in rows}.values())
-        found = {p.row: torch.empty(0, device=device_of(self.policy)) for p in problems}
-        scored = [p for p in problems if p.think_prefix]
+        """The teacher's log-probs of the separator before the explanation, by number of the problem.
+
+        It was given rather than sampled: where the engine did not send log-probs of the prompt's end, one
+        pass over each prompt finds them.
+        """
+        found: dict[int, Tensor] = {}
+        unknown: list[Problem] = []
+        for row in {r.problem.row: r for r in rows}.values():
+            num_given = len(row.problem.think_prefix)
+            sent = row.completion.prompt_log_probs or []
+            if len(sent) < num_given:
+                unknown.append(row.problem)
+            else:
+                end = torch.tensor(sent[len(sent) - num_given :], device=device_of(self.policy))
+                found[row.problem.row] = end
         sequences = [
             ScoredSequence([], p.teacher_prompt, scored_end(len(p.teacher_prefix), len(p.think_prefix)))
-            for p in scored
+            for p in unknown
         ]
-        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in scored]
+        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in unknown]
         for micro_batch in micro_batches(extents, self.micro_batch_tokens, self.layout):
             log_probs = self.teacher_log_probs(sequences, micro_batch)
-            lengths = [len(scored[i].think_prefix) for i in micro_batch.indices]
+            lengths = [len(unknown[i].think_prefix) for i in micro_batch.indices]
             for i, values in zip(micro_batch.indices, log_probs.split(lengths), strict=True):
-                found[scored[i].row] = values
+                found[unknown[i].row] = values
         return found
 
     def pack(self, model: Any, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:

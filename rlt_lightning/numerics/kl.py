@@ -1,21 +1,23 @@
 """How far one model's next-token distribution lies from another's: two sampled estimators and the sum."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.log_probs import (
+    HeadBlock,
     HeadGradients,
     LogitScale,
     add_block,
-    block_logits,
     block_size,
-    blocks,
     check_temperature,
     new_sums,
     scaled_log_softmax,
+    tiles,
     wide,
     without_autocast,
 )
@@ -142,32 +144,19 @@ class LinearExactKL(torch.autograd.Function):
         student_scale: LogitScale,
         logits_mib: int,
     ) -> Tensor:
-        """Add up over the vocabulary, block by block."""
-        num_words = len(teacher_weight), len(student_weight)
-        nowhere = torch.full_like(teacher_hidden[:, 0], -1, dtype=torch.long)  # no target
+        """Add up over the vocabulary, tile by tile."""
+        p_words, q_words = len(teacher_weight), len(student_weight)
         with without_autocast(teacher_hidden):
-            states = wide(teacher_hidden), wide(student_hidden)
-            p_sums, q_sums = new_sums(states[0]), new_sums(states[1])
-            ratio = common = torch.zeros_like(p_sums[0])  # sums over the columns that both have
-            for block in blocks(2 * len(teacher_hidden), max(num_words), logits_mib):
-                p_block, q_block = (slice(block.start, min(block.stop, number)) for number in num_words)
-                largest = p_sums[0]
-                if block.start < num_words[0]:
-                    p_logits = block_logits(states[0], teacher_weight, teacher_bias, p_block, teacher_scale)
-                    p_sums = add_block(*p_sums, p_logits, nowhere)
-                if block.start < num_words[1]:
-                    q_logits = block_logits(states[1], student_weight, student_bias, q_block, student_scale)
-                    q_sums = add_block(*q_sums, q_logits, nowhere)
-                shrink = (largest - p_sums[0]).exp()
-                ratio, common = ratio * shrink, common * shrink
-                if block.start < min(num_words):
-                    width = min(p_logits.shape[1], q_logits.shape[1])
-                    e = (p_logits[:, :width] - p_sums[0].unsqueeze(1)).exp()
-                    ratio += torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
-                    common += e.sum(dim=1)
-            p_normaliser, q_normaliser = (sums[0] + sums[1].log() for sums in (p_sums, q_sums))
-            ratio, common = ratio / p_sums[1], common / p_sums[1]
-            kl = ratio - common * (p_normaliser - q_normaliser)
+            p_states, q_states = wide(teacher_hidden), wide(student_hidden)
+            rows, blocks = tiles(len(p_states), max(p_words, q_words), logits_mib, num_heads=2)
+            sums = [KLSums.new(p_states[row]) for row in rows]
+            for block in blocks:
+                p_head = HeadBlock(teacher_weight, teacher_bias, block, teacher_scale, p_states.dtype)
+                q_head = HeadBlock(student_weight, student_bias, block, student_scale, q_states.dtype)
+                for i, row in enumerate(rows):
+                    sums[i] = sums[i].plus(p_head.logits(p_states[row]), q_head.logits(q_states[row]))
+            results = map(torch.cat, zip(*(row_sums.results() for row_sums in sums), strict=True))
+            p_normaliser, q_normaliser, kl, common = results
         inputs = teacher_hidden, teacher_weight, teacher_bias, student_hidden, student_weight, student_bias
         ctx.save_for_backward(*inputs, p_normaliser, q_normaliser, kl, common)
         ctx.options = teacher_scale, student_scale, logits_mib
@@ -176,34 +165,80 @@ class LinearExactKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Compute each block again."""
+        """Compute each tile again."""
         *inputs, p_normaliser, q_normaliser, kl, common = ctx.saved_tensors
         teacher_scale, student_scale, logits_mib = ctx.options
         teacher, student = tuple(inputs[:3]), tuple(inputs[3:])
-        num_words = len(teacher[1]), len(student[1])
-        grad, kl, common = grad.unsqueeze(1), kl.unsqueeze(1), common.unsqueeze(1)  # (M, 1)
         with without_autocast(teacher[0]):
             p_grads = HeadGradients(teacher, ctx.needs_input_grad[:3])
             q_grads = HeadGradients(student, ctx.needs_input_grad[3:6])
-            for block in blocks(2 * len(grad), max(num_words), logits_mib):
-                p_block, q_block = (slice(block.start, min(block.stop, number)) for number in num_words)
-                width = max(0, min(block.stop, *num_words) - block.start)  # of the columns that both have
-                p_logits = block_logits(p_grads.states, teacher[1], teacher[2], p_block, teacher_scale)
-                q_logits = block_logits(q_grads.states, student[1], student[2], q_block, student_scale)
-                log_p, log_q = p_logits - p_normaliser.unsqueeze(1), q_logits - q_normaliser.unsqueeze(1)
-                p, q = log_p.exp(), log_q.exp()
-                both = p[:, :width]  # p of the columns that both have
-                # d KL / d z_T = p (1[both] (log p - log q + 1) - KL - sum of p over both)
-                p_grad = -p * (kl + common)
-                log_ratio = (log_p[:, :width] - log_q[:, :width]).masked_fill(both == 0, 0.0)
-                p_grad[:, :width] += both * (log_ratio + 1)
-                # d KL / d z_S = q * sum of p over both - 1[both] p
-                q_grad = q * common
-                q_grad[:, :width] -= both
-                for grads, scale, gradient, logits, own in (
-                    (p_grads, teacher_scale, p_grad, p_logits, p_block),
-                    (q_grads, student_scale, q_grad, q_logits, q_block),
-                ):
-                    if logits.shape[1]:
-                        grads.add(scale.pull_back_(gradient.mul_(grad), logits), own)
+            p_states, q_states = p_grads.states, q_grads.states
+            num_words = max(len(teacher[1]), len(student[1]))
+            rows, blocks = tiles(len(grad), num_words, logits_mib, num_heads=2)
+            for block in blocks:
+                p_head = HeadBlock(teacher[1], teacher[2], block, teacher_scale, p_states.dtype)
+                q_head = HeadBlock(student[1], student[2], block, student_scale, q_states.dtype)
+                for row in rows:
+                    p_logits, q_logits = p_head.logits(p_states[row]), q_head.logits(q_states[row])
+                    per_token = (t[row].unsqueeze(1) for t in (p_normaliser, q_normaliser, kl, common, grad))
+                    p_grad, q_grad = kl_gradients(p_logits, q_logits, *per_token)
+                    p_grads.add(p_head, teacher_scale.pull_back_(p_grad, p_logits), row)
+                    q_grads.add(q_head, student_scale.pull_back_(q_grad, q_logits), row)
+                p_grads.finish(block)
+                q_grads.finish(block)
         return (*p_grads.of_inputs(), *q_grads.of_inputs(), None, None, None)
+
+
+class KLSums(NamedTuple):
+    """Running sums over the vocabulary; `ratio` and `common` are over the columns that both sides have."""
+
+    p: tuple[Tensor, Tensor, Tensor, Tensor]  # as in `add_block`
+    q: tuple[Tensor, Tensor, Tensor, Tensor]
+    ratio: Tensor  # sum of e (z_T - z_S), e = exp(z_T - largest z_T), (m,)
+    common: Tensor  # sum of e, (m,)
+
+    @classmethod
+    def new(cls, states: Tensor) -> KLSums:
+        """The sums over nothing."""
+        sums = new_sums(states)
+        return cls(sums, sums, sums[1], sums[1])
+
+    def plus(self, p_logits: Tensor, q_logits: Tensor) -> KLSums:
+        """Add a tile; the side with the smaller vocabulary may have fewer columns, or none."""
+        nowhere = torch.full_like(self.common, -1, dtype=torch.long)  # no target
+        p = add_block(*self.p, p_logits, nowhere, False) if p_logits.shape[1] else self.p
+        q = add_block(*self.q, q_logits, nowhere, False) if q_logits.shape[1] else self.q
+        shrink = (self.p[0] - p[0]).exp()
+        width = min(p_logits.shape[1], q_logits.shape[1])
+        e = (p_logits[:, :width] - p[0].unsqueeze(1)).exp()
+        difference = torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
+        return KLSums(p, q, self.ratio * shrink + difference, self.common * shrink + e.sum(dim=1))
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-normalisers of both sides, KL, and the teacher's probability of the common columns, (m,)."""
+        p_normaliser, q_normaliser = (sums[0] + sums[1].log() for sums in (self.p, self.q))
+        ratio, common = self.ratio / self.p[1], self.common / self.p[1]
+        return p_normaliser, q_normaliser, ratio - common * (p_normaliser - q_normaliser), common
+
+
+def kl_gradients(
+    p_logits: Tensor,
+    q_logits: Tensor,
+    p_normaliser: Tensor,
+    q_normaliser: Tensor,
+    kl: Tensor,
+    common: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a tile's logits, (m, w_T) and (m, w_S); what belongs to tokens is (m, 1).
+
+    d KL / d z_T = p (1[both] (log p - log q + 1) - KL - C),  C = sum of p over the columns that both have
+    d KL / d z_S = q C - 1[both] p
+    """
+    log_p, log_q = p_logits - p_normaliser, q_logits - q_normaliser
+    width = min(p_logits.shape[1], q_logits.shape[1])
+    p, both = log_p.exp(), log_p[:, :width].exp()
+    p_grad, q_grad = -p * (kl + common), log_q.exp() * common
+    p_grad[:, :width] += both * (log_p[:, :width] - log_q[:, :width] + 1)
+    q_grad[:, :width] -= both
+    return p_grad.mul_(grad), q_grad.mul_(grad)

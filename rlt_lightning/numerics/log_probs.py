@@ -8,12 +8,14 @@ token, backward computes each block again and is done with that block's part of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+BLOCK_WORDS = 1024
 
 
 class LogitScale(NamedTuple):
@@ -92,7 +94,8 @@ def linear_log_probs(
     scale: LogitScale = LogitScale(),
     logits_mib: int | None = None,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the targets and entropies under softmax(scale(hidden @ weight.T + bias)).
 
     Equal to `token_log_probs` and `token_entropy` of the full logits, of which at most `logits_mib` exist at
@@ -107,18 +110,21 @@ def linear_log_probs(
         targets: The tokens to be scored, (M,), int64.
         scale: Temperature, and what the architecture does to its logits.
         logits_mib: Memory for logits, MiB; None: 8 on a CPU, whose allocator hands blocks of that size out
-            again without touching fresh pages, else 512. A block is never narrower than 64 words.
+            again without touching fresh pages, else 512.
         compiled: Fuse the arithmetic on a block with torch.compile; the results agree to rounding.
+        with_entropy: Compute entropies too.
 
     Returns:
-        Log-probabilities and entropies, (M,) each, nats.
+        Log-probabilities, (M,), nats; and entropies, (M,), nats, or None.
 
     Raises:
         ValueError: If the temperature or `logits_mib` is not positive.
     """
     check_temperature(scale.temperature)
     logits_mib = block_size(logits_mib, hidden)
-    return LinearLogProbs.apply(hidden, weight, bias, targets, scale, logits_mib, compiled)
+    options = scale, logits_mib, compiled, with_entropy
+    log_probs, entropy = LinearLogProbs.apply(hidden, weight, bias, targets, *options)
+    return log_probs, entropy if with_entropy else None
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -134,15 +140,20 @@ class LinearLogProbs(torch.autograd.Function):
         scale: LogitScale,
         logits_mib: int,
         compiled: bool,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Add up over the vocabulary, block by block."""
+        """Add up over the vocabulary, tile by tile."""
         with without_autocast(hidden):
             states = wide(hidden)  # (M, H)
-            sums = new_sums(states)
-            for block in blocks(len(hidden), len(weight), logits_mib):
-                logits = block_logits(states, weight, bias, block, scale)  # (M, w)
-                sums = kernel(add_block, compiled)(*sums, logits, targets - block.start)
-            largest, normaliser, weighted, target_logits = sums
+            rows, blocks = tiles(len(hidden), len(weight), logits_mib)
+            sums = [new_sums(states[row]) for row in rows]
+            for block in blocks:
+                head = HeadBlock(weight, bias, block, scale, states.dtype)
+                for i, row in enumerate(rows):
+                    places = targets[row] - block.start
+                    logits = head.logits(states[row])  # (m, w)
+                    sums[i] = kernel(add_block, compiled)(*sums[i], logits, places, with_entropy)
+            largest, normaliser, weighted, target_logits = map(torch.cat, zip(*sums, strict=True))
             log_normaliser = largest + normaliser.log()
             entropy = log_normaliser - weighted / normaliser
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
@@ -153,24 +164,53 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
-        """Compute each block again, and finish its part of the gradient of the weight."""
+        """Compute each tile again, and finish each block's part of the gradient of the weight."""
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         scale, logits_mib, compiled = ctx.options
         if log_prob_grad is None:
             log_prob_grad = torch.zeros_like(log_normaliser)
         with without_autocast(hidden):
             gradients = HeadGradients((hidden, weight, bias), ctx.needs_input_grad[:3])
-            for block in blocks(len(hidden), len(weight), logits_mib):
-                logits = block_logits(gradients.states, weight, bias, block, scale)  # (M, w)
-                logit_grad = kernel(log_prob_gradient, compiled)(
-                    logits, targets - block.start, log_normaliser, entropy, log_prob_grad, entropy_grad
-                )
-                gradients.add(scale.pull_back_(logit_grad, logits), block)
-        return (*gradients.of_inputs(), None, None, None, None)
+            states = gradients.states
+            rows, blocks = tiles(len(hidden), len(weight), logits_mib)
+            for block in blocks:
+                head = HeadBlock(weight, bias, block, scale, states.dtype)
+                for row in rows:
+                    logits = head.logits(states[row])  # (m, w)
+                    logit_grad = kernel(log_prob_gradient, compiled)(
+                        logits,
+                        targets[row] - block.start,
+                        log_normaliser[row],
+                        entropy[row],
+                        log_prob_grad[row],
+                        None if entropy_grad is None else entropy_grad[row],
+                    )
+                    gradients.add(head, scale.pull_back_(logit_grad, logits), row)
+                gradients.finish(block)
+        return (*gradients.of_inputs(), None, None, None, None, None)
+
+
+class HeadBlock:
+    """The head's weights for one block of the vocabulary, in the type that it multiplies in."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, block: slice, scale: LogitScale, dtype: torch.dtype
+    ) -> None:
+        self.weight = weight[block].to(dtype)  # (w, H)
+        # An impossible word, at -inf, would make 0 * -inf in the sums.
+        self.bias = None if bias is None else bias[block].clamp(min=-1e30)
+        self.scale = scale
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of hidden states (m, H), (m, w), fp32 or float64."""
+        raw = matmul(states, self.weight.t())
+        if self.bias is not None:
+            raw += self.bias
+        return self.scale.apply_(raw)
 
 
 class HeadGradients:
-    """Collects the gradients of hidden states (M, H), weight (V, H) and bias (V,), block by block."""
+    """Collects the gradients of hidden states (M, H), weight (V, H) and bias (V,), tile by tile."""
 
     def __init__(self, inputs: tuple[Any, ...], needed: Sequence[bool]) -> None:
         hidden, weight, bias = self.inputs = inputs
@@ -179,20 +219,27 @@ class HeadGradients:
         self.hidden_grad = torch.zeros_like(hidden, dtype=full(hidden.dtype)) if wants_hidden else None
         self.weight_grad = torch.empty_like(weight) if wants_weight else None
         self.bias_grad = torch.empty_like(bias) if wants_bias else None
+        self.block_grads: list[Tensor] = []  # of the block's weight and bias, over the rows so far
 
-    def add(self, raw_grad: Tensor, block: slice) -> None:
-        """Add what the gradient of one block of raw outputs, (M, w), is worth."""
-        if self.bias_grad is not None:
-            self.bias_grad[block] = raw_grad.sum(dim=0)
-        raw_grad = raw_grad.to(self.states.dtype)
+    def add(self, head: HeadBlock, raw_grad: Tensor, row: slice) -> None:
+        """Add what the gradient of a tile of raw outputs, (m, w), is worth."""
+        operand = raw_grad.to(self.states.dtype)
         if self.hidden_grad is not None:
-            block_weight = self.inputs[1][block].to(self.states.dtype)
-            if self.states.dtype == self.hidden_grad.dtype:
-                self.hidden_grad.addmm_(raw_grad, block_weight)
-            else:
-                self.hidden_grad += matmul(raw_grad, block_weight)
+            add_product_(self.hidden_grad[row], operand, head.weight)
+        if not self.block_grads:
+            block_weight_grad = torch.zeros_like(head.weight, dtype=full(head.weight.dtype))
+            self.block_grads = [block_weight_grad, block_weight_grad.new_zeros(len(head.weight))]
         if self.weight_grad is not None:
-            self.weight_grad[block] = matmul(raw_grad.t(), self.states)
+            add_product_(self.block_grads[0], operand.t(), self.states[row])
+        if self.bias_grad is not None:
+            self.block_grads[1] += raw_grad.sum(dim=0)
+
+    def finish(self, block: slice) -> None:
+        """Write the block's gradients, which all rows have now been added to."""
+        for total, gradient in zip((self.weight_grad, self.bias_grad), self.block_grads, strict=True):
+            if total is not None:
+                total[block] = gradient
+        self.block_grads = []
 
     def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden states, weight and bias; None where none was needed."""
@@ -209,20 +256,18 @@ def block_size(logits_mib: int | None, hidden: Tensor) -> int:
     return logits_mib
 
 
-def blocks(num_tokens: int, num_words: int, logits_mib: int) -> Iterator[slice]:
-    """Divide the vocabulary into blocks whose fp32 logits fit `logits_mib`."""
-    width = max(64, logits_mib * 2**18 // max(1, num_tokens))
-    return (slice(start, min(start + width, num_words)) for start in range(0, num_words, width))
+def tiles(
+    num_tokens: int, num_words: int, logits_mib: int, num_heads: int = 1
+) -> tuple[list[slice], list[slice]]:
+    """Cut tokens and vocabulary so that the fp32 logits of `num_heads` tiles fit: rows and blocks.
 
-
-def block_logits(
-    states: Tensor, weight: Tensor, bias: Tensor | None, block: slice, scale: LogitScale
-) -> Tensor:
-    """Logits of one block of the vocabulary, (M, w), fp32 or float64."""
-    raw = matmul(states, weight[block].to(states.dtype).t())
-    if bias is not None:
-        raw += bias[block].clamp(min=-1e30)  # an impossible word, at -inf, would make 0 * -inf in the sums
-    return scale.apply_(raw)
+    Blocks are as wide as a matrix product needs to be fast, or wider where there are few tokens.
+    """
+    room = logits_mib * 2**18 // num_heads  # logits
+    height = max(1, min(num_tokens, room // BLOCK_WORDS))
+    width = room // height
+    rows = [slice(start, min(start + height, num_tokens)) for start in range(0, max(1, num_tokens), height)]
+    return rows, [slice(start, min(start + width, num_words)) for start in range(0, num_words, width)]
 
 
 def new_sums(states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -238,6 +283,7 @@ def add_block(
     target_logits: Tensor,
     logits: Tensor,
     places: Tensor,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add a block of logits z to the running sums over the vocabulary, e = exp(z - largest).
 
@@ -248,15 +294,16 @@ def add_block(
         target_logits: The target's logit, once its block has come, (M,).
         logits: (M, w).
         places: Of the targets, counted from the block's first word, (M,); those of other blocks lie outside.
+        with_entropy: Whether `weighted` is wanted.
     """
     new_largest = torch.maximum(largest, logits.amax(dim=1))
     shrink = (largest - new_largest).exp()
-    e = (logits - new_largest.unsqueeze(1)).exp()
+    e = (logits - new_largest.unsqueeze(1)).exp_()
     found, places = own_places(places, logits)
     return (
         new_largest,
         normaliser * shrink + e.sum(dim=1),
-        weighted * shrink + torch.linalg.vecdot(e, logits),
+        weighted * shrink + torch.linalg.vecdot(e, logits) if with_entropy else weighted,
         torch.where(found, logits.gather(1, places.unsqueeze(1)).squeeze(1), target_logits),
     )
 
@@ -304,6 +351,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32)  # wide() leaves half precision to GPUs alone
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Do total += a @ b, with products as in `matmul`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += matmul(a, b)
 
 
 def wide(hidden: Tensor) -> Tensor:

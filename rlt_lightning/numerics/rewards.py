@@ -220,7 +220,7 @@ class RLTReward:
         if self.kl_estimator == "exact":
             raise ValueError(
                 "token_kl estimates from log-probs of sampled tokens, but reward.kl_estimator is 'exact'. "
-                "Call head_exact_kl on both models' hidden states, or choose k1 or k3."
+                "Call linear_exact_kl on both models' hidden states, or choose k1 or k3."
             )
         return log_ratio_kl(log_p, log_q) if self.kl_estimator == "k1" else schulman_kl(log_p, log_q)
 

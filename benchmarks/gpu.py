@@ -1,0 +1,169 @@
+"""On a GPU: reward, optimise phase, head memory and MFU of a shape with random weights, with a profile.
+
+    .venv/bin/python benchmarks/gpu.py [--shape qwen2.5-0.5b|7b|tiny] [--tokens 16384] [--rounds 5]
+
+bf16 weights, one group of completions behind one prompt, about `--tokens` tokens in one packed row. The
+other side is the same model one completion at a time with full logits. MFU is of the optimise phase, that is
+reference pass, forward and backward, without credit for what gradient checkpointing computes again, against
+the rate of a large matrix product measured first. The profile of one phase is written beside the JSON.
+Without a GPU it runs a tiny shape on the CPU, to show that it works, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import alternate, bars, measure, write
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlt_lightning.attention import SEGMENT_ATTENTION, register_segment_attention
+from rlt_lightning.modules.meter import forward_flops, matmul_rate
+from rlt_lightning.modules.packed import log_probs_of
+from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
+
+GOAL = 0.45
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "7b": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+class Group:
+    """One prompt and its completions, through policy and reference."""
+
+    def __init__(self, shape: dict[str, Any], tokens: int, checkpointing: bool, device: torch.device) -> None:
+        register_segment_attention()
+        torch.manual_seed(0)
+        config = Qwen2Config(**shape, max_position_embeddings=32768, attn_implementation=SEGMENT_ATTENTION)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with torch.device(device):
+            self.policy = Qwen2ForCausalLM(config).to(dtype).train()
+        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+        if checkpointing:
+            self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+        self.device, self.prompt_length = device, max(4, tokens // 8)
+        self.length = max(2, (tokens - self.prompt_length) // 16)
+        prompt = torch.randint(shape["vocab_size"], (self.prompt_length,)).tolist()
+        rests = torch.randint(shape["vocab_size"], (16, self.length)).tolist()
+        mask = [False] * self.prompt_length + [True] * self.length
+        self.sequences = [ScoredSequence(prompt, rest, mask) for rest in rests]
+        self.advantages = torch.randn(16, device=device)
+        self.packed = PackedSequences.from_sequences(self.sequences, (tuple(range(16)),), device)
+
+    def loss(self, log_probs: Tensor, ref_log_probs: Tensor, advantages: Tensor) -> Tensor:
+        mask = torch.ones_like(log_probs, dtype=torch.bool)
+        options = {"advantages": advantages, "token_mask": mask, "num_sequences": 16}
+        return GRPOLoss()(log_probs=log_probs, ref_log_probs=ref_log_probs, **options)[0]
+
+    @torch.no_grad()
+    def score(self) -> Tensor:
+        return log_probs_of(self.reference, self.packed, 0.7)[0]
+
+    def optimise(self) -> None:
+        lengths = [self.length] * 16
+        ref_log_probs = to_padded(self.score(), lengths)[0]
+        flat, _ = log_probs_of(self.policy, self.packed, 0.7, with_entropy=True)
+        self.loss(to_padded(flat, lengths)[0], ref_log_probs, self.advantages).backward()
+
+    def full_log_probs(self, model: Any, sequence: ScoredSequence) -> Tensor:
+        ids = torch.tensor([sequence.prefix + sequence.rest], device=self.device)
+        logits = model(input_ids=ids, use_cache=False).logits.float() / 0.7
+        return logits.log_softmax(-1)[:, self.prompt_length - 1 : -1].gather(
+            2, ids[:, self.prompt_length :, None]
+        )[..., 0]
+
+    @torch.no_grad()
+    def score_one_by_one(self) -> None:
+        for sequence in self.sequences:
+            self.full_log_probs(self.reference, sequence)
+
+    def optimise_one_by_one(self) -> None:
+        for sequence, advantage in zip(self.sequences, self.advantages, strict=True):
+            with torch.no_grad():
+                ref_log_probs = self.full_log_probs(self.reference, sequence)
+            log_probs = self.full_log_probs(self.policy, sequence)
+            self.loss(log_probs, ref_log_probs, advantage[None]).backward()
+
+
+def profile(function: Any, path: Path) -> None:
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with torch.profiler.profile(activities=activities) as recorded:
+        function()
+    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    path.write_text(recorded.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=60))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--gradient_checkpointing", choices=["true", "false"], default="true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/gpu.json"))
+    options = parser.parse_args()
+    device, shape, tokens = torch.device("cuda"), options.shape, options.tokens
+    if not torch.cuda.is_available():
+        print("No GPU: a tiny shape on the CPU, which shows that the script works and nothing of its speed.")
+        device, shape, tokens = torch.device("cpu"), "tiny", min(tokens, 1024)
+    group = Group(SHAPES[shape], tokens, options.gradient_checkpointing == "true", device)
+    peak = matmul_rate(device, next(group.policy.parameters()).dtype)
+
+    def side(function: Any) -> Any:
+        def once() -> dict[str, float]:
+            group.policy.zero_grad()
+            return measure(function, device)
+
+        return once
+
+    sides = {"one by one": side(group.score_one_by_one), "ours": side(group.score)}
+    reward = alternate(sides, options.rounds, warm_up=2)
+    optimise = alternate(
+        {"one by one": side(group.optimise_one_by_one), "ours": side(group.optimise)},
+        options.rounds,
+        warm_up=2,
+    )
+    flops = 4 * forward_flops(group.policy, group.packed)  # reference 1, forward 1, backward 2
+    mfu = flops / optimise["ours"]["seconds"] / peak
+    speed_up = {
+        name: found["one by one"]["seconds"] / found["ours"]["seconds"]
+        for name, found in (("score", reward), ("optimise", optimise))
+    }
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    setting = {"device": name, "shape": shape, "tokens": group.packed.input_ids.shape[1]}
+    results = {"peak_tflops": peak / 1e12, "mfu": mfu, "speed_up": speed_up}
+    write(options.output, setting | results | {"score": reward, "optimise": optimise})
+    profile(group.optimise, options.output.with_suffix(".profile.txt"))
+    bars(
+        options.output,
+        f"{shape}, {group.packed.input_ids.shape[1]} packed tokens, {name}",
+        {
+            "score, s": {side: found["seconds"] for side, found in reward.items()},
+            "optimise, s": {side: found["seconds"] for side, found in optimise.items()},
+            "optimise, GiB": {side: found["peak_bytes"] / 2**30 for side, found in optimise.items()},
+        },
+    )
+    print(
+        f"{name}, {shape}: score {speed_up['score']:.2f}, optimise {speed_up['optimise']:.2f} times as fast"
+    )
+    print(f"gpu ratio={mfu:.3f} goal={GOAL}")
+
+
+if __name__ == "__main__":
+    main()

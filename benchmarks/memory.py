@@ -1,0 +1,80 @@
+"""Log-probs and their backward: blocks of the vocabulary against full logits.
+
+    .venv/bin/python benchmarks/memory.py [--tokens 8192] [--words 152064] [--hidden 896] [--rounds 5]
+
+By default the head of Qwen2.5-0.5B in fp32, which needs 19 GiB for the other side: raw logits, log-softmax, a
+gather, and their gradients, as plain PyTorch computes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import alternate, bars, measure, write
+from torch import Tensor
+
+from rlt_lightning.numerics import linear_log_probs
+
+MEMORY_GOAL, TIME_GOAL = 1 / 8, 1.05
+
+
+def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return (hidden @ weight.t()).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+
+
+def in_blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return linear_log_probs(hidden, weight, None, targets)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--words", type=int, default=152064)
+    parser.add_argument("--hidden", type=int, default=896)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/memory.json"))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hidden = torch.randn(options.tokens, options.hidden, device=device, requires_grad=True)
+    weight = (0.02 * torch.randn(options.words, options.hidden, device=device)).requires_grad_()
+    targets = torch.randint(options.words, (options.tokens,), device=device)
+    upstream = torch.randn(options.tokens, device=device)
+    sums: dict[str, Tensor] = {}
+
+    def side(name: str, function: Callable[..., Tensor]) -> Callable[[], dict[str, float]]:
+        def run() -> None:
+            log_probs = function(hidden, weight, targets)
+            log_probs.backward(upstream)
+            sums[name] = torch.cat([log_probs.detach(), hidden.grad.norm()[None], weight.grad.norm()[None]])
+
+        def once() -> dict[str, float]:
+            hidden.grad = weight.grad = None
+            return measure(run, device)
+
+        return once
+
+    sides: dict[str, Any] = {"full logits": side("full", full_logits), "blocks": side("blocks", in_blocks)}
+    results: dict[str, Any] = alternate(sides, options.rounds)
+    torch.testing.assert_close(sums["blocks"], sums["full"], atol=1e-4, rtol=1e-4)
+    full, blocks = results["full logits"], results["blocks"]
+    time_ratio = blocks["seconds"] / full["seconds"]
+    memory_ratio = blocks["peak_bytes"] / full["peak_bytes"]
+    write(
+        options.output,
+        vars(options) | {"output": None, "time": time_ratio, "memory": memory_ratio, **results},
+    )
+    gib = {name: result["peak_bytes"] / 2**30 for name, result in results.items()}
+    seconds = {name: result["seconds"] for name, result in results.items()}
+    title = f"log-probs + backward, {options.tokens} tokens, {options.words} words, {device.type}"
+    bars(options.output, title, {"seconds": seconds, "peak memory, GiB": gib})
+    print(f"memory_time ratio={time_ratio:.3f} goal={TIME_GOAL}")
+    print(f"memory ratio={memory_ratio:.3f} goal={MEMORY_GOAL:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The reward of one group: `StudentScorer` against a loop over samples with full logits.
+
+    .venv/bin/python benchmarks/reward.py [--rounds 5]
+
+Samples 16 completions of 128 tokens after a prompt of 350 with SmolLM2-135M, which is teacher and student, in
+fp32. The loop runs student and teacher once per completion, makes log-probs of all logits and reads the spans
+off, as the authors' released code does. Ours is timed as in a training step, where the rollouts bring the
+teacher's log-probs, and as for traces that come without.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import CPU, alternate, bars, measure, write
+from torch import Tensor
+
+from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.numerics import RLTReward
+from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model, load_tokenizer
+from rlt_lightning.types import Problem, Rollout, Rollouts
+
+GOAL, TEMPERATURE = 5.0, 0.7
+TEXT = """A farmer sells eggs at the market every morning. On Monday she sold thirty-six eggs in boxes of
+six, on Tuesday half as many, and on Wednesday as many as on the two days before together. Each box costs two
+coins and a quarter, and she gives every tenth customer a box for nothing. How many coins did she take home in
+the three days, if nobody bought more than one box? Explain every step, and say what is not needed. """
+
+
+def one_group(model: Any, tokenizer: Any, num_completions: int, length: int) -> Rollouts:
+    """Completions of one problem with a prompt of 350 tokens and a solution of 60, sampled by the model."""
+    words = tokenizer.encode(TEXT * 5)
+    problem = Problem(
+        row=1,
+        question="",
+        solution="",
+        teacher_prefix=words[:349],
+        think_prefix=words[349:350],
+        student_prefix=words[:349],
+        student_suffix=words[20:30],
+        solution_ids=words[30:90],
+    )
+    engine = HFEngine()
+    tokenizer.eos_token = model.generation_config.eos_token_id = None  # all completions of full length
+    engine.start(model, tokenizer, Path())
+    sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
+    [completions] = engine.generate([problem.teacher_prompt], sampling, num_completions, "</never>", [0])
+    rollouts = [Rollout(problem, c, num_body=length, num_think=length, text="text") for c in completions]
+    return Rollouts(rollouts, num_completions, policy_version=0, temperature=TEMPERATURE)
+
+
+def log_softmax_of(model: Any, token_ids: list[int]) -> Tensor:
+    ids = torch.tensor([token_ids])
+    log_probs = (model(input_ids=ids).logits / TEMPERATURE).log_softmax(dim=-1)
+    return log_probs[:, :-1].gather(2, ids[:, 1:, None])[0, :, 0]  # of every token but the first
+
+
+@torch.no_grad()
+def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward) -> Tensor:
+    """The reward of each completion, one by one."""
+    found = []
+    for rollout in rollouts.rollouts:
+        problem, think = rollout.problem, rollout.problem.think_prefix + rollout.body
+        context = problem.student_prefix + think + problem.student_suffix + problem.solution_ids
+        student_log_probs = log_softmax_of(student, context)
+        teacher_log_probs = log_softmax_of(policy, problem.teacher_prefix + think)
+        start = len(problem.student_prefix) - 1
+        kl = (
+            teacher_log_probs[len(problem.teacher_prefix) - 1 :]
+            - student_log_probs[start : start + len(think)]
+        )
+        solution = student_log_probs[-len(problem.solution_ids) :]
+        r_ss = solution.mean() + reward.min_coef * solution.min()
+        r_kl = kl.mean() + reward.max_coef * kl.max()
+        unclosed = 0.0 if rollout.closed else reward.format_penalty
+        found.append(reward.solution_weight * r_ss - reward.kl_weight * r_kl + unclosed)
+    return torch.stack(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--completions", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reward.json"))
+    options = parser.parse_args()
+    policy, student = load_model(EMBEDDED_MODEL), load_model(EMBEDDED_MODEL)
+    plain_policy, plain_student = (load_model(EMBEDDED_MODEL, attn_implementation="sdpa") for _ in range(2))
+    rollouts = one_group(policy, load_tokenizer(EMBEDDED_MODEL), options.completions, options.length)
+    reward = RLTReward()
+    rewards: dict[str, Tensor] = {}
+
+    def ours(recompute: bool) -> Tensor:
+        return StudentScorer(policy, student, reward, recompute=recompute)(rollouts).terms.reward
+
+    functions = {
+        "loop over samples": lambda: loop(plain_policy, plain_student, rollouts, reward),
+        "ours": lambda: ours(recompute=False),
+        "ours, both forwards": lambda: ours(recompute=True),
+    }
+
+    def side(name: str) -> Any:
+        return lambda: measure(lambda: rewards.update({name: functions[name]()}), CPU)
+
+    results: dict[str, Any] = alternate({name: side(name) for name in functions}, options.rounds)
+    error = max((rewards[name] - rewards["loop over samples"]).abs().max().item() for name in functions)
+    assert error < 1e-4, error
+    slow = results["loop over samples"]["seconds"]
+    ratios = {name: slow / result["seconds"] for name, result in results.items()}
+    sizes = {"completions": options.completions, "length": options.length, "largest_difference": error}
+    write(options.output, sizes | {"speed_up": ratios, **results})
+    bars(
+        options.output,
+        f"reward of {options.completions} completions, SmolLM2-135M, CPU",
+        {
+            "seconds": {name.replace(", ", "\n"): result["seconds"] for name, result in results.items()},
+            "peak memory, GiB": {
+                name.replace(", ", "\n"): result["peak_bytes"] / 2**30 for name, result in results.items()
+            },
+        },
+    )
+    print(f"largest difference {error:.1e} nats; both forwards: ratio {ratios['ours, both forwards']:.2f}")
+    print(f"reward ratio={ratios['ours']:.2f} goal={GOAL}")
+
+
+if __name__ == "__main__":
+    main()
