@@ -77,7 +77,7 @@ class ReferenceSync(Callback):
 def move_towards(reference: torch.nn.Module, policy: torch.nn.Module, alpha: float) -> None:
     """In place: reference <- alpha * policy + (1 - alpha) * reference, parameter by parameter."""
     for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
-        ours.lerp_(theirs.to(ours.dtype), alpha)
+        ours.lerp_(theirs.to(ours), alpha)  # to its type and, where it is offloaded, its device
 
 
 def save_folder(model: Any, folder: Path) -> None:

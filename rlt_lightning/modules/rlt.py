@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -185,43 +184,44 @@ class RLTModule(PolicyModule):
         metrics: dict[str, Any] = {}
         sequences = [sampled_sequence(row) for row in rows]
         plan = self.plan_on_every_rank(sampled_extents(rows))
-        reference = self.reference.on(self.device) if self.reference else nullcontext()
-        with reference as reference_model:
-            for micro_batch, weight in plan:
-                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
-                forward = forward_flops(self.policy, packed)
-                cost.count(packed, sequences, micro_batch, weight, (3 + bool(self.reference)) * forward)
-                chosen = [rows[i] for i in micro_batch.indices]
-                lengths = [len(r.completion.token_ids) for r in chosen]
-                ref_log_probs = self.reference_log_probs(
-                    reference_model, packed, lengths, rollouts.temperature
-                )
-                flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
-                log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-                require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
-                engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
-                if engine_log_probs is not None and weight:
-                    mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
-                weights = None
-                if self.importance_sampling is not None:
-                    assert engine_log_probs is not None
-                    weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
-                loss, loss_metrics = self.policy_loss(
-                    log_probs=log_probs,
-                    old_log_probs=engine_log_probs if clip_by_ratio else None,
-                    ref_log_probs=ref_log_probs,
-                    importance_weights=weights,
-                    advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
-                    token_mask=token_mask,
-                    num_tokens=num_tokens,
-                    num_sequences=num_sequences,
-                )
-                # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-                self.manual_backward(weight * world_size * loss)
-                entropy_share = entropy.detach().sum() / num_tokens
-                loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
-                for name, value in loss_metrics.items():
-                    metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
+        packed_rows = [
+            PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+            for micro_batch, _ in plan
+        ]
+        reference = self.reference_log_probs(packed_rows, rollouts.temperature)
+        for (micro_batch, weight), packed, ref_flat in zip(plan, packed_rows, reference, strict=True):
+            num_forwards = 3 if ref_flat is None else 4  # a backward counts as two
+            cost.count(
+                packed, sequences, micro_batch, weight, num_forwards * forward_flops(self.policy, packed)
+            )
+            chosen = [rows[i] for i in micro_batch.indices]
+            lengths = [len(r.completion.token_ids) for r in chosen]
+            flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
+            log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
+            require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
+            engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
+            if engine_log_probs is not None and weight:
+                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+            weights = None
+            if self.importance_sampling is not None:
+                assert engine_log_probs is not None
+                weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
+            loss, loss_metrics = self.policy_loss(
+                log_probs=log_probs,
+                old_log_probs=engine_log_probs if clip_by_ratio else None,
+                ref_log_probs=None if ref_flat is None else to_padded(ref_flat, lengths)[0],
+                importance_weights=weights,
+                advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
+                token_mask=token_mask,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+            )
+            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
+            self.manual_backward(weight * world_size * loss)
+            entropy_share = entropy.detach().sum() / num_tokens
+            loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
+            for name, value in loss_metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
         return metrics | self.optimizer_step_now() | self.mismatch_metrics(mismatch)
 
     def engine_log_probs(self, rows: list[Rollout], log_probs: Tensor, needed: bool) -> Tensor | None:
@@ -260,12 +260,16 @@ class RLTModule(PolicyModule):
 
     @torch.no_grad()
     def reference_log_probs(
-        self, model: Any, packed: PackedSequences, lengths: list[int], temperature: float
-    ) -> Tensor | None:
-        """Log-probs of the sampled tokens under the reference, (n, T); None without a KL penalty."""
-        if model is None:
-            return None
-        return to_padded(log_probs_of(model, packed, temperature, self.head)[0], lengths)[0]
+        self, packed_rows: list[PackedSequences], temperature: float
+    ) -> list[Tensor] | list[None]:
+        """Log-probs of the sampled tokens under the reference, (M,) per row; None without a KL penalty.
+
+        All rows before the first update: an offloaded reference is then gone while the policy is trained.
+        """
+        if self.reference is None:
+            return [None] * len(packed_rows)
+        with self.reference.on(self.device) as model:
+            return [log_probs_of(model, packed, temperature, self.head)[0] for packed in packed_rows]
 
     def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
         """Compute the RLT reward of every rollout with the student."""
