@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlt_lightning.numerics.attention import Segments, segment_attention
@@ -50,5 +51,8 @@ def packed_attention(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(query.device.type):  # rotations leave fp32 queries beside bf16 values
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     output = segment_attention(query[0], key[0], value[0], segments, scale)  # (heads, L, D)
     return output.transpose(0, 1).unsqueeze(0), None

@@ -134,6 +134,22 @@ def test_layouts_agree_in_lower_precision(dtype, tiny_models):
             torch.testing.assert_close(log_probs_in(model, layout), single, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
+    gradients = {}
+    for layout in LAYOUTS:
+        model = load_model(tiny_models["qwen3"]).train()
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.autocast("cpu", torch.bfloat16):
+            log_probs = log_probs_in(model, layout)
+        log_probs.sum().backward()
+        gradients[layout] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    norm = gradients["single"].norm()
+    for layout in ("packed", "shared_prefix"):
+        assert (gradients[layout] - gradients["single"]).norm() < 0.05 * norm
+
+
 @pytest.mark.parametrize("family", OWN)
 def test_known_architectures_share_prefixes_without_a_warning(family, tiny_models, recwarn):
     assert verified_layout(load_model(tiny_models[family]), family, "auto") == "auto"

@@ -234,16 +234,24 @@ def part_ranges(part: Part) -> tuple[list[tuple[int, int]], ...]:
 def pick(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
     """The tokens in the ranges, as the varlen kernel takes them: (heads, L, D) -> (tokens, heads, D)."""
     rows = tensor.transpose(0, 1)
-    if ranges[0][0] == 0 and ranges[-1][1] == len(rows) and all(a[1] == b[0] for a, b in pairwise(ranges)):
-        return rows.contiguous()
-    return torch.cat([rows[start:end] for start, end in ranges])
+    return (
+        rows.contiguous() if is_all(ranges, rows) else torch.cat([rows[start:end] for start, end in ranges])
+    )
 
 
 def put(rows: Tensor, ranges: list[tuple[int, int]], like: Tensor) -> Tensor:
     """Undo `pick`, with zeros outside the ranges: (tokens, heads, D) -> (heads, L, D)."""
+    if is_all(ranges, rows) and len(rows) == like.shape[1]:
+        return rows.transpose(0, 1)
     target = rows.new_zeros(like.shape[1], like.shape[0], like.shape[2])
     put_ranges(target, ranges, rows)
     return target.transpose(0, 1)
+
+
+def is_all(ranges: list[tuple[int, int]], rows: Tensor) -> bool:
+    """Whether the ranges follow on each other and cover all rows, so that nothing needs to be moved."""
+    joined = all(before[1] == after[0] for before, after in pairwise(ranges))
+    return joined and ranges[0][0] == 0 and ranges[-1][1] == len(rows)
 
 
 def put_ranges(target: Tensor, ranges: list[tuple[int, int]], rows: Tensor) -> None:

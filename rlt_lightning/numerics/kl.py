@@ -13,6 +13,7 @@ from rlt_lightning.numerics.log_probs import (
     HeadGradients,
     LogitScale,
     add_block,
+    as_autocast,
     block_size,
     check_temperature,
     new_sums,
@@ -123,8 +124,8 @@ def linear_exact_kl(
     check_temperature(teacher_scale.temperature)
     check_temperature(student_scale.temperature)
     logits_mib = block_size(logits_mib, teacher_hidden)
-    teacher = teacher_hidden, teacher_weight, teacher_bias
-    student = student_hidden, student_weight, student_bias
+    teacher = as_autocast(teacher_hidden), teacher_weight, teacher_bias
+    student = as_autocast(student_hidden), student_weight, student_bias
     return LinearExactKL.apply(*teacher, *student, teacher_scale, student_scale, logits_mib)
 
 

@@ -123,7 +123,7 @@ def linear_log_probs(
     check_temperature(scale.temperature)
     logits_mib = block_size(logits_mib, hidden)
     options = scale, logits_mib, compiled, with_entropy
-    log_probs, entropy = LinearLogProbs.apply(hidden, weight, bias, targets, *options)
+    log_probs, entropy = LinearLogProbs.apply(as_autocast(hidden), weight, bias, targets, *options)
     return log_probs, entropy if with_entropy else None
 
 
@@ -369,6 +369,14 @@ def wide(hidden: Tensor) -> Tensor:
 def full(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, fp32 for everything else."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def as_autocast(hidden: Tensor) -> Tensor:
+    """On a GPU under autocast the head multiplies in half precision, as any linear layer does there."""
+    device = hidden.device.type
+    if device == "cpu" or not torch.is_autocast_enabled(device):
+        return hidden
+    return hidden.to(torch.get_autocast_dtype(device))
 
 
 def without_autocast(tensor: Tensor) -> Any:
