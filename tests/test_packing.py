@@ -313,7 +313,7 @@ def test_a_rank_with_fewer_rows_halves_its_largest():
     assert row == MicroBatch(((0, 1, 2), (3,)), 29)
     assert split_to([row], 2, extents) == [MicroBatch(((0, 1, 2),), 25), MicroBatch(((3,),), 4)]
     three = split_to([row], 3, extents)
-    assert three == [MicroBatch(((1, 2),), 20), MicroBatch(((0,),), 15), MicroBatch(((3,),), 4)]
+    assert three == [MicroBatch(((0, 2),), 20), MicroBatch(((1,),), 15), MicroBatch(((3,),), 4)]
     assert [row.indices for row in split_to([row], 9, extents)] == [
         [0],
         [1],

@@ -75,25 +75,30 @@ def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, but it is {max_tokens}.")
-    pieces: list[MicroBatch] = []
     groups: dict[Hashable, list[int]] = {}
     for index, extent in enumerate(extents):
         groups.setdefault(extent.prefix, []).append(index)
+    families: list[tuple[int, ...]] = []
     for members in groups.values():
         chosen = [extents[i] for i in members]
-        share = layout == "shared_prefix" or (layout == "auto" and sharing_pays(chosen))
-        if share and len(members) > 1 and chosen[0].num_prefix:
-            num_prefix = chosen[0].num_prefix
-            bins = first_fit([extent.num_rest for extent in chosen], max(1, max_tokens - num_prefix))
-            families = [tuple(sorted(members[j] for j in bin)) for bin in bins]
-            pieces += [
-                MicroBatch((family,), num_prefix + sum(extents[i].num_rest for i in family))
-                for family in families
-            ]
+        if chosen[0].num_prefix and (
+            layout == "shared_prefix" or (layout == "auto" and sharing_pays(chosen))
+        ):
+            room = max(1, max_tokens - chosen[0].num_prefix)
+            bins = first_fit([extent.num_rest for extent in chosen], room)
+            families += [tuple(sorted(members[j] for j in bin)) for bin in bins]
         else:
-            pieces += [MicroBatch(((i,),), extents[i].num_prefix + extents[i].num_rest) for i in members]
-    bins = first_fit([piece.num_tokens for piece in pieces], 1 if layout == "single" else max_tokens)
-    return by_size([merged([pieces[j] for j in bin]) for bin in bins])
+            families += [(i,) for i in members]
+    lengths = [row_of((family,), extents).num_tokens for family in families]
+    bins = first_fit(lengths, 1 if layout == "single" else max_tokens)
+    return by_size([row_of(tuple(families[j] for j in bin), extents) for bin in bins])
+
+
+def row_of(families: tuple[tuple[int, ...], ...], extents: list[Extent]) -> MicroBatch:
+    """Make a row of families, each with its prefix once."""
+    prefixes = sum(extents[family[0]].num_prefix for family in families)
+    rests = sum(extents[i].num_rest for family in families for i in family)
+    return MicroBatch(families, prefixes + rests)
 
 
 def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -128,23 +133,10 @@ def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[
 
 
 def halves(row: MicroBatch, extents: list[Extent]) -> list[MicroBatch]:
-    """Cut a row between its families or, where it has only one, within it."""
-    units = row.families if len(row.families) > 1 else tuple((i,) for i in row.families[0])
-    middle = len(units) // 2
-    return [of_units(part, extents, len(row.families) > 1) for part in (units[:middle], units[middle:])]
-
-
-def of_units(units: tuple[tuple[int, ...], ...], extents: list[Extent], are_families: bool) -> MicroBatch:
-    """Make a row of whole families, or of members of one family."""
-    families = units if are_families else (tuple(i for unit in units for i in unit),)
-    rest = sum(extents[i].num_rest for family in families for i in family)
-    return MicroBatch(families, rest + sum(extents[family[0]].num_prefix for family in families))
-
-
-def merged(pieces: list[MicroBatch]) -> MicroBatch:
-    """Put pieces side by side in one row."""
-    families = tuple(family for piece in pieces for family in piece.families)
-    return MicroBatch(families, sum(piece.num_tokens for piece in pieces))
+    """Deal a row's families out to two or, where it has only one, that one's members."""
+    if len(row.families) > 1:
+        return [row_of(row.families[half::2], extents) for half in range(2)]
+    return [row_of((row.families[0][half::2],), extents) for half in range(2)]
 
 
 def by_size(rows: list[MicroBatch]) -> list[MicroBatch]:
