@@ -239,16 +239,22 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(
             assert reward == pytest.approx(slow_reward(rlt.policy, rlt.student.model, row), abs=1e-4)
 
 
-def test_frozen_models_are_on_the_device_only_while_they_are_used(tiny_model: str) -> None:
-    frozen = FrozenModel(module(tiny_model).load(tiny_model, "float32"), offload=True)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to offload from")
+def test_frozen_models_are_on_the_gpu_only_while_they_are_used(tiny_model: str) -> None:
+    frozen, gpu = (
+        FrozenModel(module(tiny_model).load(tiny_model, "float32"), offload=True),
+        torch.device("cuda"),
+    )
+    frozen.place(gpu)
     kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
-    with frozen.on(torch.device("meta")) as model:
-        assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    with frozen.on(gpu) as model:
+        assert all(parameter.is_cuda for parameter in model.parameters())
     for name, tensor in frozen.model.state_dict().items():
-        assert torch.equal(tensor, kept[name])
+        assert torch.equal(tensor, kept[name]), name
     stays = FrozenModel(frozen.model)
-    with stays.on(torch.device("meta")) as model:
-        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    stays.place(gpu)
+    with stays.on(torch.device("cpu")) as model:
+        assert all(parameter.is_cuda for parameter in model.parameters())
 
 
 def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) -> None:

@@ -34,15 +34,20 @@ class LogitScale(NamedTuple):
     def apply_(self, raw: Tensor) -> Tensor:
         """Turn the raw output into logits, in place."""
         if self.cap is None:
-            return raw.mul_(self.scale / self.temperature)
+            return times_(raw, self.scale / self.temperature)
         return raw.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
 
     def pull_back_(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """Turn the gradient of the logits into that of the raw output, in place."""
-        gradient.mul_(self.scale / self.temperature)
+        times_(gradient, self.scale / self.temperature)
         if self.cap is None:
             return gradient
         return gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())  # tanh' = 1 - tanh^2
+
+
+def times_(values: Tensor, factor: float) -> Tensor:
+    """Multiply in place; a factor of 1 costs no pass over the values."""
+    return values if factor == 1 else values.mul_(factor)
 
 
 def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
