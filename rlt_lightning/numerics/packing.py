@@ -15,7 +15,7 @@ Layout = Literal["auto", "shared_prefix", "packed", "single"]
 
 # What sharing adds for a token of a continuation (a second attention call and the merging of the two), as a
 # part of what a token costs in all. benchmarks/growth.py measures it; docs/performance.md has the figures.
-SHARING_COST = 0.05
+SHARING_COST = 0.02
 
 
 class ScoredSequence(NamedTuple):
