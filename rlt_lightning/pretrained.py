@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,10 +82,16 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     register_segment_attention()
-    if attn_implementation is None and plain_attention(model_config(name, trust_remote_code)):
+    ours_fits = plain_attention(model_config(name, trust_remote_code))
+    if attn_implementation is None and ours_fits:
         attn_implementation = SEGMENT_ATTENTION
+    if attn_implementation == SEGMENT_ATTENTION and not ours_fits:
+        raise InputError(
+            f"attn_implementation '{SEGMENT_ATTENTION}' is for models whose layers attend to all that came "
+            f"before, through transformers' attention interface, but '{name}' is another. Leave it out."
+        )
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with naming_choices("model", name), quiet_transformers():
+    with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -103,9 +110,19 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def plain_attention(config: Any) -> bool:
-    """Whether every layer attends to all that came before: no sliding window, no soft cap of the scores."""
+    """Whether ours can take the place of its attention: causal, over all that came before, exchangeable.
+
+    That is, no sliding window, no soft cap of the scores, and a class that leaves mask and products to
+    transformers' attention interface.
+    """
+    from transformers import AutoModelForCausalLM
+
     config = config.get_text_config()
-    return not getattr(config, "sliding_window", None) and not getattr(config, "attn_logit_softcapping", None)
+    if getattr(config, "sliding_window", None) or getattr(config, "attn_logit_softcapping", None):
+        return False
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    exchangeable = ("_supports_sdpa", "_supports_attention_backend")
+    return all(getattr(model_class, flag, False) for flag in exchangeable)
 
 
 @contextlib.contextmanager
@@ -130,6 +147,23 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         raise InputError(f"The {kind} '{name}' could not be loaded ({reason}). Use {CHOICES}.") from error
     finally:
         hub_log.setLevel(level)
+
+
+@contextlib.contextmanager
+def naming_attention(name: str, attn_implementation: str | None) -> Iterator[None]:
+    """Say that the attn_implementation is what cannot be had, where it is."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        text = str(error).strip() or type(error).__name__
+        if attn_implementation is None or not re.search("attention|attn", text, re.IGNORECASE):
+            raise
+        reason = re.split(r"(?<=[.:;]) |\n", text)[0][:200]
+        raise InputError(
+            f"attn_implementation must be one that is installed and that '{name}' knows, but "
+            f"'{attn_implementation}' is not ({reason}). Leave it out, or use sdpa, eager or, with the "
+            "flash-attn extra, flash_attention_2."
+        ) from error
 
 
 @contextlib.contextmanager

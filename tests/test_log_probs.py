@@ -16,6 +16,7 @@ from rlt_lightning.numerics import (
     token_entropy,
     token_log_probs,
 )
+from rlt_lightning.numerics.log_probs import tiles
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB
 
@@ -135,6 +136,23 @@ def test_impossible_words_change_nothing():
     logits = (hidden @ weight.t())[:, : targets.max() + 1]
     torch.testing.assert_close(log_probs, token_log_probs(logits, targets))
     torch.testing.assert_close(entropy, token_entropy(logits))
+    half = hidden.to(torch.float16), weight.to(torch.float16), mask.to(torch.float16)
+    torch.testing.assert_close(linear_log_probs(*half, targets)[0], log_probs.float(), atol=0.01, rtol=0.01)
+
+
+def test_an_impossible_target_is_told():
+    hidden, weight, _, targets = example(6)
+    mask = torch.zeros(VOCABULARY, dtype=torch.float64)
+    mask[targets[2]] = -torch.inf
+    assert linear_log_probs(hidden, weight, mask, targets)[0].isinf().tolist() == [i == 2 for i in range(6)]
+    assert linear_exact_kl(hidden, weight, None, hidden, weight, mask).isinf().all()
+
+
+def test_few_tokens_do_not_make_wide_blocks():
+    rows, blocks = tiles(1, 64, 100_000, logits_mib=1)
+    assert rows == [slice(0, 1)]
+    assert max(block.stop - block.start for block in blocks) * 64 <= 2**18  # weights of a block: 1 MiB
+    assert sum(block.stop - block.start for block in blocks) == 100_000
 
 
 def test_no_tokens_give_no_log_probs_but_a_graph():

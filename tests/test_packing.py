@@ -1,15 +1,21 @@
 """Rows of packed sequences, by hand; through tiny random models of several families, against one by one."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    CodeGenConfig,
+    CodeGenForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -50,6 +56,8 @@ FAMILIES = {
     "cohere": (CohereConfig, CohereForCausalLM),  # scaled logits
     "bloom": (BloomConfig, BloomForCausalLM),  # its positions are no argument of the forward
     "mamba": (MambaConfig, MambaForCausalLM),  # its state runs from one sequence into the next
+    "codegen": (CodeGenConfig, CodeGenForCausalLM),  # masks by itself, so ours would see the future
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),  # convolutions over neighbouring tokens
 }
 OWN = ("llama", "qwen2", "qwen3", "cohere")  # families that our attention is right for
 PREFIX = [5, 9, 3, 60, 2]
@@ -81,6 +89,10 @@ def tiny_models(tmp_path_factory):
             sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
         if family == "bloom":
             sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+        if family == "codegen":
+            sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+        if family == "lfm2":
+            sizes |= {"layer_types": ["conv", "full_attention"]}
         # Weights as large as trained ones: what leaks from sequence to sequence then shows in the log-probs.
         ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2}
         folders[family] = str(tmp_path_factory.mktemp(family))
@@ -166,6 +178,51 @@ def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(fa
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["bloom", "mamba", "lfm2"])
+def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
+    with pytest.warns(UserWarning, match=r"runs with layout 'single'"):
+        assert verified_layout(load_model(tiny_models[family], dtype), family, "packed") == "single"
+
+
+@pytest.mark.parametrize("family", ["bloom", "codegen"])
+def test_models_that_mask_by_themselves_keep_their_attention(family, tiny_models):
+    model, plain = load_model(tiny_models[family]), FAMILIES[family][1].from_pretrained(tiny_models[family])
+    layout = verified_layout(model, family, "auto")
+    ours = log_probs_in(model, layout)
+    torch.testing.assert_close(ours, log_probs_one_by_one(plain), atol=1e-5, rtol=1e-5)
+
+
+def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_models, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="'single', which is slower: with 'auto' the longest sequence"):
+        assert verified_layout(load_model(str(tmp_path)), "long", "auto") == "single"
+
+
+def test_our_attention_is_refused_for_windows(tiny_models):
+    with pytest.raises(InputError, match=r"'rlt_segments' is for models .* but .* is another"):
+        load_model(tiny_models["mistral"], attn_implementation=SEGMENT_ATTENTION)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "nonsense"])
+def test_attention_that_cannot_be_had_is_named_in_one_line(attention, tiny_models):
+    if attention == "flash_attention_2" and find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed")
+    with pytest.raises(InputError, match=f"attn_implementation must be .* '{attention}' is not") as caught:
+        load_model(tiny_models["llama"], attn_implementation=attention)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
+    model = load_model(tiny_models["llama"], attn_implementation="sdpa")
+    with pytest.raises(InputError, match=r"\('sdpa'\) does not share prefixes. Use model.layout"):
+        verified_layout(model, "llama", "shared_prefix", attention_chosen=True)
+    assert verified_layout(model, "llama", "auto", attention_chosen=True) == "packed"
+
+
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
 def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
     model = load_model(tiny_models[family])
@@ -223,6 +280,8 @@ def test_attention_is_one_by_one_attention_in_value_and_gradient():
                 expected[head, t] = scores.softmax(0) @ value[head // 3, seen]
     gradient = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, (query, key, value), gradient)
+    strided = [t.detach().mT.contiguous().mT.requires_grad_() for t in (query, key, value)]
+    torch.testing.assert_close(segment_attention(*strided, segments, 0.3), expected)
     for attention in (segment_attention, looped_attention):
         output = attention(query, key, value, segments, 0.3)
         torch.testing.assert_close(output, expected)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
@@ -295,7 +296,20 @@ def test_floating_point_operations_by_hand(tiny_model: str) -> None:
     # A prefix of 3 sees 6 pairs; each continuation of 2 sees 3 of its own and 2 x 3 of the prefix.
     pairs = 6 + 2 * (3 + 6)
     expected = 2 * weights * 7 + 4 * 2 * 64 * pairs + 2 * 2 * 64 * 49152
+    norms = 2 * 2 * 64 + 64  # vectors: not multiplied
+    assert sum(p.numel() for p in model.parameters()) == weights + 64 * 49152 + norms
     assert forward_flops(model, packed) == expected
+
+
+def test_a_token_goes_through_the_chosen_experts_alone() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "intermediate_size": 48}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2))
+    sequence = ScoredSequence([], [1, 2, 3], [False, False, True])
+    packed = PackedSequences.from_sequences([sequence])
+    # q and o 32 x 32, k and v 32 x 16, the router 32 x 8, two experts of three 32 x 48.
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 2 * 3 * 32 * 48)
+    assert forward_flops(model, packed) == 2 * weights * 3 + 4 * 2 * 32 * 6 + 2 * 32 * 64
 
 
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback, Trainer
+from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.modules import SFTModule
@@ -72,3 +73,32 @@ def test_a_run_without_length_is_refused(tiny_model: str, tmp_path: Path) -> Non
 def test_optimizer_settings_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(InputError, match="optimizer"):
         OptimizerConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+def test_architectures_that_run_one_by_one_are_trained(
+    architecture: str, tiny_model: str, tmp_path: Path
+) -> None:
+    ends = {"vocab_size": 49152, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = (
+        BloomForCausalLM(BloomConfig(**ends, n_layer=2, n_head=4))
+        if architecture == "bloom"
+        else MambaForCausalLM(MambaConfig(**ends, num_hidden_layers=2, state_size=8, initializer_range=0.2))
+    )
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    name = str(tmp_path / "model")
+    data = StratosDataModule(task="teacher_sft", tokenizer=name, num_arithmetic_rows=4, prompts_per_step=2)
+    sft = SFTModule(pretrained=name)
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.warns(UserWarning, match="runs with layout 'single'"):
+        trainer.fit(sft, datamodule=data)
+    assert 5 < sft.step_metrics["policy/loss"] < 20
+    assert sft.step_metrics["perf/mfu"] > 0

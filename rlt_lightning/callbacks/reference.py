@@ -54,7 +54,9 @@ class ReferenceSync(Callback):
                 f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. Restore "
                 "it."
             )
-        restored = load_model(str(folder), str(pl_module.dtype_name))
+        restored = load_model(
+            str(folder), str(pl_module.dtype_name), trust_remote_code=bool(pl_module.trust_remote_code)
+        )
         pl_module.reference.model.load_state_dict(restored.state_dict())  # type: ignore[union-attr]
 
     @override

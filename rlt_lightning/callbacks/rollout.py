@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLos
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.modules.base import mix_seed
+from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.pretrained import model_config
@@ -112,7 +114,8 @@ class RolloutCallback(Callback):
         problems: list[Problem] = trainer.datamodule.problems  # type: ignore[attr-defined]
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
             config = model_config(str(model), bool(pl_module.trust_remote_code)).get_text_config()
-            require_room(problems, role, config.max_position_embeddings, longest)
+            context = getattr(config, "max_position_embeddings", sys.maxsize)  # some have no limit
+            require_room(problems, role, context, longest)
 
     def _check_sampling(self, module: RLTModule) -> None:
         if self.sampling.temperature == 0:
@@ -167,6 +170,9 @@ class RolloutCallback(Callback):
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
         self._attach(trainer, pl_module, batch, self.order)
         following = None
+        pl_module.phase.phases.setdefault(
+            "push", PhaseCost()
+        )  # the last step of an asynchronous run has none
         if self.asynchronous and pl_module.global_step + 1 < pl_module.total_steps():
             upcoming = trainer.train_dataloader.peek()  # type: ignore[union-attr]
             following = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)
@@ -282,7 +288,7 @@ class RolloutCallback(Callback):
 
         if self.engine.in_process:
             order.future = Future()
-            with module.phase("generate"):
+            with module.phase("generate"), trainer.precision_plugin.forward_context():  # as it is trained
                 order.future.set_result(generate())
         elif trainer.is_global_zero:
             order.future = in_background(generate)

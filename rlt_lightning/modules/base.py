@@ -137,11 +137,10 @@ class PolicyModule(LightningModule):
         seed: int,
     ) -> None:
         super().__init__()
-        if micro_batch_tokens < 1 or (head.logits_mib is not None and head.logits_mib < 1):
-            raise InputError(
-                "model.micro_batch_tokens and model.head.logits_mib must be at least 1, but are "
-                f"{micro_batch_tokens} and {head.logits_mib}. Raise them."
-            )
+        sizes = {"model.micro_batch_tokens": micro_batch_tokens, "model.head.logits_mib": head.logits_mib}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise InputError(f"{name} must be at least 1, but is {size}. Raise it.")
         self.automatic_optimization = False
         self.pretrained = pretrained
         self.optimizer_config = optimizer
@@ -171,7 +170,8 @@ class PolicyModule(LightningModule):
     def load(self, name: str, dtype: Dtype) -> Any:
         """Load a model with this module's options, and settle for a layout that it is right in."""
         model = load_model(name, dtype, self.attn_implementation, self.trust_remote_code)
-        self.layout = verified_layout(model, name, self.layout)
+        chosen = self.attn_implementation is not None
+        self.layout = verified_layout(model, name, self.layout, chosen)
         return model
 
     def forward(self, packed: PackedSequences, temperature: float) -> tuple[Tensor, Tensor]:
@@ -272,8 +272,15 @@ class PolicyModule(LightningModule):
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
-        """What the step has cost so far, of which `num_tokens` count."""
-        return speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
+        """What the step has cost so far on all ranks; `num_tokens` are this rank's that count."""
+        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
+        for name, value in metrics.items():  # logged as means over ranks
+            if name.endswith("tokens_per_s"):
+                metrics[name] = value * self.trainer.world_size
+            if name.endswith("_peak_gib"):
+                own = torch.tensor(value, device=self.device)
+                metrics[name] = float(self.trainer.strategy.reduce(own, reduce_op="max"))
+        return metrics
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
@@ -300,7 +307,7 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 

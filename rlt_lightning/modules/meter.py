@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
 
@@ -81,11 +80,12 @@ def synchronise(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` count from now on. Off Linux, a CPU's peak is that of the whole run."""
+    """Let `peak_memory` count from now on. Off Linux, or where /proc is read-only, a CPU's never restarts."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif (switch := Path("/proc/self/clear_refs")).exists():
-        switch.write_text("5")
+    else:
+        with suppress(OSError):  # there is none, or it may not be written
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory(device: torch.device) -> int:
@@ -107,14 +107,21 @@ def forward_flops(model: Any, packed: PackedSequences) -> float:
     """Floating-point operations of one forward: 2 per weight and token, the head's for scored tokens alone.
 
     Attention counts 4 * heads * head_dim per layer and pair of tokens that see each other. A backward pass is
-    twice a forward. Experts of a mixture all count, as if each token went through every one.
+    twice a forward. Of a mixture's experts, those that a token goes through count.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    linear = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
-    weights = sum(m.in_features * m.out_features for m in linear)  # numel is 0 where weights are sharded
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim
+    not_multiplied = {id(model.get_input_embeddings().weight)}
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    weights = 0.0
+    for parameter in model.base_model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # of the whole, where it is sharded
+        if len(shape) >= 2 and id(parameter) not in not_multiplied:
+            weights += shape.numel() * (chosen if len(shape) == 3 else 1)
+    num_heads = getattr(config, "num_attention_heads", None) or 0  # 0: no attention
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
+    per_pair = 4 * config.num_hidden_layers * num_heads * head_dim
     pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
     pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
     in_head = 2 * len(packed.targets) * head.in_features * head.out_features

@@ -48,6 +48,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     Returns:
         (A, L, D), of the queries' type, with gradient.
     """
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     if query.device.type == "cpu":
         return MergedAttention.apply(query, key, value, segments, scale, LoopKernel())
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:

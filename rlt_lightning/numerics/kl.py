@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.log_probs import (
+    IMPOSSIBLE,
     HeadBlock,
     HeadGradients,
     LogitScale,
@@ -149,7 +150,8 @@ class LinearExactKL(torch.autograd.Function):
         p_words, q_words = len(teacher_weight), len(student_weight)
         with without_autocast(teacher_hidden):
             p_states, q_states = wide(teacher_hidden), wide(student_hidden)
-            rows, blocks = tiles(len(p_states), max(p_words, q_words), logits_mib, num_heads=2)
+            sizes = max(p_states.shape[1], q_states.shape[1]), max(p_words, q_words)
+            rows, blocks = tiles(len(p_states), *sizes, logits_mib, num_heads=2)
             sums = [KLSums.new(p_states[row]) for row in rows]
             for block in blocks:
                 p_head = HeadBlock(teacher_weight, teacher_bias, block, teacher_scale, p_states.dtype)
@@ -174,8 +176,8 @@ class LinearExactKL(torch.autograd.Function):
             p_grads = HeadGradients(teacher, ctx.needs_input_grad[:3])
             q_grads = HeadGradients(student, ctx.needs_input_grad[3:6])
             p_states, q_states = p_grads.states, q_grads.states
-            num_words = max(len(teacher[1]), len(student[1]))
-            rows, blocks = tiles(len(grad), num_words, logits_mib, num_heads=2)
+            sizes = max(p_states.shape[1], q_states.shape[1]), max(len(teacher[1]), len(student[1]))
+            rows, blocks = tiles(len(grad), *sizes, logits_mib, num_heads=2)
             for block in blocks:
                 p_head = HeadBlock(teacher[1], teacher[2], block, teacher_scale, p_states.dtype)
                 q_head = HeadBlock(student[1], student[2], block, student_scale, q_states.dtype)
@@ -219,7 +221,9 @@ class KLSums(NamedTuple):
         """Log-normalisers of both sides, KL, and the teacher's probability of the common columns, (m,)."""
         p_normaliser, q_normaliser = (sums[0] + sums[1].log() for sums in (self.p, self.q))
         ratio, common = self.ratio / self.p[1], self.common / self.p[1]
-        return p_normaliser, q_normaliser, ratio - common * (p_normaliser - q_normaliser), common
+        kl = ratio - common * (p_normaliser - q_normaliser)
+        kl = kl.masked_fill(kl > -IMPOSSIBLE * 1e-20, torch.inf)  # a word that the student can never say
+        return p_normaliser, q_normaliser, kl, common
 
 
 def kl_gradients(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_WORDS = 1024
+IMPOSSIBLE = -1e30  # logit of a word that never comes: -inf would make 0 * -inf in the sums
 
 
 class LogitScale(NamedTuple):
@@ -150,7 +151,7 @@ class LinearLogProbs(torch.autograd.Function):
         """Add up over the vocabulary, tile by tile."""
         with without_autocast(hidden):
             states = wide(hidden)  # (M, H)
-            rows, blocks = tiles(len(hidden), len(weight), logits_mib)
+            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), logits_mib)
             sums = [new_sums(states[row]) for row in rows]
             for block in blocks:
                 head = HeadBlock(weight, bias, block, scale, states.dtype)
@@ -164,6 +165,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.options = scale, logits_mib, compiled
         ctx.set_materialize_grads(False)
+        target_logits = target_logits.masked_fill(target_logits < IMPOSSIBLE / 2, -torch.inf)
         return target_logits - log_normaliser, entropy
 
     @staticmethod
@@ -177,7 +179,7 @@ class LinearLogProbs(torch.autograd.Function):
         with without_autocast(hidden):
             gradients = HeadGradients((hidden, weight, bias), ctx.needs_input_grad[:3])
             states = gradients.states
-            rows, blocks = tiles(len(hidden), len(weight), logits_mib)
+            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), logits_mib)
             for block in blocks:
                 head = HeadBlock(weight, bias, block, scale, states.dtype)
                 for row in rows:
@@ -202,8 +204,7 @@ class HeadBlock:
         self, weight: Tensor, bias: Tensor | None, block: slice, scale: LogitScale, dtype: torch.dtype
     ) -> None:
         self.weight = weight[block].to(dtype)  # (w, H)
-        # An impossible word, at -inf, would make 0 * -inf in the sums.
-        self.bias = None if bias is None else bias[block].clamp(min=-1e30)
+        self.bias = None if bias is None else bias[block].to(full(dtype)).clamp(min=IMPOSSIBLE)
         self.scale = scale
 
     def logits(self, states: Tensor) -> Tensor:
@@ -232,7 +233,8 @@ class HeadGradients:
         if self.hidden_grad is not None:
             add_product_(self.hidden_grad[row], operand, head.weight)
         if not self.block_grads:
-            block_weight_grad = torch.zeros_like(head.weight, dtype=full(head.weight.dtype))
+            rows = head.weight if self.weight_grad is not None else head.weight[:, :0]
+            block_weight_grad = torch.zeros_like(rows, dtype=full(head.weight.dtype))
             self.block_grads = [block_weight_grad, block_weight_grad.new_zeros(len(head.weight))]
         if self.weight_grad is not None:
             add_product_(self.block_grads[0], operand.t(), self.states[row])
@@ -262,15 +264,16 @@ def block_size(logits_mib: int | None, hidden: Tensor) -> int:
 
 
 def tiles(
-    num_tokens: int, num_words: int, logits_mib: int, num_heads: int = 1
+    num_tokens: int, hidden_size: int, num_words: int, logits_mib: int, num_heads: int = 1
 ) -> tuple[list[slice], list[slice]]:
     """Cut tokens and vocabulary so that the fp32 logits of `num_heads` tiles fit: rows and blocks.
 
-    Blocks are as wide as a matrix product needs to be fast, or wider where there are few tokens.
+    Blocks are as wide as a matrix product needs to be fast, or wider where there are few tokens, as long as
+    fp32 copies of a block's weights fit too.
     """
     room = logits_mib * 2**18 // num_heads  # logits
     height = max(1, min(num_tokens, room // BLOCK_WORDS))
-    width = room // height
+    width = min(room // height, max(BLOCK_WORDS, room // hidden_size))
     rows = [slice(start, min(start + height, num_tokens)) for start in range(0, max(1, num_tokens), height)]
     return rows, [slice(start, min(start + width, num_words)) for start in range(0, num_words, width)]
 
