@@ -120,7 +120,8 @@ def plot(
     figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.4))
     axes[0].plot(list(reward), [run["seconds"] for run in reward.values()], "o", color="#2f6f9f")
     axes[0].axline((0, fit[1]), slope=fit[0], color="#9aa5b1", zorder=0)
-    axes[0].set(xlabel="completions of one problem", ylabel="seconds", title="reward", xlim=0, ylim=0)
+    axes[0].set(xlabel="completions of one problem, 32 tokens each", ylabel="seconds", title="reward")
+    axes[0].set(xlim=0, ylim=(0, 1.1 * (fit[1] + fit[0] * max(reward))))
     mib = 2**20
     axes[1].plot(list(head), [run["peak_bytes"] / mib for run in head.values()], "o-", label="measured")
     axes[1].plot(list(head), [4 * t * num_words / mib for t in head], "--", label="one (T, V) tensor")

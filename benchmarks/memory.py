@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/memory.py [--tokens 8192] [--words 152064] [--hidden 896] [--rounds 5]
 
-By default the head of Qwen2.5-0.5B in fp32, which needs 19 GiB for the other side: raw logits, log-softmax, a
-gather, and their gradients, as plain PyTorch computes them.
+Goals are for the default sizes: the head of Qwen2.5-0.5B in fp32. The other side holds raw logits,
+log-softmax, a gather, and their gradients, as plain PyTorch computes them: 14 GiB more than the weights.
 """
 
 from __future__ import annotations

@@ -459,3 +459,20 @@ def test_a_completion_that_cannot_fit_the_context_stops_before_a_model_is_loaded
     with pytest.raises(InputError, match=r"teacher's context of 2048 tokens, but row \d+ needs"):
         trainer(tmp_path, rollout_callback(length=2040)).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.policy is None
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ({"precision": "bf16-true"}, {}, "trainer.precision must be 32-true or bf16-mixed, but is bf16-true"),
+        ({"precision": "64-true"}, {}, "trainer.precision must be 32-true or bf16-mixed, but is 64-true"),
+        ({}, {"dtype": "float16"}, "model.dtype of a trained model must be float32 or bfloat16"),
+    ],
+)
+def test_number_types_that_training_does_not_work_in_are_refused(
+    options: dict[str, Any], settings: dict[str, Any], message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    rlt = module(tiny_model, **settings)
+    with pytest.raises(InputError, match=message):
+        trainer(tmp_path, rollout_callback(), **options).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.policy is None

@@ -44,7 +44,7 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
     with quiet_transformers():
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

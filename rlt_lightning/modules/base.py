@@ -157,6 +157,20 @@ class PolicyModule(LightningModule):
         self.step_metrics: dict[str, Any] = {}  # of the last step
         self.policy: Any = None  # the trained model, made in configure_model
 
+    def setup(self, stage: str) -> None:
+        """Refuse, before anything is loaded, number types that training does not work in."""
+        precision = self.trainer.precision
+        if precision not in ("32-true", "bf16-mixed"):
+            raise InputError(
+                f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
+                "precision set model.dtype to bfloat16."
+            )
+        if stage == "fit" and self.dtype_name == "float16":
+            raise InputError(
+                "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
+                "numbers of AdamW are 0. Set it to bfloat16."
+            )
+
     def configure_model(self) -> None:
         """Load the weights, after the data have been checked."""
         if self.policy is not None:

@@ -129,11 +129,11 @@ def forward_flops(model: Any, packed: PackedSequences) -> float:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the device's rate of matrix products, the best of some, FLOP/s: what MFU is a part of."""
+    """Measure the device's rate of matrix products, the best of a second's, FLOP/s: what MFU is a part of."""
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(6):
+    seconds: list[float] = []
+    while len(seconds) < 6 or sum(seconds) < 1:
         synchronise(device)
         start = time.perf_counter()
         a @ a
