@@ -242,10 +242,8 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to offload from")
 def test_frozen_models_are_on_the_gpu_only_while_they_are_used(tiny_model: str) -> None:
-    frozen, gpu = (
-        FrozenModel(module(tiny_model).load(tiny_model, "float32"), offload=True),
-        torch.device("cuda"),
-    )
+    frozen = FrozenModel(module(tiny_model).load(tiny_model, "float32"), offload=True)
+    gpu = torch.device("cuda")
     frozen.place(gpu)
     kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
     with frozen.on(gpu) as model:

@@ -170,9 +170,8 @@ class RolloutCallback(Callback):
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
         self._attach(trainer, pl_module, batch, self.order)
         following = None
-        pl_module.phase.phases.setdefault(
-            "push", PhaseCost()
-        )  # the last step of an asynchronous run has none
+        # The last step of an asynchronous run pushes nothing, but metrics must have the same names.
+        pl_module.phase.phases.setdefault("push", PhaseCost())
         if self.asynchronous and pl_module.global_step + 1 < pl_module.total_steps():
             upcoming = trainer.train_dataloader.peek()  # type: ignore[union-attr]
             following = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)

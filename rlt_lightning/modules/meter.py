@@ -111,13 +111,13 @@ def forward_flops(model: Any, packed: PackedSequences) -> float:
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    not_multiplied = {id(model.get_input_embeddings().weight)}
+    embedding = model.get_input_embeddings().weight  # looked up, not multiplied
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     weights = 0.0
     for parameter in model.base_model.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # of the whole, where it is sharded
-        if len(shape) >= 2 and id(parameter) not in not_multiplied:
+        if len(shape) >= 2 and parameter is not embedding:
             weights += shape.numel() * (chosen if len(shape) == 3 else 1)
     num_heads = getattr(config, "num_attention_heads", None) or 0  # 0: no attention
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)

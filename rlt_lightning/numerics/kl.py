@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.log_probs import (
-    IMPOSSIBLE,
     HeadBlock,
     HeadGradients,
     LogitScale,
@@ -222,7 +221,7 @@ class KLSums(NamedTuple):
         p_normaliser, q_normaliser = (sums[0] + sums[1].log() for sums in (self.p, self.q))
         ratio, common = self.ratio / self.p[1], self.common / self.p[1]
         kl = ratio - common * (p_normaliser - q_normaliser)
-        kl = kl.masked_fill(kl > -IMPOSSIBLE * 1e-20, torch.inf)  # a word that the student can never say
+        kl = kl.masked_fill(kl > 1e10, torch.inf)  # a word that the student can never say
         return p_normaliser, q_normaliser, kl, common
 
 
