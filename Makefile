@@ -4,7 +4,7 @@ RUN = .venv/bin
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	$(RUN)/python -m pip install --quiet --editable '.[dev,deepspeed]' --constraint constraints.txt
 	touch $@
 
 setup: .venv/.installed

@@ -18,9 +18,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from rlt_lightning import callbacks
-from rlt_lightning.callbacks.checkpoint import AtomicCheckpointIO, newest_checkpoint
+from rlt_lightning.callbacks.checkpoint import newest_checkpoint
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.base import PolicyModule
@@ -133,7 +134,7 @@ class RLTCommandLine(LightningCLI):
                 "its settings are those under rollouts."
             )
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
-        config["plugins"] = [AtomicCheckpointIO(), *as_list(config["plugins"])]
+        config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
         config["callbacks"] = [*named, IterationBar(), MetricsResume()]
         return super().instantiate_trainer(**kwargs)
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlt_lightning.attention import SEGMENT_ATTENTION, register_segment_attention
+from rlt_lightning.sharding import SAFETENSORS, SAFETENSORS_INDEX, Read
 from rlt_lightning.types import InputError
 
 EMBEDDED_MODEL = "smollm2-135m"
@@ -81,6 +83,45 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
+    options = attention_options(name, attn_implementation, trust_remote_code)
+    with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(
+            resolve(name),
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=True,  # never unpickle a stranger's file
+            **options,
+        )
+
+
+def empty_model(
+    name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Read]:
+    """Build what `load_model` loads with parameters that hold nothing, on the meta device.
+
+    Returns:
+        The model, and a function that reads the value of a parameter or persistent buffer by its name.
+
+    Raises:
+        InputError: As `load_model`; and, from the function, if the files lack a name.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    options = attention_options(name, attn_implementation, trust_remote_code)
+    with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
+        config = model_config(name, trust_remote_code)
+        dtype_found = config.dtype if dtype == "auto" else getattr(torch, dtype)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype_found, **options)
+        model.tie_weights()  # each weight that is registered becomes another empty one
+        if model.can_generate():
+            with contextlib.suppress(OSError):  # there is none
+                model.generation_config = GenerationConfig.from_pretrained(resolve(name))
+        return model, WeightFiles(name)
+
+
+def attention_options(name: str, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """What transformers is told about attention and code, for loading a model."""
     register_segment_attention()
     ours_fits = plain_attention(model_config(name, trust_remote_code))
     if attn_implementation is None and ours_fits:
@@ -91,14 +132,39 @@ def load_model(
             f"before, through transformers' attention interface, but '{name}' is another. Leave it out."
         )
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(
-            resolve(name),
-            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # never unpickle a stranger's file
-            **options,
-        )
+    return options | {"trust_remote_code": trust_remote_code}
+
+
+class WeightFiles:
+    """The safetensors files of a model, read tensor by tensor."""
+
+    def __init__(self, name: str) -> None:
+        from safetensors import SafetensorError, safe_open
+        from transformers.utils.hub import cached_file
+
+        self.name = name
+        index = cached_file(resolve(name), SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
+        names = [SAFETENSORS]
+        if index is not None:
+            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        try:
+            files = [safe_open(cached_file(resolve(name), file), framework="pt") for file in names]
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"The weights of '{name}' must be whole safetensors files, but cannot be read "
+                f"({str(error).splitlines()[0][:150]}). Choose another model or checkpoint."
+            ) from error
+        self.file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118  (no mapping)
+
+    def __call__(self, key: str) -> Tensor:
+        """Read one tensor whole, in the type that it is stored in."""
+        if key not in self.file_of:
+            raise InputError(
+                f"A model that is loaded in shards must store every weight under its name, but '{self.name}' "
+                f"has no '{key}'. Load it once and save it with save_pretrained, or use a strategy that does "
+                "not shard weights."
+            )
+        return self.file_of[key].get_tensor(key)
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> Any:

@@ -16,8 +16,8 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
-from rlt_lightning.callbacks.checkpoint import AtomicCheckpointIO
 from rlt_lightning.callbacks.rollout import Order
+from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
@@ -77,7 +77,7 @@ def fit(
         max_steps=steps,
         max_epochs=-1,
         logger=False,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[FolderCheckpointIO()],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -267,12 +267,12 @@ def test_a_resume_without_workers_leaves_the_checkpoint_alone(
     with worker_of(tiny_model) as worker:
         fit(tiny_model, tmp_path, worker, steps=3, asynchronous=asynchronous)
         checkpoint = tmp_path / "step=000003.ckpt"
-        before = checkpoint.read_bytes()
+        before = {path: path.read_bytes() for path in checkpoint.rglob("*.*")}
         worker.close()
         for _ in range(2):
             with pytest.raises(EngineError, match="must answer"):
                 fit(tiny_model, tmp_path, worker, resume=checkpoint, asynchronous=asynchronous)
-            assert checkpoint.read_bytes() == before
+            assert {path: path.read_bytes() for path in checkpoint.rglob("*.*")} == before
 
 
 @pytest.mark.parametrize("answered", [0, 1, 2])

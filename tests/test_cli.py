@@ -215,9 +215,10 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
     result = rlt(*small_fit(tiny_model, mine, short_config, f"--ckpt_path={checkpoint}"))
     assert_one_clear_line(result, "must be empty or new")
     assert (mine / "metrics.csv").read_text() == before
-    checkpoint.write_bytes(b"")
-    result = rlt(*small_fit(tiny_model, other, short_config, "--ckpt_path=last"))
-    assert_one_clear_line(result, "cannot be read")
+    for part in ("weights/model.safetensors", "state.pt"):
+        (checkpoint / part).write_bytes(b"")
+        result = rlt(*small_fit(tiny_model, other, short_config, "--ckpt_path=last"))
+        assert_one_clear_line(result, "cannot be read")
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
@@ -226,6 +227,11 @@ def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
         (tmp_path / name).touch()
     assert newest_checkpoint(tmp_path).name == "step=000010.ckpt"
+    for name, parts in (("step=000012.ckpt.old", ["state.pt"]), ("step=000013.ckpt.old", ["weights"])):
+        (tmp_path / name).mkdir()
+        for part in parts:
+            (tmp_path / name / part).touch()
+    assert newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
 
 
 def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) -> None:

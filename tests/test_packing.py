@@ -45,6 +45,7 @@ from rlt_lightning.numerics import (
     to_padded,
 )
 from rlt_lightning.pretrained import load_model
+from rlt_lightning.sharding import Entry
 from rlt_lightning.types import InputError
 
 FAMILIES = {
@@ -164,7 +165,7 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
 
 @pytest.mark.parametrize("family", OWN)
 def test_known_architectures_share_prefixes_without_a_warning(family, tiny_models, recwarn):
-    assert verified_layout(load_model(tiny_models[family]), family, "auto") == "auto"
+    assert verified_layout(Entry(load_model(tiny_models[family])), family, "auto") == "auto"
     assert not [warning for warning in recwarn if "layout" in str(warning.message)]
 
 
@@ -172,7 +173,7 @@ def test_known_architectures_share_prefixes_without_a_warning(family, tiny_model
 def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(family, tiny_models):
     model = load_model(tiny_models[family])
     assert model.config._attn_implementation != SEGMENT_ATTENTION
-    assert verified_layout(model, family, "auto") == "packed"
+    assert verified_layout(Entry(model), family, "auto") == "packed"
     torch.testing.assert_close(
         log_probs_in(model, "packed"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
@@ -182,13 +183,13 @@ def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(fa
 @pytest.mark.parametrize("family", ["bloom", "mamba", "lfm2"])
 def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
     with pytest.warns(UserWarning, match=r"runs with layout 'single'"):
-        assert verified_layout(load_model(tiny_models[family], dtype), family, "packed") == "single"
+        assert verified_layout(Entry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
 
 
 @pytest.mark.parametrize("family", ["bloom", "codegen"])
 def test_models_that_mask_by_themselves_keep_their_attention(family, tiny_models):
     model, plain = load_model(tiny_models[family]), FAMILIES[family][1].from_pretrained(tiny_models[family])
-    layout = verified_layout(model, family, "auto")
+    layout = verified_layout(Entry(model), family, "auto")
     ours = log_probs_in(model, layout)
     torch.testing.assert_close(ours, log_probs_one_by_one(plain), atol=1e-5, rtol=1e-5)
 
@@ -199,7 +200,7 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_model
     config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="'single', which is slower: with 'auto' the longest sequence"):
-        assert verified_layout(load_model(str(tmp_path)), "long", "auto") == "single"
+        assert verified_layout(Entry(load_model(str(tmp_path))), "long", "auto") == "single"
 
 
 def test_our_attention_is_refused_for_windows(tiny_models):
@@ -219,20 +220,20 @@ def test_attention_that_cannot_be_had_is_named_in_one_line(attention, tiny_model
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
     model = load_model(tiny_models["llama"], attn_implementation="sdpa")
     with pytest.raises(InputError, match=r"\('sdpa'\) does not share prefixes. Use model.layout"):
-        verified_layout(model, "llama", "shared_prefix", attention_chosen=True)
-    assert verified_layout(model, "llama", "auto", attention_chosen=True) == "packed"
+        verified_layout(Entry(model), "llama", "shared_prefix", attention_chosen=True)
+    assert verified_layout(Entry(model), "llama", "auto", attention_chosen=True) == "packed"
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
 def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
     model = load_model(tiny_models[family])
     with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single', which is slower"):
-        assert verified_layout(model, family, "auto") == "single"
+        assert verified_layout(Entry(model), family, "auto") == "single"
     torch.testing.assert_close(
         log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
     with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
-        verified_layout(model, family, "shared_prefix")
+        verified_layout(Entry(model), family, "shared_prefix")
 
 
 def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monkeypatch):
@@ -246,7 +247,7 @@ def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monke
 
     monkeypatch.setattr(type(model), "forward", doubled)
     with pytest.raises(InputError, match="with layout 'single' must equal its own"):
-        verified_layout(model, "llama", "auto")
+        verified_layout(Entry(model), "llama", "auto")
 
 
 def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):

@@ -120,7 +120,7 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
         rlt, datamodule=data(tiny_model, tmp_path)
     )
 
-    policy = module(tiny_model).load(tiny_model, "float32")
+    policy = module(tiny_model).load(tiny_model, "float32").model
     policy.load_state_dict(witness.weights_before, strict=False)
     [batch] = witness.batches
     assert batch.rollouts is not None
@@ -242,7 +242,7 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to offload from")
 def test_frozen_models_are_on_the_gpu_only_while_they_are_used(tiny_model: str) -> None:
-    frozen = FrozenModel(module(tiny_model).load(tiny_model, "float32"), offload=True)
+    frozen = FrozenModel(module(tiny_model).load(tiny_model, "float32").model, offload=True)
     gpu = torch.device("cuda")
     frozen.place(gpu)
     kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
@@ -286,7 +286,7 @@ def test_speed_and_memory_are_logged_by_phase(tiny_model: str, tmp_path: Path) -
 
 
 def test_floating_point_operations_by_hand(tiny_model: str) -> None:
-    model = module(tiny_model).load(tiny_model, "float32")
+    model = module(tiny_model).load(tiny_model, "float32").model
     # Per layer: q and o 64 x 64, k and v 64 x 32 (one head of 32), three of the MLP 64 x 128.
     weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     mask = [False] * 4 + [True]
@@ -325,12 +325,12 @@ def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model:
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
     fitted.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
-    assert all(name.startswith("policy.") for name in saved)
+    assert all(name.startswith("entry.model.") for name in saved)
     assert {id(p) for p in rlt.parameters()} == {id(p) for p in rlt.policy.parameters()}
     optimized = sum(len(group["params"]) for group in rlt.optimizers().param_groups)  # type: ignore[union-attr]
     assert optimized == len(list(rlt.policy.parameters()))
     assert rlt.student is not None
-    initial = module(tiny_model).load(tiny_model, "float32").state_dict()
+    initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
     for name, tensor in rlt.student.model.state_dict().items():
         torch.testing.assert_close(tensor, initial[name], atol=0, rtol=0)
 
@@ -338,7 +338,7 @@ def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model:
 def test_reference_moves_by_alpha_every_n_steps(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model)
     sync = ReferenceSync(every_n_steps=2, alpha=0.9)
-    initial = module(tiny_model).load(tiny_model, "float32").state_dict()
+    initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
     trainer(tmp_path, rollout_callback(), sync, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.reference is not None
     for (name, reference), policy in zip(
@@ -410,7 +410,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
         rlt, datamodule=data(tiny_model, tmp_path)
     )
-    policy = module(tiny_model).load(tiny_model, "float32")
+    policy = module(tiny_model).load(tiny_model, "float32").model
     policy.load_state_dict(witness.weights_before, strict=False)
     [batch] = witness.batches
     assert batch.rollouts is not None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from rlt_lightning.checkpoints import discard, discard_unfinished, recover
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.types import InputError
 
@@ -53,6 +50,8 @@ class Checkpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what an earlier run left: `last` must not find it once this run has checkpoints."""
         super().on_train_start(trainer, pl_module)
+        if trainer.is_global_zero:
+            discard_unfinished(Path(str(self.dirpath)))
         keeps_all = self.save_top_k == -1
         self.superseded = [] if keeps_all else sorted(Path(str(self.dirpath)).glob("step=*.ckpt"))
 
@@ -66,7 +65,7 @@ class Checkpoint(ModelCheckpoint):
             newest = Path(str(self.dirpath)) / f"step={trainer.global_step:06d}.ckpt"
             for path in self.superseded:
                 if path != newest:
-                    path.unlink(missing_ok=True)
+                    discard(path)
             self.superseded = []
 
     @override
@@ -84,41 +83,13 @@ class Checkpoint(ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write a checkpoint beside its final name and rename it: a reader sees the whole file or none."""
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(target.name + ".tmp")
-        with open(scratch, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = True
-    ) -> dict[str, Any]:
-        """Read tensors and plain values only: a checkpoint from elsewhere cannot run code."""
-        try:
-            return super().load_checkpoint(path, map_location, weights_only=True)
-        except (EOFError, RuntimeError, UnpicklingError) as error:
-            raise InputError(
-                f"The checkpoint {path} must be one that rlt wrote, but cannot be read. Choose another."
-            ) from error
-
-
 def newest_checkpoint(folder: Path) -> Path:
     """Return the checkpoint with the largest step. Half-written ones have another suffix: never chosen.
 
     Raises:
         InputError: If there is none.
     """
+    recover(folder)
     checkpoints = sorted(folder.glob("step=*.ckpt"))
     if not checkpoints:
         raise InputError(

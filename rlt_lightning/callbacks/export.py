@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning import __version__
+from rlt_lightning.checkpoints import ALONE, whole_or_absent
 from rlt_lightning.datamodules.formats import ensure_pad_token
-from rlt_lightning.pretrained import quiet_transformers
+from rlt_lightning.sharding import stored_once, write_weights
 
 
 class ModelExporter(Callback):
@@ -28,25 +27,27 @@ class ModelExporter(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.enabled or not trainer.is_global_zero:
+        if not self.enabled:
             return
-        folder = Path(trainer.default_root_dir) / "model"
-        scratch = folder.with_name("model.tmp")
-        shutil.rmtree(scratch, ignore_errors=True)
-        export_model(pl_module.policy, trainer.datamodule.format.tokenizer, scratch)  # type: ignore[attr-defined]
-        (scratch / "README.md").write_text(model_card(trainer, pl_module))
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)
+        with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
+            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            export_model(pl_module.policy, tokenizer, folder, trainer.strategy)
+            if trainer.is_global_zero:
+                (folder / "README.md").write_text(model_card(trainer, pl_module))
 
 
-def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write weights, tokenizer with chat template and generation config; pad differs from eos in both."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
-    with quiet_transformers():
+def export_model(model: Any, tokenizer: Any, folder: Path, strategy: Any = ALONE) -> None:
+    """Write weights, tokenizer with chat template and configuration; pad differs from eos. All ranks meet."""
+    if strategy.global_rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
         model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-        model.save_pretrained(folder)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    write_weights(list(stored_once(model).items()), folder, strategy.global_rank, strategy.world_size)
 
 
 def model_card(trainer: Trainer, pl_module: Any) -> str:

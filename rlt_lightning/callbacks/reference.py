@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.pretrained import load_model, quiet_transformers
+from rlt_lightning.checkpoints import whole_or_absent
+from rlt_lightning.pretrained import WeightFiles
+from rlt_lightning.sharding import fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.types import InputError
 
 
@@ -54,10 +53,7 @@ class ReferenceSync(Callback):
                 f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. Restore "
                 "it."
             )
-        restored = load_model(
-            str(folder), str(pl_module.dtype_name), trust_remote_code=bool(pl_module.trust_remote_code)
-        )
-        pl_module.reference.model.load_state_dict(restored.state_dict())  # type: ignore[union-attr]
+        fill_in_place(pl_module.reference.model, WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
 
     @override
     def on_train_batch_end(
@@ -68,25 +64,15 @@ class ReferenceSync(Callback):
             return
         move_towards(pl_module.reference.model, pl_module.policy, self.alpha)  # type: ignore[union-attr, arg-type]
         self.synced_at = step
-        if trainer.is_global_zero:
-            save_folder(pl_module.reference.model, self._folder(trainer))  # type: ignore[union-attr]
+        save_folder(pl_module.reference.model, self._folder(trainer), trainer.strategy)  # type: ignore[union-attr]
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "reference" / f"step={self.synced_at:06d}"
 
 
-@torch.no_grad()
-def move_towards(reference: torch.nn.Module, policy: torch.nn.Module, alpha: float) -> None:
-    """In place: reference <- alpha * policy + (1 - alpha) * reference, parameter by parameter."""
-    for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
-        ours.lerp_(theirs.to(ours), alpha)  # to its type and, where it is offloaded, its device
-
-
-def save_folder(model: Any, folder: Path) -> None:
-    """Write a model as a safetensors folder that is complete or absent, never half there."""
-    scratch = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    with quiet_transformers():
-        model.save_pretrained(scratch)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(scratch, folder)
+def save_folder(model: Any, folder: Path, strategy: Any) -> None:
+    """Write a model's weights and configuration, complete or absent, never half there; all ranks meet."""
+    with whole_or_absent(folder, strategy) as scratch:
+        if strategy.global_rank == 0:
+            model.config.save_pretrained(scratch)
+        write_weights(list(stored_once(model).items()), scratch, strategy.global_rank, strategy.world_size)

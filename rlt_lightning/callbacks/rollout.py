@@ -228,7 +228,8 @@ class RolloutCallback(Callback):
         def start() -> None:
             tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
             self.engine.start(pl_module.policy, tokenizer, Path(trainer.default_root_dir))
-
+            if isinstance(self.engine, HFEngine) and pl_module.sharding.sharded:
+                self.engine.share(pl_module.run, pl_module.on_any_rank)
             longest = max(len(p.teacher_prompt) for p in trainer.datamodule.problems)  # type: ignore[attr-defined]
             limits = (self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             require_context(longest + max(limits), self.engine.max_model_len)
@@ -319,7 +320,7 @@ class RolloutCallback(Callback):
         if self.engine.in_process:
             return
         text = trainer.datamodule.problems[0].teacher_prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
-        log_probs = sequence_log_probs(module.policy, text)
+        log_probs = module.run(sequence_log_probs, text)
         self.verified_at = module.global_step
         latest = list(self.probe_log_probs.items())[-1:]
         self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,21 @@ class HFEngine:
         self.policy_version = -1
         self.model: Any = None
         self.tokenizer: Any = None
+        self.run: Callable[..., Any] | None = None  # see `share`
+        self.on_any_rank: Callable[[bool], bool] | None = None
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the trainer's model itself: no copy, so it always holds the current weights."""
         self.model, self.tokenizer = model, tokenizer
+
+    def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
+        """Sample with weights that lie in shards on all ranks, which then call the model equally often.
+
+        Args:
+            run: The way into the model: run(function, *arguments) is function(model, *arguments).
+            on_any_rank: Whether it is so on any rank.
+        """
+        self.run, self.on_any_rank = run, on_any_rank
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Copy the tensors that are not the model's own."""
@@ -84,7 +96,7 @@ class HFEngine:
 
     def close(self) -> None:
         """Drop the references to the trainer's model."""
-        self.model = self.tokenizer = None
+        self.model = self.tokenizer = self.run = self.on_any_rank = None
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
@@ -122,7 +134,7 @@ class HFEngine:
                 drafts[i].log_probs.append(log_prob)
                 drafts[i].finish_reason = watcher.finish_reason(drafts[i].token_ids)
             keep = [j for j, i in enumerate(active) if drafts[i].finish_reason == "length"]
-            if not keep or step + 1 == sampling.max_completion_length:
+            if not self._goes_on(bool(keep) and step + 1 < sampling.max_completion_length):
                 break
             history = torch.cat([history, tokens[:, None]], dim=1)
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
@@ -132,14 +144,13 @@ class HFEngine:
                 cache.batch_select_indices(rows)
                 active = [active[j] for j in keep]
             position_ids = mask.sum(dim=1, keepdim=True) - 1  # (n, 1)
-            output = self.model(
+            logits = self._call(
                 input_ids=tokens[:, None],
                 attention_mask=mask,
                 position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
-            )
-            logits = output.logits[:, -1]
+            ).logits[:, -1]
         completions = [
             Completion(
                 d.token_ids,
@@ -152,6 +163,22 @@ class HFEngine:
         ]
         return [completions[i : i + num_completions] for i in range(0, len(completions), num_completions)]
 
+    def _call(self, **inputs: Any) -> Any:
+        """Run the model."""
+        if self.run is None:
+            return self.model(**inputs)
+        return self.run(lambda model: model(**inputs))
+
+    def _goes_on(self, active: bool) -> bool:
+        """Whether this rank goes on; with shared weights, one that is done keeps the others company."""
+        if self.on_any_rank is None:
+            return active
+        while self.on_any_rank(active):
+            if active:
+                return True
+            self._call(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(self.model)))
+        return False
+
     def _prefill(
         self, prompts: list[list[int]], num_completions: int, sampling: Sampling
     ) -> tuple[Tensor, Any, Tensor, Tensor, list[list[float]]]:
@@ -162,14 +189,14 @@ class HFEngine:
             last tokens of each prompt.
         """
         length = max(map(len, prompts))
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         # Left padding. A pad position repeats the prompt's first token: the mask hides it from attention,
         # and the repetition penalty, which looks at the tokens present, sees nothing new.
         rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
         history = torch.tensor(rows, device=device)  # (P, L)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         mask = (torch.arange(length, device=device) >= length - lengths[:, None]).long()  # (P, L)
-        output = self.model(
+        output = self._call(
             input_ids=history,
             attention_mask=mask,
             position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
@@ -186,6 +213,12 @@ class HFEngine:
             for tensor in (output.logits[:, -1], history, mask)
         )
         return logits, output.past_key_values, history, mask, given
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the model's weights lie."""
+    device: torch.device = next(model.parameters()).device
+    return device
 
 
 def row_uniforms(seed: int, num_completions: int, sampling: Sampling) -> Tensor:

@@ -9,7 +9,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
+from rlt_lightning.sharding import full_shape, gathered, gathered_groups
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")
@@ -433,48 +433,6 @@ class Partitioned:
         """Gather it from all ranks, to be freed when the caller drops it."""
         with gathered([self.tensor]) as [tensor]:
             return tensor.detach().clone()
-
-
-def full_shape(tensor: Any) -> tuple[int, ...]:
-    """The whole tensor's shape, however it is sharded; nothing is gathered."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
-@contextmanager
-def gathered(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Hold whole tensors for a while: those of DeepSpeed ZeRO-3 and FSDP are collected from all ranks.
-
-    A meeting of all ranks of the trainer wherever a tensor is sharded.
-    """
-    if any(hasattr(tensor, "ds_id") for tensor in tensors):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(tensors):
-            yield [tensor.data for tensor in tensors]
-    else:
-        yield [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
-
-
-def gathered_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield all tensors in groups of at most `group_bytes`, or of one; each is released before the next."""
-    group: list[Tensor] = []
-    size = 0
-    for _, tensor in named_tensors:
-        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
-        if group and size + num_bytes > group_bytes:
-            yield from held(group)
-            group, size = [], 0
-        group.append(tensor)
-        size += num_bytes
-    if group:
-        yield from held(group)
-
-
-def held(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield whole tensors once; whoever took the list finds it empty afterwards, so that nothing is kept."""
-    with gathered(tensors) as whole:
-        yield whole
-        whole.clear()
 
 
 def pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
-from rlt_lightning.modules.packed import (
-    HeadOptions,
-    log_probs_of,
-    verified_layout,
-)
+from rlt_lightning.modules.packed import HeadOptions, verified_layout
 from rlt_lightning.numerics.packing import (
     Extent,
     Layout,
     MicroBatch,
-    PackedSequences,
     micro_batches,
     split_to,
 )
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.pretrained import load_model
+from rlt_lightning.pretrained import empty_model, load_model
+from rlt_lightning.sharding import Entry, Whole, full_shape, sharding_of
 from rlt_lightning.types import InputError
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -38,33 +35,36 @@ class FrozenModel:
     """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
 
     Args:
-        model: The model, on the CPU.
+        entry: The way into the model.
         offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `on`.
     """
 
-    def __init__(self, model: Any, offload: bool = False) -> None:
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, entry: Entry, offload: bool = False) -> None:
+        self.model: Any = entry.model.eval().requires_grad_(False)
+        self.run: Callable[..., Any] = entry  # run(function, *arguments) is function(model, *arguments)
         self.offload = offload
 
-    def place(self, device: torch.device) -> None:
+    def place(self, device: torch.device, sharding: Whole) -> None:
         """Get ready to be used on a device: move there or, when offloading to a GPU, pin the weights."""
-        if not self.offload:
+        if sharding.sharded:
+            self.run = sharding.freeze(self.run)
+        elif not self.offload:
             self.model.to(device)
         elif device.type == "cuda":
             for tensor in self.tensors():
                 tensor.data = tensor.data.pin_memory()
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[Any]:
-        """The model, on the device for the length of the block; what the block writes to it is lost."""
+    def on(self, device: torch.device) -> Iterator[Callable[..., Any]]:
+        """The way into the model, on the device for the length of the block; nothing may write to it."""
         if not self.offload:
-            yield self.model
+            yield self.run
             return
         kept = [(tensor, tensor.data) for tensor in self.tensors()]
         for tensor, data in kept:
             tensor.data = data.to(device, non_blocking=True)
         try:
-            yield self.model
+            yield self.run
         finally:
             for tensor, data in kept:
                 tensor.data = data
@@ -145,7 +145,7 @@ class PolicyModule(LightningModule):
         self.pretrained = pretrained
         self.optimizer_config = optimizer
         self.micro_batch_tokens = micro_batch_tokens
-        self.layout = layout  # from configure_model on, the best that all models were proved right in
+        self.layout = layout  # once the models are ready, the best that all were proved right in
         self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
@@ -155,7 +155,13 @@ class PolicyModule(LightningModule):
         self.phase = StepMeter()
         self.peak_flops = 0.0  # per second, measured at the start of the fit
         self.step_metrics: dict[str, Any] = {}  # of the last step
-        self.policy: Any = None  # the trained model, made in configure_model
+        self.entry: Entry | None = None  # into the trained model, made in configure_model
+        self.sharding = Whole(None)  # how the strategy lays weights out, known from configure_model on
+
+    @property
+    def policy(self) -> Any:
+        """The trained model; None before `configure_model`. Call it through `run`."""
+        return self.entry and self.entry.model
 
     def setup(self, stage: str) -> None:
         """Refuse, before anything is loaded, number types that training does not work in."""
@@ -173,29 +179,59 @@ class PolicyModule(LightningModule):
 
     def configure_model(self) -> None:
         """Load the weights, after the data have been checked."""
-        if self.policy is not None:
+        if self.entry is not None:
             return
-        self.policy = self.load(self.pretrained, self.dtype_name)
-        self.policy.train()  # in eval mode, as it is loaded, gradient checkpointing would silently be off
-        disable_dropout(self.policy)  # the policy that is scored is the policy that is trained
+        self.sharding = sharding_of(self.trainer.strategy)
+        self.entry = self.load(self.pretrained, self.dtype_name)
+        self.entry.train()  # in eval mode, as it is loaded, gradient checkpointing would silently be off
+        disable_dropout(self.entry)  # the policy that is scored is the policy that is trained
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def load(self, name: str, dtype: Dtype) -> Any:
-        """Load a model with this module's options, and settle for a layout that it is right in."""
-        model = load_model(name, dtype, self.attn_implementation, self.trust_remote_code)
+    def load(self, name: str, dtype: Dtype) -> Entry:
+        """Load a model with this module's options, sharded as the strategy says."""
+        options = name, dtype, self.attn_implementation, self.trust_remote_code
+        if self.sharding.sharded:
+            return self.sharding.fill(*empty_model(*options))
+        return Entry(load_model(*options))
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(policy, *arguments)`: the one entry, which the strategy wraps."""
+        assert self.entry is not None
+        return self.entry(function, *arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the policy through what the strategy has wrapped around it."""
+        return self.trainer.strategy.model(function, *arguments)  # type: ignore[misc]
+
+    @torch.no_grad()
+    def get_ready(self) -> None:
+        """Settle for a layout that the model is right in."""
         chosen = self.attn_implementation is not None
-        self.layout = verified_layout(model, name, self.layout, chosen)
-        return model
+        self.layout = verified_layout(self.run, self.pretrained, self.layout, chosen)
 
-    def forward(self, packed: PackedSequences, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropy of the scored tokens under the policy, (M,) each, nats.
+    def on_validation_start(self) -> None:
+        """Get ready, unless this is a fit, which is ready."""
+        self.require_even_batches()
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            self.get_ready()
 
-        The one entry that the strategy wraps: every forward with gradient comes through here.
-        """
-        log_probs, entropy = log_probs_of(self.policy, packed, temperature, self.head, with_entropy=True)
-        assert entropy is not None
-        return log_probs, entropy
+    def on_predict_start(self) -> None:
+        """Get ready."""
+        self.require_even_batches()
+        self.get_ready()
+
+    def require_even_batches(self) -> None:
+        """Check that ranks which meet in every forward have equally many rows to score."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        rows = len(data.items if self.trainer.predicting else data.val_items)
+        batch_size, world_size = data.val_batch_size, self.trainer.world_size
+        if self.sharding.sharded and (rows % world_size or batch_size % world_size):
+            raise InputError(
+                f"With weights in shards on {world_size} processes, the rows to score and "
+                f"data.val_batch_size must be multiples of that, but are {rows} and {batch_size}. Change "
+                "them, or use a strategy that keeps weights whole."
+            )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave batches alone: they hold lists of token ids, which become tensors when they are packed."""
@@ -210,10 +246,12 @@ class PolicyModule(LightningModule):
         from transformers import get_scheduler
 
         config = self.optimizer_config
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        matrices = [(name, p) for name, p in trained if len(full_shape(p)) > 1]
+        vectors = [(name, p) for name, p in trained if len(full_shape(p)) <= 1]
         groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
         total_steps = self.total_steps()
@@ -243,27 +281,37 @@ class PolicyModule(LightningModule):
         return min(by_epochs + by_steps)
 
     def on_fit_start(self) -> None:
-        """Measure what the device can do, the peak that perf/mfu is a part of."""
+        """Get ready, and measure what the device can do, the peak that perf/mfu is a part of."""
+        self.get_ready()
         self.phase.device = self.device
         precision = self.trainer.precision
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None
         self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
 
-    def plan(self, extents: list[Extent]) -> list[MicroBatch]:
-        """Divide sequences into the rows that go through a model together."""
-        return micro_batches(extents, self.micro_batch_tokens, self.layout)
+    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
+        """Divide sequences into rows that go through a model together; rows and their weights.
 
-    def plan_on_every_rank(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
-        """The rows and their weights, equally many on every rank.
-
-        Each backward pass is a meeting of all ranks. So a rank that has fewer rows cuts the largest in two
-        and, where nothing is left to be cut, runs its last one again with weight 0.
+        Args:
+            extents: Of the sequences.
+            meeting: Whether all ranks meet in each row. A rank that has fewer then cuts the largest in two
+                and, where nothing is left to be cut, runs its last one again with weight 0.
         """
-        rows = self.plan(extents)
+        rows = micro_batches(extents, self.micro_batch_tokens, self.layout)
+        if not meeting:
+            return [(row, 1.0) for row in rows]
         count = torch.tensor(float(len(rows)), device=self.device)
         most = int(self.trainer.strategy.reduce(count, reduce_op="max"))
         rows = split_to(rows, most, extents)
         return [(rows[min(i, len(rows) - 1)], float(i < len(rows))) for i in range(most)]
+
+    def plan_forward(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
+        """Rows for forwards without gradient, where ranks meet if weights are sharded."""
+        return self.plan(extents, meeting=self.sharding.sharded)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        value = torch.tensor(float(flag), device=self.device)
+        return bool(self.trainer.strategy.reduce(value, reduce_op="max"))
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Add up numbers of every rank."""
@@ -274,14 +322,13 @@ class PolicyModule(LightningModule):
         """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
-        max_norm = self.optimizer_config.max_grad_norm or torch.inf
-        grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), max_norm)
+        max_norm = self.optimizer_config.max_grad_norm
+        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm)
         if not grad_norm.isfinite():
             raise NonFiniteError(
-                f"Every gradient must be finite, but at step {self.global_step} one is not. Resume from an "
-                "earlier checkpoint with a lower learning rate, or use fp32."
+                f"Every gradient must be finite, but after step {self.global_step} one is not. Resume from "
+                "an earlier checkpoint with a lower learning rate, or use fp32."
             )
-        optimizer.step()
         self.lr_schedulers().step()  # type: ignore[union-attr]
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 

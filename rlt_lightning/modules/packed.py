@@ -68,6 +68,14 @@ def log_probs_of(
     return head_log_probs(model, hidden, packed.targets, temperature, head, with_entropy)
 
 
+def states_and_log_probs(
+    model: Any, packed: PackedSequences, temperature: float, head: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """The states that predict the scored tokens, (M, H), and their log-probs, (M,), nats."""
+    hidden = scored_hidden_states(model, packed)
+    return hidden, head_log_probs(model, hidden, packed.targets, temperature, head)[0]
+
+
 def sequence_log_probs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Tensor:
     """Log-probs of one sequence's tokens but the first, (len(token_ids) - 1,), nats, without gradient."""
     sequence = ScoredSequence([], token_ids, [False] + [True] * (len(token_ids) - 1))
@@ -146,13 +154,15 @@ def logit_scale(model: Any, temperature: float) -> LogitScale:
     return LogitScale(temperature, scale or 1 / (divisor or 1), cap)
 
 
-def verified_layout(model: Any, name: str, wanted: Layout, attention_chosen: bool = False) -> Layout:
+def verified_layout(
+    run: Callable[..., Any], name: str, wanted: Layout, attention_chosen: bool = False
+) -> Layout:
     """Return the best layout in which this model's packed log-probs equal its own, one by one.
 
     Warns where that is not the one that was wanted.
 
     Args:
-        model: A transformers model.
+        run: The way into the model: run(function, *arguments) is function(model, *arguments).
         name: How the user calls it.
         wanted: The layout to begin with.
         attention_chosen: Whether the user chose its attn_implementation; one that cannot share prefixes is
@@ -162,22 +172,22 @@ def verified_layout(model: Any, name: str, wanted: Layout, attention_chosen: boo
         InputError: If none is right, or "shared_prefix" was asked for and is not.
     """
     candidates = FALLBACKS[wanted]
-    attention = model.config._attn_implementation
+    architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
         candidates = candidates[1:]  # nothing is lost that was asked for
     faults: list[str] = []
     for layout in candidates:
-        fault = known_fault(model, layout) or layout_fault(model, layout)
+        fault = run(known_fault, layout) or run(layout_fault, layout)
         if fault is None:
             if faults:
                 rank_zero_warn(
-                    f"'{name}' ({type(model).__name__}) runs with layout '{layout}', which is slower: with "
+                    f"'{name}' ({architecture}) runs with layout '{layout}', which is slower: with "
                     f"'{candidates[0]}' {faults[0]}."
                 )
             return layout
         faults.append(fault)
     raise InputError(
-        f"The log-probs of '{name}' ({type(model).__name__}) with layout '{candidates[-1]}' must equal its "
+        f"The log-probs of '{name}' ({architecture}) with layout '{candidates[-1]}' must equal its "
         f"own, but {faults[-1]}. "
         + ("Use model.layout auto." if wanted == "shared_prefix" else "Use a Llama, Qwen2 or Qwen3 model.")
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlt_lightning.modules.base import Dtype, FrozenModel, OptimizerConfig, PolicyModule
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of
+from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
 from rlt_lightning.modules.scoring import StudentScorer, scored_end
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -117,25 +116,29 @@ class RLTModule(PolicyModule):
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
-        if self.policy is not None:
+        if self.entry is not None:
             return
         super().configure_model()
+        if self.offload_frozen and self.sharding.sharded:
+            raise InputError(
+                "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
+                "DeepSpeed has offload_parameters of its own."
+            )
         self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
         if self.trainer.training and self.policy_loss.kl_coef:
-            self.reference = FrozenModel(copy.deepcopy(self.policy), self.offload_frozen)
+            self.reference = FrozenModel(self.load(self.pretrained, self.dtype_name), self.offload_frozen)
 
-    def place_frozen_models(self) -> None:
-        """Move student and reference next to the policy; Lightning moves only what it trains."""
+    @torch.no_grad()
+    def get_ready(self) -> None:
+        """Place student and reference too; Lightning moves only what it trains."""
+        super().get_ready()
         for frozen in (self.student, self.reference):
             if frozen is not None:
-                frozen.place(self.device)
-
-    on_validation_start = on_predict_start = place_frozen_models
-
-    def on_fit_start(self) -> None:
-        """Place the frozen models too."""
-        super().on_fit_start()
-        self.place_frozen_models()
+                frozen.place(self.device, self.sharding)
+        assert self.student is not None
+        with self.student.on(self.device) as student:
+            chosen = self.attn_implementation is not None
+            self.layout = verified_layout(student, self.student_name, self.layout, chosen)
 
     # Training
 
@@ -183,41 +186,44 @@ class RLTModule(PolicyModule):
         optimizer.zero_grad()
         metrics: dict[str, Any] = {}
         sequences = [sampled_sequence(row) for row in rows]
-        plan = self.plan_on_every_rank(sampled_extents(rows))
+        plan = self.plan(sampled_extents(rows), meeting=True)
         packed_rows = [
             PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
             for micro_batch, _ in plan
         ]
         reference = self.reference_log_probs(packed_rows, rollouts.temperature)
-        for (micro_batch, weight), packed, ref_flat in zip(plan, packed_rows, reference, strict=True):
+        for number, ((micro_batch, weight), packed, ref_flat) in enumerate(
+            zip(plan, packed_rows, reference, strict=True), 1
+        ):
             num_forwards = 3 if ref_flat is None else 4  # a backward counts as two
             cost.count(
                 packed, sequences, micro_batch, weight, num_forwards * forward_flops(self.policy, packed)
             )
             chosen = [rows[i] for i in micro_batch.indices]
             lengths = [len(r.completion.token_ids) for r in chosen]
-            flat, entropy = self.trainer.strategy.model(packed, rollouts.temperature)  # type: ignore[misc]
-            log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-            require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
-            engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
-            if engine_log_probs is not None and weight:
-                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
-            weights = None
-            if self.importance_sampling is not None:
-                assert engine_log_probs is not None
-                weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
-            loss, loss_metrics = self.policy_loss(
-                log_probs=log_probs,
-                old_log_probs=engine_log_probs if clip_by_ratio else None,
-                ref_log_probs=None if ref_flat is None else to_padded(ref_flat, lengths)[0],
-                importance_weights=weights,
-                advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
-                token_mask=token_mask,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-            )
-            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-            self.manual_backward(weight * world_size * loss)
+            with self.sharding.micro_batch(last=number == len(plan)):
+                flat, entropy = self.run(log_probs_of, packed, rollouts.temperature, self.head, True)
+                log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
+                require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
+                engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
+                if engine_log_probs is not None and weight:
+                    mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+                weights = None
+                if self.importance_sampling is not None:
+                    assert engine_log_probs is not None
+                    weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
+                loss, loss_metrics = self.policy_loss(
+                    log_probs=log_probs,
+                    old_log_probs=engine_log_probs if clip_by_ratio else None,
+                    ref_log_probs=None if ref_flat is None else to_padded(ref_flat, lengths)[0],
+                    importance_weights=weights,
+                    advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
+                    token_mask=token_mask,
+                    num_tokens=num_tokens,
+                    num_sequences=num_sequences,
+                )
+                # The strategy averages gradients over ranks, so a rank's share counts world_size times.
+                self.manual_backward(weight * world_size * loss)
             entropy_share = entropy.detach().sum() / num_tokens
             loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
             for name, value in loss_metrics.items():
@@ -268,24 +274,28 @@ class RLTModule(PolicyModule):
         """
         if self.reference is None:
             return [None] * len(packed_rows)
-        with self.reference.on(self.device) as model:
-            return [log_probs_of(model, packed, temperature, self.head)[0] for packed in packed_rows]
+        with self.reference.on(self.device) as run:
+            return [run(log_probs_of, packed, temperature, self.head)[0] for packed in packed_rows]
 
     def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
         """Compute the RLT reward of every rollout with the student."""
         assert self.student is not None
         with self.student.on(self.device) as student:
             scorer = StudentScorer(
-                self.policy,
+                self.run,
                 student,
                 self.reward,
-                self.micro_batch_tokens,
-                self.layout,
+                self.device,
+                self.plan_forward,
                 self.head,
-                recompute=self.teacher_log_probs == "recompute",
+                recompute=self.recomputes,
                 cost=cost,
             )
             return scorer(rollouts)
+
+    def recomputes(self, unknown: bool) -> bool:
+        """Whether the teacher runs for its own log-probs, given whether this rank's rollouts lack them."""
+        return self.teacher_log_probs == "recompute" or self.on_any_rank(unknown)
 
     # Validation and prediction
 
@@ -311,14 +321,14 @@ class RLTModule(PolicyModule):
         """Compare the engine's log-probs of all rollouts with those of the current weights."""
         mismatch, rows = Mismatch(), rollouts.rollouts
         sequences = [sampled_sequence(row) for row in rows]
-        for micro_batch in self.plan(sampled_extents(rows)):
+        for micro_batch, weight in self.plan_forward(sampled_extents(rows)):
             packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
             chosen = [rows[i] for i in micro_batch.indices]
             # The engine's log-probs of greedy completions are at temperature 1.
-            flat, _ = log_probs_of(self.policy, packed, rollouts.temperature or 1.0, self.head)
+            flat, _ = self.run(log_probs_of, packed, rollouts.temperature or 1.0, self.head)
             log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
             engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=False)
-            if engine_log_probs is not None:
+            if engine_log_probs is not None and weight:
                 mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
         return mismatch
 

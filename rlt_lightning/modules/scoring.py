@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,15 @@ from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.packed import (
     HeadOptions,
     head_exact_kl,
-    head_log_probs,
     log_probs_of,
     scored_hidden_states,
+    states_and_log_probs,
 )
 from rlt_lightning.numerics.packing import (
     Extent,
-    Layout,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
-    micro_batches,
     to_padded,
 )
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
@@ -38,23 +36,25 @@ class StudentScorer:
     reward's temperature.
 
     Args:
-        policy: The teacher.
-        student: The frozen student; it shares the teacher's vocabulary.
+        policy: The way into the teacher: policy(function, *arguments) is function(teacher, *arguments).
+        student: The way into the frozen student, which shares the teacher's vocabulary.
         reward: The reward and its options.
-        micro_batch_tokens: Tokens per forward.
-        layout: How sequences share a forward.
+        device: Where both run.
+        plan: Divides sequences into rows that go through a model together, with their weights: a row of
+            weight 0 is computed only because other ranks compute one.
         head: How log-probs are computed from hidden states.
-        recompute: Run the teacher even where the rollouts have its log-probs.
+        recompute: Whether to run the teacher, given whether the rollouts lack its log-probs; all ranks must
+            come to the same answer where they meet in each row.
         cost: Where the tokens that models compute are counted.
     """
 
-    policy: Any
-    student: Any
+    policy: Callable[..., Any]
+    student: Callable[..., Any]
     reward: RLTReward
-    micro_batch_tokens: int = 16384
-    layout: Layout = "auto"
+    device: torch.device
+    plan: Callable[[list[Extent]], list[tuple[MicroBatch, float]]]
     head: HeadOptions = HeadOptions()
-    recompute: bool = False
+    recompute: Callable[[bool], bool] = bool
     cost: PhaseCost | None = None
 
     @torch.no_grad()
@@ -79,8 +79,11 @@ class StudentScorer:
         ]
         solution: list[Tensor] = [torch.empty(0)] * len(rows)
         kl: list[Tensor] = [torch.empty(0)] * len(rows)
-        for micro_batch in micro_batches(extents, self.micro_batch_tokens, self.layout):
-            hidden, student_log_probs = self.student_forward(students, micro_batch)  # (M, H), (M,)
+        for micro_batch, weight in self.plan(extents):
+            packed = self.pack(students, micro_batch, weight)
+            hidden, student_log_probs = self.student(
+                states_and_log_probs, packed, self.reward.student_temperature, self.head
+            )  # (M, H), (M,)
             num_think = [think_length(rows[i]) for i in micro_batch.indices]
             num_solution = [len(rows[i].problem.solution_ids) for i in micro_batch.indices]
             splits = [n for pair in zip(num_think, num_solution, strict=True) for n in pair]
@@ -89,10 +92,12 @@ class StudentScorer:
             require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
             require_finite_rows(pieces[::2], "student log-prob of the explanation", numbers)
             if self.reward.kl_estimator == "exact":
-                values = self.exact_kl(teachers, micro_batch, torch.cat(hidden.split(splits)[::2]))
+                values = self.exact_kl(
+                    self.pack(teachers, micro_batch, weight), torch.cat(hidden.split(splits)[::2])
+                )
             else:
                 teacher_log_probs = (
-                    self.teacher_log_probs(teachers, micro_batch)
+                    self.teacher_log_probs(self.pack(teachers, micro_batch, weight))
                     if given is None
                     else torch.cat([given[i] for i in micro_batch.indices])
                 )
@@ -108,45 +113,39 @@ class StudentScorer:
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         return Scores(terms, solution, kl)
 
-    def student_forward(
-        self, sequences: list[ScoredSequence], micro_batch: MicroBatch
-    ) -> tuple[Tensor, Tensor]:
-        """The student's hidden states (M, H) and log-probs (M,) at think and solution tokens."""
-        packed = self.pack(self.student, sequences, micro_batch)
-        hidden = scored_hidden_states(self.student, packed)
-        temperature = self.reward.student_temperature
-        log_probs, _ = head_log_probs(self.student, hidden, packed.targets, temperature, self.head)
-        return hidden, log_probs
+    def teacher_log_probs(self, packed: PackedSequences) -> Tensor:
+        """The teacher's log-probs of the scored tokens, (M,), nats."""
+        log_probs, _ = self.policy(log_probs_of, packed, self.reward.teacher_temperature, self.head)
+        return log_probs
 
-    def teacher_log_probs(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> Tensor:
-        """The teacher's log-probs of all think tokens, (sum of K,), nats."""
-        packed = self.pack(self.policy, sequences, micro_batch)
-        return log_probs_of(self.policy, packed, self.reward.teacher_temperature, self.head)[0]
-
-    def exact_kl(
-        self, sequences: list[ScoredSequence], micro_batch: MicroBatch, student_hidden: Tensor
-    ) -> Tensor:
+    def exact_kl(self, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
         """KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,), nats."""
-        hidden = scored_hidden_states(self.policy, self.pack(self.policy, sequences, micro_batch))
-        teacher = self.policy, hidden, self.reward.teacher_temperature
-        student = self.student, student_hidden, self.reward.student_temperature
-        return head_exact_kl(*teacher, *student, self.head)
+
+        def compare(teacher: Any) -> Tensor:
+            hidden = scored_hidden_states(teacher, packed)
+            temperatures = self.reward.teacher_temperature, self.reward.student_temperature
+            return self.student(
+                lambda student: head_exact_kl(
+                    teacher, hidden, temperatures[0], student, student_hidden, temperatures[1], self.head
+                )
+            )
+
+        return self.policy(compare)
 
     def sampled_log_probs(self, rollouts: Rollouts) -> list[Tensor] | None:
         """The teacher's log-probs of each row's think tokens, (K,), as they were sampled; None if unknown."""
         rows = rollouts.rollouts
-        if self.recompute or self.reward.kl_estimator == "exact":
+        if self.reward.kl_estimator == "exact" or rollouts.temperature != self.reward.teacher_temperature:
             return None
-        if rollouts.temperature != self.reward.teacher_temperature:
-            return None
-        sampled = [r.completion.log_probs for r in rows]
-        if any(log_probs is None for log_probs in sampled):
+        if self.recompute(any(r.completion.log_probs is None for r in rows)):
             return None
         given = self.separator_log_probs(rows)
         return [
-            torch.cat([given[r.problem.row], given[r.problem.row].new_tensor(log_probs[: r.num_think])])
-            for r, log_probs in zip(rows, sampled, strict=True)
-            if log_probs is not None
+            torch.cat(
+                [start := given[r.problem.row], start.new_tensor(r.completion.log_probs[: r.num_think])]
+            )
+            for r in rows
+            if r.completion.log_probs is not None
         ]
 
     def separator_log_probs(self, rows: list[Rollout]) -> dict[int, Tensor]:
@@ -163,32 +162,28 @@ class StudentScorer:
             if len(sent) < num_given:
                 unknown.append(row.problem)
             else:
-                end = torch.tensor(sent[len(sent) - num_given :], device=device_of(self.policy))
+                end = torch.tensor(sent[len(sent) - num_given :], device=self.device)
                 found[row.problem.row] = end
         sequences = [
             ScoredSequence([], p.teacher_prompt, scored_end(len(p.teacher_prefix), len(p.think_prefix)))
             for p in unknown
         ]
         extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in unknown]
-        for micro_batch in micro_batches(extents, self.micro_batch_tokens, self.layout):
-            log_probs = self.teacher_log_probs(sequences, micro_batch)
+        for micro_batch, weight in self.plan(extents):
+            log_probs = self.teacher_log_probs(self.pack(sequences, micro_batch, weight))
             lengths = [len(unknown[i].think_prefix) for i in micro_batch.indices]
             for i, values in zip(micro_batch.indices, log_probs.split(lengths), strict=True):
                 found[unknown[i].row] = values
         return found
 
-    def pack(self, model: Any, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
+    def pack(
+        self, sequences: list[ScoredSequence], micro_batch: MicroBatch, weight: float
+    ) -> PackedSequences:
         """Lay a row's sequences out, and count them."""
-        packed = PackedSequences.from_sequences(sequences, micro_batch.families, device_of(model))
+        packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
         if self.cost is not None:
-            self.cost.count(packed, sequences, micro_batch)
+            self.cost.count(packed, sequences, micro_batch, weight)
         return packed
-
-
-def device_of(model: Any) -> torch.device:
-    """Where the model's weights lie."""
-    device: torch.device = next(model.parameters()).device
-    return device
 
 
 def think_length(rollout: Rollout) -> int:

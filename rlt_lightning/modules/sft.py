@@ -6,7 +6,7 @@ import torch
 
 from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule
 from rlt_lightning.modules.meter import forward_flops
-from rlt_lightning.modules.packed import HeadOptions
+from rlt_lightning.modules.packed import HeadOptions, log_probs_of
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import EMBEDDED_MODEL
@@ -66,15 +66,17 @@ class SFTModule(PolicyModule):
         loss = torch.zeros((), device=self.device)
         sequences = [example_sequence(example) for example in batch.examples]
         with self.phase("train") as cost:
-            for micro_batch, weight in self.plan_on_every_rank([extent(sequence) for sequence in sequences]):
+            plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
+            for number, (micro_batch, weight) in enumerate(plan, 1):
                 packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
                 cost.count(packed, sequences, micro_batch, weight, 3 * forward_flops(self.policy, packed))
-                log_probs, _ = self.trainer.strategy.model(packed, 1.0)  # type: ignore[misc]
-                rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
-                require_finite(log_probs, "completion log-prob", rows)
-                # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-                share = -weight * self.trainer.world_size * log_probs.sum() / total_tokens
-                self.manual_backward(share)
+                with self.sharding.micro_batch(last=number == len(plan)):
+                    log_probs, _ = self.run(log_probs_of, packed, 1.0, self.head)
+                    rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
+                    require_finite(log_probs, "completion log-prob", rows)
+                    # The strategy averages gradients over ranks: a rank's share counts world_size times.
+                    share = -weight * self.trainer.world_size * log_probs.sum() / total_tokens
+                    self.manual_backward(share)
                 loss += share.detach()
             metrics = self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
@@ -87,12 +89,19 @@ class SFTModule(PolicyModule):
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
         sequences = [example_sequence(example) for example in batch.examples]
         log_probs = [
-            self(PackedSequences.from_sequences(sequences, micro_batch.families, self.device), 1.0)[0]
-            for micro_batch in self.plan([extent(sequence) for sequence in sequences])
+            (
+                self.run(
+                    log_probs_of,
+                    PackedSequences.from_sequences(sequences, micro_batch.families, self.device),
+                    1.0,
+                    self.head,
+                )[0],
+                weight,
+            )
+            for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
         ]
-        self.log_validation(
-            {"policy/val_loss": -torch.cat(log_probs).sum() / num_tokens}, batch_size=num_tokens
-        )
+        loss = -sum(weight * values.sum() for values, weight in log_probs) / num_tokens
+        self.log_validation({"policy/val_loss": loss}, batch_size=num_tokens)
 
 
 def example_sequence(example: SFTExample) -> ScoredSequence:

@@ -1,0 +1,293 @@
+"""How a model's weights lie on the processes of a run: whole, or in shards (FSDP2, DeepSpeed ZeRO-3).
+
+A sharded model is built empty and filled tensor by tensor, so no process ever holds all of it. Every call of
+a model goes through its `Entry`, whose forward is what the sharding libraries hook to gather weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+NamedTensor = tuple[str, Tensor]  # a parameter's name, and the parameter, which may be sharded over ranks
+Read = Callable[[str], Tensor]  # a parameter's name -> its whole value, in main memory
+FILE_BYTES = 4 * 2**30  # of weights, most of them in one file
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+GROUP_NUMEL = 2**27  # numbers that a process holds whole while a model is filled, or one tensor
+
+
+def full_shape(tensor: Any) -> tuple[int, ...]:
+    """The whole tensor's shape, however it is sharded; nothing is gathered."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+@contextmanager
+def gathered(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Hold whole tensors for a while: those of DeepSpeed ZeRO-3 and FSDP are collected from all ranks.
+
+    A meeting of all ranks of the trainer wherever a tensor is sharded.
+    """
+    if any(hasattr(tensor, "ds_id") for tensor in tensors):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(tensors):
+            yield [tensor.data for tensor in tensors]
+    else:
+        yield [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+
+
+def gathered_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield all tensors in groups of at most `group_bytes`, or of one; each is released before the next."""
+    group: list[Tensor] = []
+    size = 0
+    for _, tensor in named_tensors:
+        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+        if group and size + num_bytes > group_bytes:
+            yield from held(group)
+            group, size = [], 0
+        group.append(tensor)
+        size += num_bytes
+    if group:
+        yield from held(group)
+
+
+def held(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield whole tensors once; whoever took the list finds it empty afterwards, so that nothing is kept."""
+    with gathered(tensors) as whole:
+        yield whole
+        whole.clear()
+
+
+@torch.no_grad()
+def fill_in_place(model: nn.Module, read: Read) -> None:
+    """Give a model, sharded or not, other weights."""
+    for name, tensor in stored_once(model).items():
+        set_whole(tensor, read(name))
+
+
+@torch.no_grad()
+def set_whole(tensor: Any, whole: Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into one that may be sharded."""
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+            tensor.data.copy_(whole)
+    elif hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = whole.to(tensor.device, tensor.dtype)
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(part.to_local())
+    else:
+        tensor.copy_(whole)
+
+
+def stored_once(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; tied ones under their first name alone."""
+    once: dict[str, Tensor] = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(name, recurse=False):
+            if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                once.setdefault(key, buffer)
+    return once
+
+
+def write_weights(named_tensors: list[NamedTensor], folder: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Write whole tensors as safetensors, in one file or in several with an index, as from_pretrained reads.
+
+    A meeting of all ranks wherever a tensor is sharded; each rank writes some of the files, and holds one
+    file's tensors at a time.
+
+    Args:
+        named_tensors: The same on every rank.
+        folder: Where to; it exists.
+        rank: Of this process.
+        world_size: Number of processes.
+    """
+    files: list[list[NamedTensor]] = [[]]
+    size = 0
+    for name, tensor in named_tensors:
+        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+        if files[-1] and size + num_bytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append((name, tensor))
+        size += num_bytes
+    places: dict[str, str] = {}
+    for number, file in enumerate(files):
+        file_name = (
+            f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SAFETENSORS
+        )
+        places |= {name: file_name for name, _ in file}
+        held = {}
+        for name, tensor in file:
+            with gathered([tensor]) as [whole]:
+                if number % world_size == rank:
+                    held[name] = whole.detach().to("cpu", copy=True).contiguous()
+        if held:
+            save_file(held, folder / file_name, metadata={"format": "pt"})
+            with open(folder / file_name, "rb") as written:
+                os.fsync(written.fileno())
+    if len(files) > 1 and rank == 0:
+        (folder / SAFETENSORS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@torch.no_grad()
+def move_towards(ours: nn.Module, theirs: nn.Module, alpha: float) -> None:
+    """In place: ours <- alpha * theirs + (1 - alpha) * ours, parameter by parameter, sharded alike."""
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if hasattr(own, "ds_id"):
+            with gathered([own, other]) as [own_whole, other_whole]:
+                moved = torch.lerp(own_whole, other_whole.to(own_whole), alpha)
+            set_whole(own, moved)
+        else:
+            own.lerp_(other.to(own.device, own.dtype), alpha)  # where it is offloaded, to its device
+
+
+class Entry(nn.Module):
+    """The one way into a model: `entry(function, *arguments)` returns `function(model, *arguments)`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function of the model."""
+        return function(self.model, *arguments)
+
+
+class Whole:
+    """Every process holds all weights: a single one, or DDP."""
+
+    sharded = False  # whether a forward is a meeting of all ranks
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Give an empty model its weights, in shards."""
+        raise NotImplementedError("Whole models are loaded whole.")
+
+    def freeze(self, entry: Any) -> Callable[..., Any]:
+        """Make a model that is not trained ready to be called."""
+        return entry
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around a micro-batch's forward and backward: ranks exchange gradients after the last of a step."""
+        model = self.strategy.model
+        return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
+    def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip (0: never), step the optimizer, and return the norm that the gradient had."""
+        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2
+        if norm.isfinite():
+            optimizer.step()
+        return norm
+
+
+class FullyShard(Whole):
+    """PyTorch's FSDP2: every transformer block, and what is left, lies in shards of its own."""
+
+    sharded = True
+
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Shard the empty model, then keep this rank's part of each tensor."""
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = self.strategy.device_mesh["data_parallel"]
+        buffers = dict(model.named_buffers())
+        for block in blocks(model):
+            fully_shard(block, mesh=mesh)
+        # A root keeps its weights whole after a forward by default, and frozen ones would stay so.
+        entry: Any = fully_shard(Entry(model), mesh=mesh, reshard_after_forward=True)
+        entry.to_empty(device=self.strategy.root_device)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        fill_in_place(model, read)
+        return entry
+
+
+class DeepSpeedZeRO(Whole):
+    """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states, and gradients, lie in shards."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Tell the engine before the forward: it takes every backward for the last one otherwise."""
+        self.strategy.model.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Let the engine clip, to the norm in its configuration, and step."""
+        optimizer.step()
+        return torch.tensor(float(self.strategy.model.get_global_grad_norm()))
+
+
+class ZeRO3(DeepSpeedZeRO):
+    """DeepSpeed ZeRO-3: weights lie in shards too."""
+
+    sharded = True
+
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Let rank 0 read the tensors, a group at a time; the group is broadcast and sharded."""
+        import deepspeed
+
+        filled: dict[Any, nn.Parameter] = {}  # by the empty one
+        group = nn.ParameterList()
+
+        def shard() -> None:
+            deepspeed.zero.Init(module=group, config_dict_or_path=self.strategy.config)
+
+        for name, tensor in stored_once(model).items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(read(name))
+                continue
+            reads = self.strategy.is_global_zero
+            whole = read(name).to(tensor.dtype) if reads else torch.empty_like(tensor, device="cpu")
+            filled[tensor] = nn.Parameter(whole, tensor.requires_grad)
+            if sum(p.numel() for p in [*group, whole]) > GROUP_NUMEL:
+                shard()
+                group = nn.ParameterList()
+            group.append(filled[tensor])
+        shard()
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, filled[parameter])
+        return Entry(model)
+
+    def freeze(self, entry: Any) -> Callable[..., Any]:
+        """Give the model an engine of its own, which gathers weights as they are needed."""
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1}
+        config |= {
+            key: self.strategy.config[key]
+            for key in ("zero_optimization", "bf16", "fp16")
+            if key in self.strategy.config
+        }
+        engine, *_ = deepspeed.initialize(model=entry, config=config, dist_init_required=False)
+        return engine
+
+
+def sharding_of(strategy: Any) -> Whole:
+    """How the trainer's strategy lays weights out."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)
+    return (FullyShard if isinstance(strategy, ModelParallelStrategy) else Whole)(strategy)
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The transformer's layers, as transformers names those that must stay in one piece."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

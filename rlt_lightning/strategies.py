@@ -1,0 +1,284 @@
+"""Lightning's sharding strategies, as an RL step with several micro-batches needs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from typing_extensions import override
+
+from rlt_lightning.checkpoints import (
+    WEIGHTS,
+    full_name,
+    moment_folders,
+    read_state,
+    split_moments,
+    write_checkpoint,
+)
+from rlt_lightning.pretrained import WeightFiles
+from rlt_lightning.sharding import fill_in_place, full_shape, set_whole, stored_once
+
+
+class NamedCheckpoints:
+    """Writes and reads our `checkpoints`, which every strategy can go on from, not the library's own."""
+
+    lightning_module: Any
+    optimizers: list[Any]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: weights are written tensor by tensor."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: moments are written tensor by tensor."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Meet, and write."""
+        state = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        policy = self.lightning_module.policy
+        state["aliases"] = aliases(policy.named_parameters(remove_duplicate=False))
+        tensors = {WEIGHTS: list(self.weights(policy).items())}
+        if "optimizer_states" in checkpoint:
+            [optimizer] = self.optimizers
+            state["optimizer_groups"] = numbered_groups(optimizer.param_groups)
+            state["optimizer_numbers"], moments = split_moments(self.moments(policy))
+            tensors |= moments
+        write_checkpoint(Path(filepath), state, tensors, self)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill weights and, to go on training, moments."""
+        folder = Path(checkpoint_path)
+        state = read_state(folder)
+        policy = self.lightning_module.policy
+        fill_in_place(policy, WeightFiles(str(folder / WEIGHTS)))
+        if self.optimizers and "optimizer_groups" in state:
+            [optimizer] = self.optimizers
+            for group, saved in zip(optimizer.param_groups, state["optimizer_groups"], strict=True):
+                group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+            files = {path.name: WeightFiles(str(path)) for path in moment_folders(folder)}
+            self.restore_moments(policy, state["optimizer_numbers"], files)
+        return state
+
+    def weights(self, policy: Any) -> dict[str, Any]:
+        """What is written of the policy's weights, by name."""
+        return stored_once(policy)
+
+    def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The optimizer's state of every parameter, by name; tensors may be sharded."""
+        [optimizer] = self.optimizers
+        for name, parameter in policy.named_parameters():
+            if parameter in optimizer.state:
+                yield name, optimizer.state[parameter]
+
+    def restore_moments(
+        self, policy: Any, numbers: dict[str, dict[str, Any]], files: dict[str, WeightFiles]
+    ) -> None:
+        """Give the optimizer the state of every parameter."""
+        [optimizer] = self.optimizers
+        for name, parameter in policy.named_parameters():
+            if name not in numbers:
+                continue
+            optimizer.state[parameter] = dict(numbers[name])
+            for key, file in files.items():
+                optimizer.state[parameter][key] = moment = torch.zeros_like(parameter)
+                set_whole(moment, file(name))
+
+
+class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
+    """DeepSpeed ZeRO-1, 2 or 3, on GPUs and, by gloo, on CPUs.
+
+    Args:
+        stage: 1 shards optimizer states, 2 gradients too, 3 weights too.
+        kwargs: Lightning's, such as offload_optimizer and offload_parameters.
+    """
+
+    def __init__(self, stage: int = 3, **kwargs: Any) -> None:
+        super().__init__(stage=stage, **{"logging_batch_size_per_gpu": 1, **kwargs})
+
+    @override
+    def setup_environment(self) -> None:
+        if not isinstance(self.accelerator, CPUAccelerator):
+            super().setup_environment()
+            return
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as deepspeed is imported
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
+        self.parallel_devices = [torch.device("cpu", i) for i in range(len(self.parallel_devices or ()))]
+        DDPStrategy.setup_environment(self)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        assert isinstance(self.config, dict)
+        self.config["gradient_clipping"] = self.lightning_module.optimizer_config.max_grad_norm
+        self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]  # token ids
+        super().setup(trainer)
+
+    @override
+    def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        self._init_config_if_needed()
+        return nullcontext()  # the module shards what it loads
+
+    # Checkpoints hold the fp32 weights that the optimizer keeps, whatever type the model runs in.
+
+    @override
+    def weights(self, policy: Any) -> dict[str, Any]:
+        if not self.optimizers:
+            return stored_once(policy)
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {
+            name: Gathered(torch.Size(full_shape(tensor)), partial(safe_get_full_fp32_param, tensor))
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            else tensor
+            for name, tensor in stored_once(policy).items()
+        }
+
+    @override
+    def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        states = self.flat_states()
+        if not states:  # no step was taken
+            return
+        self.link_moments()
+        step = states[0]["step"]
+        keys = [key for key, value in states[0].items() if torch.is_tensor(value) and value.ndim]
+        for name, parameter in policy.named_parameters():
+            shape = torch.Size(full_shape(parameter))
+            get = partial(safe_get_full_optimizer_state, parameter)
+            yield name, {"step": step.clone()} | {key: Gathered(shape, partial(get, key)) for key in keys}
+
+    def link_moments(self) -> None:
+        """Let stages 1 and 2 find a parameter's part of the moments.
+
+        DeepSpeed does so once, after it has stepped the first group of parameters: the others have none yet.
+        """
+        if not self.zero_stage_3:
+            self.optimizers[0]._hp_optimizer_states_linked = False
+            self.optimizers[0]._lazy_init_hp_params_optimizer_state()
+
+    def flat_states(self) -> list[dict[str, Any]]:
+        """The state of each flat tensor of this rank that the optimizer has stepped."""
+        return [state for state in self.optimizers[0].optimizer.state.values() if state]
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        state = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.optimizers:
+            files = WeightFiles(str(Path(checkpoint_path) / WEIGHTS))
+            for name, parameter in self.lightning_module.policy.named_parameters():
+                set_state(parameter, files(name), None)
+        return state
+
+    @override
+    def restore_moments(
+        self, policy: Any, numbers: dict[str, dict[str, Any]], files: dict[str, WeightFiles]
+    ) -> None:
+        if not numbers:
+            return
+        zero = self.optimizers[0]
+        step = next(iter(numbers.values()))["step"]
+        flats = (
+            zero.fp32_partitioned_groups_flat if self.zero_stage_3 else zero.single_partition_of_fp32_groups
+        )
+        for flat in flats:
+            moments = {key: torch.zeros_like(flat) for key in files}
+            zero.optimizer.state[flat] = {"step": step.clone(), **moments}
+        self.link_moments()
+        for name, parameter in policy.named_parameters():
+            for key, file in files.items():
+                set_state(parameter, file(name), key)
+
+    # The engine's forward is for micro-batches, not for the steps that run several of them.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self.lightning_module.predict_step(*args, **kwargs)
+
+
+@dataclass
+class Gathered:
+    """A tensor that DeepSpeed holds in shards, made whole when it is asked for; all ranks must ask."""
+
+    shape: torch.Size
+    full_tensor: Callable[[], Tensor]
+
+    def element_size(self) -> int:
+        """Bytes of a number: DeepSpeed keeps what it trains in fp32."""
+        return 4
+
+
+class FSDP2(NamedCheckpoints, ModelParallelStrategy):
+    """PyTorch's fully_shard over all processes."""
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+
+def set_state(parameter: Any, whole: Tensor, key: str | None) -> None:
+    """Set what DeepSpeed's optimizer holds of a parameter: its fp32 weight (None), or one of its moments."""
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+
+    whole = whole.float()
+    if not hasattr(parameter, "ds_tensor"):
+        if key is None:
+            safe_set_full_fp32_param(parameter, whole)
+        else:
+            safe_set_full_optimizer_state(parameter, whole, key)
+        return
+    size = parameter.ds_tensor.numel()  # equal on all ranks, so the last one's may be padded
+    start = size * torch.distributed.get_rank()
+    flat = nn.functional.pad(
+        whole.flatten(), (0, max(0, size * torch.distributed.get_world_size() - whole.numel()))
+    )
+    own = flat[start : start + size]
+    if key is None:
+        safe_set_local_fp32_param(parameter, own)
+    else:
+        safe_set_local_optimizer_state(parameter, own, key)
+
+
+def aliases(named_parameters: Iterator[tuple[str, Any]]) -> dict[str, str]:
+    """Names of tied weights, and the names that they are stored under."""
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named_parameters]
+    return {full_name(name): full_name(other) for name, other in pairs if name != other}
+
+
+def numbered_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's settings with its parameters numbered, as its own state_dict has them."""
+    numbered, number = [], 0
+    for group in groups:
+        count = len(group["param_names"])
+        numbered.append({**group, "params": list(range(number, number + count))})
+        number += count
+    return numbered

@@ -1,0 +1,150 @@
+"""One seeded run under every strategy: equal weights, equal checkpoints, exact resumes, also across."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+SCRIPT = Path(__file__).with_name("strategy_run.py")
+SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+STEPS, STOP = 6, 3
+
+
+def run(model: str, folder: Path, strategy: str, *options: object) -> None:
+    """Run to the end; if a rank hangs, no process survives."""
+    if strategy.startswith("zero") and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    command = [sys.executable, str(SCRIPT), model, str(folder), strategy, *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    assert process.returncode == 0, output[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of finished runs by strategy, made as they are asked for."""
+
+    class Runs(dict[str, Path]):
+        def __missing__(self, strategy: str) -> Path:
+            self[strategy] = tmp_path_factory.mktemp(strategy) / "run"
+            run(tiny_model, self[strategy], strategy, STEPS)
+            return self[strategy]
+
+    return Runs()
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder.with_suffix(".safetensors"))
+
+
+def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_every_strategy_trains_the_same_weights(strategy: str, runs: dict[str, Path]) -> None:
+    assert largest_difference(weights(runs[strategy]), weights(runs["single"])) < 1e-5
+    ours, single = (json.loads(runs[s].with_suffix(".json").read_text()) for s in (strategy, "single"))
+    assert len(ours) == STEPS
+    for step, reference in zip(ours, single, strict=True):
+        for name in ("reward/mean", "policy/grad_norm", "policy/entropy", "student/kl_mean"):
+            assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name  # KL is near 0
+        assert step["policy/loss"] == pytest.approx(reference["policy/loss"], abs=1e-5)  # near 0 by nature
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero3"])
+def test_accumulation_does_not_change_the_result(
+    strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    run(tiny_model, tmp_path / "run", strategy, STEPS, 256)  # tokens per micro-batch: four of them or more
+    assert largest_difference(weights(tmp_path / "run"), weights(runs["single"])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(s, s) for s in ("single", "fsdp2", "zero1", "zero3")]
+    + [("zero3", "single"), ("single", "zero3"), ("fsdp2", "ddp"), ("zero1", "fsdp2")],
+)
+def test_a_run_goes_on_from_any_checkpoint_under_any_strategy(
+    before: str, after: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs[before], folder)
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == [f"step={n:06d}.ckpt" for n in range(1, STEPS + 1)]
+    for later in checkpoints[STOP:]:
+        shutil.rmtree(later)
+    run(tiny_model, folder, after, STEPS, 4096, checkpoints[STOP - 1])
+    difference = largest_difference(weights(folder), weights(runs[before]))
+    assert difference == 0 if before == after else difference < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[str, Path]) -> None:
+    ours, theirs = (runs[s] / "checkpoints" / f"step={STOP:06d}.ckpt" for s in (strategy, "single"))
+    assert sorted(p.name for p in ours.iterdir()) == ["exp_avg", "exp_avg_sq", "state.pt", "weights"]
+    for part in ("weights", "exp_avg", "exp_avg_sq"):
+        tensors = (load_file(folder / part / "model.safetensors") for folder in (ours, theirs))
+        assert largest_difference(*tensors) < 1e-4
+    state = torch.load(ours / "state.pt", weights_only=True)
+    assert state["global_step"] == STOP
+    assert state["aliases"] == {"entry.model.lm_head.weight": "entry.model.model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_sharded_models_sample_validate_and_export_like_whole_ones(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    found = {}
+    for folder, options in (
+        ("whole", ["--trainer.devices=1"]),
+        ("shards", ["--trainer.devices=2", f"--config=configs/overlays/{strategy}.yaml"]),
+    ):
+        command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
+        command += [
+            "--rollouts.sampling.max_completion_length=16",
+            "--data.val_rows=2",
+            "--data.num_arithmetic_rows=8",
+        ]
+        command += ["--trainer.val_check_interval=1", f"--output_dir={tmp_path / folder}", *options]
+        result = subprocess.run(
+            command,
+            cwd=SCRIPT.parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        found[folder] = load_file(tmp_path / folder / "model" / "model.safetensors")
+    assert largest_difference(found["shards"], found["whole"]) < 1e-5
+    rollouts = [(tmp_path / folder / "rollouts.jsonl").read_text().splitlines() for folder in found]
+    texts = [sorted(json.loads(line)["explanation"] for line in lines) for lines in rollouts]
+    assert texts[0] == texts[1]
