@@ -114,6 +114,22 @@ def recover(folder: Path) -> None:
             os.replace(doomed, doomed.with_suffix(""))
 
 
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint with the largest step. Half-written ones have another suffix: never chosen.
+
+    Raises:
+        InputError: If there is none.
+    """
+    recover(folder)
+    checkpoints = sorted(folder.glob("step=*.ckpt"))
+    if not checkpoints:
+        raise InputError(
+            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its "
+            "first. Start it again with --overwrite true."
+        )
+    return checkpoints[-1]
+
+
 def discard_unfinished(folder: Path) -> None:
     """Delete what a crash left half written or half deleted."""
     for suffix in (".tmp", ".old"):

@@ -13,17 +13,18 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jsonargparse import auto_cli
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from rlt_lightning import callbacks
-from rlt_lightning.callbacks.checkpoint import newest_checkpoint
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.checkpoints import FolderCheckpointIO
+from rlt_lightning.checkpoints import FolderCheckpointIO, newest_checkpoint
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import EngineError
+from rlt_lightning.export import export_checkpoint
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.types import InputError
@@ -179,6 +180,15 @@ def run() -> int:
     """Run the command line; 2 after a mistake of the user's, which is told in one line."""
     quiet_third_parties()
     try:
+        if sys.argv[1:2] == ["export"]:
+            auto_cli(
+                export_checkpoint,
+                args=sys.argv[2:],
+                as_positional=False,
+                parser_class=OneLineParser,
+                prog="rlt export",
+            )
+            return 0
         RLTCommandLine(
             PolicyModule,
             StratosDataModule,

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,36 @@ def full_shape(tensor: Any) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
+@dataclass
+class Deferred:
+    """Stands for a whole tensor that is made when it is asked for, from a file or from all ranks' shards."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    full_tensor: Callable[[], Tensor]
+
+    def element_size(self) -> int:
+        """Bytes of a number."""
+        return self.dtype.itemsize
+
+
 @contextmanager
 def gathered(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Hold whole tensors for a while: those of DeepSpeed ZeRO-3 and FSDP are collected from all ranks.
 
     A meeting of all ranks of the trainer wherever a tensor is sharded.
     """
-    if any(hasattr(tensor, "ds_id") for tensor in tensors):
-        import deepspeed
+    with gathering([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
+        yield [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.data for tensor in tensors]
 
-        with deepspeed.zero.GatheredParameters(tensors):
-            yield [tensor.data for tensor in tensors]
-    else:
-        yield [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+
+def gathering(partitioned: list[Tensor]) -> AbstractContextManager[Any]:
+    """Inside, parameters of DeepSpeed ZeRO-3 are whole."""
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(partitioned)
 
 
 def gathered_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iterator[list[Tensor]]:
@@ -69,9 +87,9 @@ def held(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def fill_in_place(model: nn.Module, read: Read) -> None:
-    """Give a model, sharded or not, other weights."""
-    for name, tensor in stored_once(model).items():
+def fill_in_place(tensors: dict[str, Tensor], read: Read) -> None:
+    """Give weights, sharded or not, other values."""
+    for name, tensor in tensors.items():
         set_whole(tensor, read(name))
 
 
@@ -93,6 +111,14 @@ def set_whole(tensor: Any, whole: Tensor) -> None:
         tensor.copy_(whole)
 
 
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes of the stored weights: all but what is frozen."""
+    once = stored_once(model).items()
+    return {
+        name: tensor for name, tensor in once if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
+
+
 def stored_once(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; tied ones under their first name alone."""
     once: dict[str, Tensor] = dict(model.named_parameters())
@@ -103,7 +129,13 @@ def stored_once(model: nn.Module) -> dict[str, Tensor]:
     return once
 
 
-def write_weights(named_tensors: list[NamedTensor], folder: Path, rank: int = 0, world_size: int = 1) -> None:
+def write_weights(
+    named_tensors: list[NamedTensor],
+    folder: Path,
+    rank: int = 0,
+    world_size: int = 1,
+    file_name: str = SAFETENSORS,
+) -> None:
     """Write whole tensors as safetensors, in one file or in several with an index, as from_pretrained reads.
 
     A meeting of all ranks wherever a tensor is sharded; each rank writes some of the files, and holds one
@@ -114,6 +146,7 @@ def write_weights(named_tensors: list[NamedTensor], folder: Path, rank: int = 0,
         folder: Where to; it exists.
         rank: Of this process.
         world_size: Number of processes.
+        file_name: If one file is enough.
     """
     files: list[list[NamedTensor]] = [[]]
     size = 0
@@ -126,9 +159,8 @@ def write_weights(named_tensors: list[NamedTensor], folder: Path, rank: int = 0,
         size += num_bytes
     places: dict[str, str] = {}
     for number, file in enumerate(files):
-        file_name = (
-            f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SAFETENSORS
-        )
+        if len(files) > 1:
+            file_name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         places |= {name: file_name for name, _ in file}
         held = {}
         for name, tensor in file:
@@ -144,15 +176,12 @@ def write_weights(named_tensors: list[NamedTensor], folder: Path, rank: int = 0,
 
 
 @torch.no_grad()
-def move_towards(ours: nn.Module, theirs: nn.Module, alpha: float) -> None:
-    """In place: ours <- alpha * theirs + (1 - alpha) * ours, parameter by parameter, sharded alike."""
-    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        if hasattr(own, "ds_id"):
-            with gathered([own, other]) as [own_whole, other_whole]:
-                moved = torch.lerp(own_whole, other_whole.to(own_whole), alpha)
-            set_whole(own, moved)
-        else:
-            own.lerp_(other.to(own.device, own.dtype), alpha)  # where it is offloaded, to its device
+def move_towards(ours: nn.Module, theirs: dict[str, Any], alpha: float) -> None:
+    """In place: ours <- alpha * theirs + (1 - alpha) * ours, parameter by parameter, sharded alike or not."""
+    for name, own in ours.named_parameters():
+        with gathered([own, theirs[name]]) as [whole, other]:
+            moved = torch.lerp(whole, other.to(whole), alpha)
+        set_whole(own, moved)
 
 
 class Entry(nn.Module):
@@ -216,7 +245,7 @@ class FullyShard(Whole):
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
-        fill_in_place(model, read)
+        fill_in_place(stored_once(model), read)
         return entry
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from rlt_lightning.checkpoints import (
     write_checkpoint,
 )
 from rlt_lightning.pretrained import WeightFiles
-from rlt_lightning.sharding import fill_in_place, full_shape, set_whole, stored_once
+from rlt_lightning.sharding import Deferred, fill_in_place, full_shape, set_whole, trained
 
 
 class NamedCheckpoints:
@@ -46,7 +45,8 @@ class NamedCheckpoints:
         """Meet, and write."""
         state = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         policy = self.lightning_module.policy
-        state["aliases"] = aliases(policy.named_parameters(remove_duplicate=False))
+        named = policy.named_parameters(remove_duplicate=False)
+        state["aliases"] = aliases((name, parameter) for name, parameter in named if parameter.requires_grad)
         tensors = {WEIGHTS: list(self.weights(policy).items())}
         if "optimizer_states" in checkpoint:
             [optimizer] = self.optimizers
@@ -59,8 +59,9 @@ class NamedCheckpoints:
         """Fill weights and, to go on training, moments."""
         folder = Path(checkpoint_path)
         state = read_state(folder)
+        self.lightning_module.on_load_checkpoint(state)  # Lightning calls it too late
         policy = self.lightning_module.policy
-        fill_in_place(policy, WeightFiles(str(folder / WEIGHTS)))
+        fill_in_place(trained(policy), WeightFiles(str(folder / WEIGHTS)))
         if self.optimizers and "optimizer_groups" in state:
             [optimizer] = self.optimizers
             for group, saved in zip(optimizer.param_groups, state["optimizer_groups"], strict=True):
@@ -71,7 +72,7 @@ class NamedCheckpoints:
 
     def weights(self, policy: Any) -> dict[str, Any]:
         """What is written of the policy's weights, by name."""
-        return stored_once(policy)
+        return trained(policy)
 
     def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         """The optimizer's state of every parameter, by name; tensors may be sharded."""
@@ -134,14 +135,14 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     @override
     def weights(self, policy: Any) -> dict[str, Any]:
         if not self.optimizers:
-            return stored_once(policy)
+            return trained(policy)
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {
-            name: Gathered(torch.Size(full_shape(tensor)), partial(safe_get_full_fp32_param, tensor))
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            name: fp32_state(tensor, partial(safe_get_full_fp32_param, tensor))
+            if isinstance(tensor, nn.Parameter)
             else tensor
-            for name, tensor in stored_once(policy).items()
+            for name, tensor in trained(policy).items()
         }
 
     @override
@@ -154,10 +155,10 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         self.link_moments()
         step = states[0]["step"]
         keys = [key for key, value in states[0].items() if torch.is_tensor(value) and value.ndim]
-        for name, parameter in policy.named_parameters():
-            shape = torch.Size(full_shape(parameter))
+        for name, parameter in trained_parameters(policy):
             get = partial(safe_get_full_optimizer_state, parameter)
-            yield name, {"step": step.clone()} | {key: Gathered(shape, partial(get, key)) for key in keys}
+            moments = {key: fp32_state(parameter, partial(get, key)) for key in keys}
+            yield name, {"step": step.clone()} | moments
 
     def link_moments(self) -> None:
         """Let stages 1 and 2 find a parameter's part of the moments.
@@ -177,7 +178,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         state = super().load_checkpoint(checkpoint_path, weights_only)
         if self.optimizers:
             files = WeightFiles(str(Path(checkpoint_path) / WEIGHTS))
-            for name, parameter in self.lightning_module.policy.named_parameters():
+            for name, parameter in trained_parameters(self.lightning_module.policy):
                 set_state(parameter, files(name), None)
         return state
 
@@ -196,7 +197,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             moments = {key: torch.zeros_like(flat) for key in files}
             zero.optimizer.state[flat] = {"step": step.clone(), **moments}
         self.link_moments()
-        for name, parameter in policy.named_parameters():
+        for name, parameter in trained_parameters(policy):
             for key, file in files.items():
                 set_state(parameter, file(name), key)
 
@@ -218,18 +219,6 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             return self.lightning_module.predict_step(*args, **kwargs)
 
 
-@dataclass
-class Gathered:
-    """A tensor that DeepSpeed holds in shards, made whole when it is asked for; all ranks must ask."""
-
-    shape: torch.Size
-    full_tensor: Callable[[], Tensor]
-
-    def element_size(self) -> int:
-        """Bytes of a number: DeepSpeed keeps what it trains in fp32."""
-        return 4
-
-
 class FSDP2(NamedCheckpoints, ModelParallelStrategy):
     """PyTorch's fully_shard over all processes."""
 
@@ -237,6 +226,16 @@ class FSDP2(NamedCheckpoints, ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
+
+
+def trained_parameters(policy: Any) -> Iterator[tuple[str, Any]]:
+    """Those that the optimizer has, by name."""
+    return ((name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad)
+
+
+def fp32_state(parameter: Tensor, full_tensor: Callable[[], Tensor]) -> Deferred:
+    """What DeepSpeed's optimizer keeps of a parameter in shards, made whole when all ranks ask for it."""
+    return Deferred(torch.Size(full_shape(parameter)), torch.float32, full_tensor)
 
 
 def set_state(parameter: Any, whole: Tensor, key: str | None) -> None:

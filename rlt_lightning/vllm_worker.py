@@ -230,6 +230,34 @@ def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
                 yield name, file.get_tensor(name)
 
 
+@dataclass
+class AdapterInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    """Nothing to tell."""
+
+
+class AdapterEngine(WeightTransferEngine):
+    """Leaves the weights alone: an adapter comes by vLLM's own route, and its version by ours."""
+
+    init_info_cls = AdapterInfo
+    update_info_cls = AdapterInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: AdapterInfo) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to make ready."""
+
+    def receive_weights(self, update_info: AdapterInfo) -> None:
+        """Nothing comes."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing was loaded."""
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
 
@@ -238,6 +266,6 @@ class WorkerExtension:
         self._weight_update_active = False
 
 
-for backend, engine in {"gloo": GlooEngine, "disk": DiskEngine}.items():
+for backend, engine in {"gloo": GlooEngine, "disk": DiskEngine, "adapter": AdapterEngine}.items():
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, engine)

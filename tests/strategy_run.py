@@ -1,6 +1,6 @@
 """A seeded RLT run under a strategy, on given completions; run as a script, in as many processes as it names.
 
-    python tests/strategy_run.py MODEL OUTPUT STRATEGY [STEPS] [TOKENS] [CHECKPOINT]
+    python tests/strategy_run.py MODEL OUTPUT STRATEGY [STEPS] [TOKENS] [CHECKPOINT] [--lora]
 
 Writes OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 """
@@ -17,10 +17,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import save_file
 
-from rlt_lightning.callbacks import Checkpoint, ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import Checkpoint, ModelExporter, ReferenceSync, RolloutCallback
 from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.lora import LoRA
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
 from rlt_lightning.sharding import gathered, stored_once
@@ -87,11 +88,13 @@ class Keep(Callback):
 
 
 def main() -> None:
-    model, output, strategy = sys.argv[1:4]
-    steps, tokens = int((sys.argv[4:5] or [6])[0]), int((sys.argv[5:6] or [4096])[0])
+    words = [word for word in sys.argv[1:] if word != "--lora"]
+    lora = LoRA(rank=4, alpha=8.0) if "--lora" in sys.argv else None
+    model, output, strategy = words[:3]
+    steps, tokens = int((words[3:4] or [6])[0]), int((words[4:5] or [4096])[0])
     torch.set_num_threads(1)
     folder = Path(output).with_suffix("")
-    resume = (sys.argv[6:7] or [None])[0]
+    resume = (words[5:6] or [None])[0]
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -117,6 +120,7 @@ def main() -> None:
         group_size=4,
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5),
         micro_batch_tokens=tokens,
+        lora=lora,
     )
     data = StratosDataModule(
         source="arithmetic",
@@ -126,6 +130,8 @@ def main() -> None:
         prompts_per_step=2,
         output_dir=str(folder),
     )
+    if lora is not None:
+        trainer.callbacks.append(ModelExporter(adapter="alone"))  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=data, ckpt_path=resume)
 
 

@@ -11,9 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import discard, discard_unfinished, recover
+from rlt_lightning.checkpoints import discard, discard_unfinished
 from rlt_lightning.engines.base import EngineError
-from rlt_lightning.types import InputError
 
 
 class Checkpoint(ModelCheckpoint):
@@ -81,19 +80,3 @@ class Checkpoint(ModelCheckpoint):
             loader.rewind()
         self.save_on_exception = True
         super().on_exception(trainer, pl_module, exception)
-
-
-def newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint with the largest step. Half-written ones have another suffix: never chosen.
-
-    Raises:
-        InputError: If there is none.
-    """
-    recover(folder)
-    checkpoints = sorted(folder.glob("step=*.ckpt"))
-    if not checkpoints:
-        raise InputError(
-            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its "
-            "first. Start it again with --overwrite true."
-        )
-    return checkpoints[-1]

@@ -9,6 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.checkpoints import whole_or_absent
+from rlt_lightning.lora import merged_weights
+from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.pretrained import WeightFiles
 from rlt_lightning.sharding import fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.types import InputError
@@ -36,6 +38,12 @@ class ReferenceSync(Callback):
         self.synced_at = 0  # optimizer step of the last sync; 0: the reference is still the initial teacher
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Tell the module that it needs a reference of its own, beside the base of a LoRA."""
+        if isinstance(pl_module, RLTModule):
+            pl_module.reference_moves = True
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"synced_at": self.synced_at}
 
@@ -53,7 +61,7 @@ class ReferenceSync(Callback):
                 f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. Restore "
                 "it."
             )
-        fill_in_place(pl_module.reference.model, WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
+        fill_in_place(stored_once(pl_module.reference.model), WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
 
     @override
     def on_train_batch_end(
@@ -62,7 +70,9 @@ class ReferenceSync(Callback):
         step = trainer.global_step
         if pl_module.reference is None or step % self.every_n_steps or step == self.synced_at:
             return
-        move_towards(pl_module.reference.model, pl_module.policy, self.alpha)  # type: ignore[union-attr, arg-type]
+        module: Any = pl_module
+        merged = dict(merged_weights(module.policy, dict(module.policy.named_parameters())))
+        move_towards(module.reference.model, merged, self.alpha)
         self.synced_at = step
         save_folder(pl_module.reference.model, self._folder(trainer), trainer.strategy)  # type: ignore[union-attr]
 

@@ -14,9 +14,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost, require_context
+from rlt_lightning.engines.base import (
+    Engine,
+    EngineError,
+    NamedTensor,
+    Sampling,
+    WorkersLost,
+    require_context,
+)
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.weights import in_background
+from rlt_lightning.lora import adapter_weights, merged_weights
 from rlt_lightning.modules.base import mix_seed
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.packed import sequence_log_probs
@@ -306,7 +314,7 @@ class RolloutCallback(Callback):
 
         with module.phase("push"):
             while self._on_rank_zero(trainer, needs_push):
-                named_tensors = list(module.policy.named_parameters())
+                named_tensors = self._weights(module.policy)
                 if not self.engine.in_process and not trainer.is_global_zero:
                     self.engine.join_update(named_tensors)  # gathers sharded weights in step with rank 0
                 self._on_rank_zero(trainer, push)
@@ -314,6 +322,13 @@ class RolloutCallback(Callback):
             due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
             if pushed and (due or self._on_rank_zero(trainer, lambda: self.engine.unverified)):
                 self._verify(trainer, module)
+
+    def _weights(self, policy: Any) -> list[NamedTensor]:
+        """What the engine is pushed."""
+        tensors = dict(policy.named_parameters())
+        if self.engine.in_process:
+            return list(tensors.items())
+        return adapter_weights(tensors) if self.engine.takes_adapters else merged_weights(policy, tensors)
 
     def _verify(self, trainer: Trainer, module: RLTModule) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""

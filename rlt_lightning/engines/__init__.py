@@ -4,9 +4,10 @@ from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLos
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.engines.weights import DiskPush, GlooPush, NCCLPush, WeightPush
+from rlt_lightning.engines.weights import AdapterPush, DiskPush, GlooPush, NCCLPush, WeightPush
 
 __all__ = [
+    "AdapterPush",
     "DiskPush",
     "Engine",
     "EngineError",

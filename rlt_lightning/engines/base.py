@@ -90,6 +90,7 @@ class Engine(Protocol):
 
     in_process: bool
     reports_log_probs: bool
+    takes_adapters: bool  # whether it is pushed a LoRA's matrices rather than merged weights
     max_model_len: int  # tokens of prompt and completion that it takes; known once it is started
     unverified: bool  # whether a worker has never been verified since it came, or came back
     policy_version: int  # of the weights that all its workers hold; -1 if some need a push

@@ -60,6 +60,7 @@ class WorkerClient:
         self.url = url.rstrip("/")
         self.model = model
         self.api_key = api_key
+        self.adapter: str | None = None  # name of the LoRA that it samples with, if any
         self.weights: str | None = None  # version of the last push to it that went through
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.losses = 0  # times that it was lost since any request was completed
@@ -67,8 +68,10 @@ class WorkerClient:
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
 
-    async def call(self, method: str, path: str, body: JSON | None, deadline_s: float) -> JSON:
-        """Make one call and return the decoded answer; an empty answer is an empty dictionary.
+    async def call(
+        self, method: str, path: str, body: JSON | None, deadline_s: float, in_words: bool = False
+    ) -> JSON:
+        """Make one call and return the decoded answer; an empty one, or one in words, is an empty dictionary.
 
         Raises:
             WorkerError: On a refused or broken connection, a missed deadline, an error status or an answer
@@ -98,7 +101,7 @@ class WorkerClient:
         if response.status_code >= 400:
             raise refusal(place, response)
         try:
-            answer = response.json() if response.content else {}
+            answer = response.json() if response.content and not in_words else {}
         except ValueError as error:
             raise WorkerError(
                 f"{place} must answer in JSON, but sent {response.content[:80]!r}. Is this a vLLM server?",
@@ -155,7 +158,12 @@ class WorkerClient:
         When one token alone is allowed, it is sampled with probability 1: its processed log-prob is 0, its
         raw one is not.
         """
-        body: JSON = {"model": self.model, "prompt": [token_id], "max_tokens": 1, "logprobs": 0}
+        body: JSON = {
+            "model": self.adapter or self.model,
+            "prompt": [token_id],
+            "max_tokens": 1,
+            "logprobs": 0,
+        }
         body |= {"allowed_token_ids": [token_id], "temperature": 0.5, "seed": 0}
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
         with self.understanding(answer, "a log-prob"):
@@ -166,7 +174,7 @@ class WorkerClient:
         """Sample a request's completions. Their log-probs are as the worker reports them."""
         sampling = request.sampling
         body = {
-            "model": self.model,
+            "model": self.adapter or self.model,
             "prompt": request.prompt,
             "n": request.num_sampled,
             "seed": request.seed,
@@ -190,7 +198,7 @@ class WorkerClient:
     async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
         """Log-probs of all tokens but the first under the worker's weights at temperature 1, nats."""
         body = {
-            "model": self.model,
+            "model": self.adapter or self.model,
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 0,

@@ -42,6 +42,7 @@ class HFEngine:
 
     in_process = True
     reports_log_probs = True
+    takes_adapters = False
     unverified = False
     max_model_len = sys.maxsize  # the model's own context is checked before it is loaded
 

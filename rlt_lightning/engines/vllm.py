@@ -88,6 +88,7 @@ class VLLMEngine:
             )
         self.launch = launch
         self.push = push or GlooPush()
+        self.takes_adapters = self.push.takes_adapters
         self.reports_log_probs = log_probs == "worker"
         self.max_sequences = max_sequences
         self.request_timeout_s = request_timeout_s
@@ -149,7 +150,7 @@ class VLLMEngine:
             return
         self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.push.folder = folder / "weights"
+        self.push.open(model, folder / "weights")
         self.down = {worker.url: "It never answered." for worker in self.workers}
         try:
             if self.launch is not None:
@@ -163,8 +164,9 @@ class VLLMEngine:
     def _start_servers(self, launch: Launch, model: str, logs: Path) -> None:
         for index, worker in enumerate(self.workers):
             port = int(worker.url.rpartition(":")[2])
-            command = launch.command(index, port, model, self.push.backend, str(worker.model))
-            environment = dict(launch.environment)
+            arguments, environment = self.push.launch_options()
+            command = launch.command(index, port, model, self.push.backend, str(worker.model)) + arguments
+            environment = environment | launch.environment
             if launch.gpus is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus[index]))
             if key := worker.api_key:
@@ -181,7 +183,7 @@ class VLLMEngine:
         self.started = False
         self.pushed = -1  # what the workers hold later on is not known
         for worker in self.workers:
-            worker.weights = None
+            worker.weights = worker.adapter = None
             worker.incarnation += 1
 
     # Workers that come and go
@@ -229,7 +231,7 @@ class VLLMEngine:
     def _lose(self, worker: WorkerClient, reason: str, restart: bool = True) -> None:
         """Take a worker out of service; start a launched one again."""
         self.down[worker.url] = reason
-        worker.weights = None
+        worker.weights = worker.adapter = None
         worker.incarnation += 1
         worker.losses += 1
         log.warning("Lost vLLM worker %s: %s", worker.url, reason)  # each time: a warning is shown but once

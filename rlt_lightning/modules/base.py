@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
 from rlt_lightning.modules.packed import HeadOptions, verified_layout
@@ -121,6 +122,7 @@ class PolicyModule(LightningModule):
         attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
         seed: Of everything random inside a step.
+        lora: Train low-rank adapters of these layers, in fp32, and freeze the weights; None: train all.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class PolicyModule(LightningModule):
         attn_implementation: str | None,
         trust_remote_code: bool,
         seed: int,
+        lora: LoRA | None,
     ) -> None:
         super().__init__()
         sizes = {"model.micro_batch_tokens": micro_batch_tokens, "model.head.logits_mib": head.logits_mib}
@@ -152,6 +155,7 @@ class PolicyModule(LightningModule):
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.seed = seed
+        self.lora = lora
         self.phase = StepMeter()
         self.peak_flops = 0.0  # per second, measured at the start of the fit
         self.step_metrics: dict[str, Any] = {}  # of the last step
@@ -162,6 +166,11 @@ class PolicyModule(LightningModule):
     def policy(self) -> Any:
         """The trained model; None before `configure_model`. Call it through `run`."""
         return self.entry and self.entry.model
+
+    @property
+    def forwards_per_step(self) -> int:
+        """What forward and backward count as: a backward as two, or, where weights are frozen, as one."""
+        return 3 if self.lora is None else 2
 
     def setup(self, stage: str) -> None:
         """Refuse, before anything is loaded, number types that training does not work in."""
@@ -182,18 +191,65 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = sharding_of(self.trainer.strategy)
-        self.entry = self.load(self.pretrained, self.dtype_name)
+        self.entry = self.load(self.pretrained, self.dtype_name, self.lora)
         self.entry.train()  # in eval mode, as it is loaded, gradient checkpointing would silently be off
         disable_dropout(self.entry)  # the policy that is scored is the policy that is trained
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def load(self, name: str, dtype: Dtype) -> Entry:
-        """Load a model with this module's options, sharded as the strategy says."""
+    def load(self, name: str, dtype: Dtype, lora: LoRA | None = None) -> Entry:
+        """Load a model with this module's options, adapted if asked for, sharded as the strategy says."""
         options = name, dtype, self.attn_implementation, self.trust_remote_code
         if self.sharding.sharded:
-            return self.sharding.fill(*empty_model(*options))
-        return Entry(load_model(*options))
+            model, read = empty_model(*options)
+            if lora is not None:
+                read = add_adapter(model, lora, self.seed, read)
+            return self.sharding.fill(model, read)
+        model = load_model(*options)
+        if lora is not None:
+            add_adapter(model, lora, self.seed)
+        return Entry(model)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What is trained, of which checkpoints are made; frozen weights are where they came from."""
+        state = super().state_dict(*args, **kwargs)
+        named = self.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take what `state_dict` gave; the frozen weights stay."""
+        return super().load_state_dict(state_dict, strict and self.lora is None, assign)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write down what a model folder can be made of, with the checkpoint's weights."""
+        checkpoint["model"] = self.facts()
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values: how the trained model is loaded, and what there is to know of its training."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        return {
+            "pretrained": self.pretrained,
+            "tokenizer": data.tokenizer_name,
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": self.dtype_name,
+            "lora": self.lora and asdict(self.lora),
+            "training": {
+                "method": type(self).__name__,
+                "optimizer steps": self.global_step,
+                "peak learning rate": self.optimizer_config.lr,
+                "data": f"{data.source} ({len(data.items)} rows)",
+            },
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse what was trained otherwise."""
+        theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
+        if theirs != ours:
+            raise InputError(
+                f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
+                f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
+            )
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(policy, *arguments)`: the one entry, which the strategy wraps."""
@@ -253,6 +309,7 @@ class PolicyModule(LightningModule):
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]  # a LoRA has matrices alone
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
         total_steps = self.total_steps()
         name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlt_lightning.lora import LoRA, without_adapter
 from rlt_lightning.modules.base import Dtype, FrozenModel, OptimizerConfig, PolicyModule
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
@@ -52,6 +55,7 @@ class RLTModule(PolicyModule):
         attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
         seed: Of everything random inside a step.
+        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
 
     Raises:
         InputError: If group_size is below 2, since a group of one has no baseline.
@@ -80,6 +84,7 @@ class RLTModule(PolicyModule):
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,
+        lora: LoRA | None = None,
     ) -> None:
         super().__init__(
             teacher,
@@ -92,6 +97,7 @@ class RLTModule(PolicyModule):
             attn_implementation,
             trust_remote_code,
             seed,
+            lora,
         )
         if group_size < 2:
             raise InputError(
@@ -111,6 +117,7 @@ class RLTModule(PolicyModule):
         self.offload_frozen = offload_frozen
         self.student: FrozenModel | None = None
         self.reference: FrozenModel | None = None  # the initial teacher, moved by ReferenceSync
+        self.reference_moves = False  # whether it will be; ReferenceSync says so
 
     # Setting up
 
@@ -125,7 +132,8 @@ class RLTModule(PolicyModule):
                 "DeepSpeed has offload_parameters of its own."
             )
         self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
-        if self.trainer.training and self.policy_loss.kl_coef:
+        is_base = self.lora is not None and not self.reference_moves  # the policy without its adapter
+        if self.trainer.training and self.policy_loss.kl_coef and not is_base:
             self.reference = FrozenModel(self.load(self.pretrained, self.dtype_name), self.offload_frozen)
 
     @torch.no_grad()
@@ -139,6 +147,12 @@ class RLTModule(PolicyModule):
         with self.student.on(self.device) as student:
             chosen = self.attn_implementation is not None
             self.layout = verified_layout(student, self.student_name, self.layout, chosen)
+
+    def facts(self) -> dict[str, Any]:
+        """See `PolicyModule.facts`."""
+        facts = super().facts()
+        facts["training"] |= {"frozen student": self.student_name, "group size": self.group_size}
+        return facts
 
     # Training
 
@@ -195,7 +209,7 @@ class RLTModule(PolicyModule):
         for number, ((micro_batch, weight), packed, ref_flat) in enumerate(
             zip(plan, packed_rows, reference, strict=True), 1
         ):
-            num_forwards = 3 if ref_flat is None else 4  # a backward counts as two
+            num_forwards = self.forwards_per_step + (ref_flat is not None)
             cost.count(
                 packed, sequences, micro_batch, weight, num_forwards * forward_flops(self.policy, packed)
             )
@@ -272,9 +286,10 @@ class RLTModule(PolicyModule):
 
         All rows before the first update: an offloaded reference is then gone while the policy is trained.
         """
-        if self.reference is None:
+        if not self.policy_loss.kl_coef:
             return [None] * len(packed_rows)
-        with self.reference.on(self.device) as run:
+        base = nullcontext(partial(self.run, without_adapter))
+        with base if self.reference is None else self.reference.on(self.device) as run:
             return [run(log_probs_of, packed, temperature, self.head)[0] for packed in packed_rows]
 
     def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rlt_lightning.lora import LoRA
 from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule
 from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.packed import HeadOptions, log_probs_of
@@ -29,6 +30,7 @@ class SFTModule(PolicyModule):
         attn_implementation: transformers' name; None: ours.
         trust_remote_code: Run code that comes with the model.
         seed: Of everything random inside a step.
+        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class SFTModule(PolicyModule):
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,
+        lora: LoRA | None = None,
     ) -> None:
         super().__init__(
             pretrained,
@@ -55,6 +58,7 @@ class SFTModule(PolicyModule):
             attn_implementation,
             trust_remote_code,
             seed,
+            lora,
         )
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
@@ -69,7 +73,8 @@ class SFTModule(PolicyModule):
             plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
             for number, (micro_batch, weight) in enumerate(plan, 1):
                 packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
-                cost.count(packed, sequences, micro_batch, weight, 3 * forward_flops(self.policy, packed))
+                flops = self.forwards_per_step * forward_flops(self.policy, packed)
+                cost.count(packed, sequences, micro_batch, weight, flops)
                 with self.sharding.micro_batch(last=number == len(plan)):
                     log_probs, _ = self.run(log_probs_of, packed, 1.0, self.head)
                     rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]

@@ -1,0 +1,143 @@
+"""A trained model as an ordinary Hugging Face folder: from a run, or from any checkpoint, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rlt_lightning import __version__
+from rlt_lightning.checkpoints import ALONE, STATE, WEIGHTS, newest_checkpoint, read_state, whole_or_absent
+from rlt_lightning.datamodules.formats import ensure_pad_token
+from rlt_lightning.lora import (
+    ADAPTER_FILE,
+    LoRA,
+    adapter_weights,
+    add_adapter,
+    merged_weights,
+    save_adapter_config,
+)
+from rlt_lightning.pretrained import WeightFiles, empty_model, load_tokenizer, resolve
+from rlt_lightning.sharding import SAFETENSORS, Deferred, Read, stored_once, trained, write_weights
+from rlt_lightning.types import InputError
+
+Adapter = Literal["merged", "alone"]
+
+
+def export_model(
+    model: Any,
+    tensors: dict[str, Any],
+    tokenizer: Any,
+    facts: dict[str, Any],
+    folder: Path,
+    adapter: Adapter = "merged",
+    strategy: Any = ALONE,
+) -> None:
+    """Write weights, configuration, tokenizer with chat template and model card; all ranks meet.
+
+    Args:
+        model: Whose configuration it is; its weights may be empty.
+        tensors: Its stored weights by name, or what stands for them.
+        tokenizer: Its pad token will differ from eos.
+        facts: As `PolicyModule.facts`.
+        folder: Where to; it exists.
+        adapter: Of an adapted model: merged into the weights, or alone, as peft and vLLM read it.
+        strategy: Whose ranks these are.
+    """
+    if strategy.global_rank == 0:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(model_card(facts))
+        if adapter == "merged":
+            model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+        else:
+            save_adapter_config(model, resolve(facts["pretrained"]), folder)
+    if adapter == "merged":
+        named_tensors, file_name = merged_weights(model, tensors), SAFETENSORS
+    else:
+        named_tensors, file_name = adapter_weights(tensors), ADAPTER_FILE
+    write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
+
+
+def export_checkpoint(
+    ckpt_path: str,
+    output_dir: str,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    adapter: Adapter = "merged",
+    overwrite: bool = False,
+) -> None:
+    """Make a Hugging Face folder from a checkpoint of any strategy. Holds at most 4 GiB of weights at a time.
+
+    Args:
+        ckpt_path: A checkpoint, or a run's folder for its newest.
+        output_dir: The folder to make.
+        dtype: Of the weights; none: that of the run's model.dtype.
+        adapter: Of a LoRA: merged into the weights it was trained for, or alone, as peft and vLLM read it.
+        overwrite: Replace what lies in output_dir.
+    """
+    path, folder = Path(ckpt_path), Path(output_dir)
+    if not (path / STATE).exists():
+        path = newest_checkpoint(path / "checkpoints")
+    made = folder.exists() and any(folder.iterdir())
+    if made and not (overwrite and (folder / "config.json").exists()):
+        raise InputError(
+            f"--output_dir must be empty or new, but {folder} is not. Choose another, or replace a model "
+            "that is there with --overwrite true."
+        )
+    facts = read_state(path)["model"]
+    if adapter == "alone" and facts["lora"] is None:
+        raise InputError(
+            f"--adapter alone needs a run with model.lora, but {path} is of one without. Drop it."
+        )
+    model, read = empty_model(facts["pretrained"], dtype or facts["dtype"], None, facts["trust_remote_code"])
+    if facts["lora"] is not None:
+        read = add_adapter(model, LoRA(**facts["lora"]), 0, read)
+    changed, files = trained(model), WeightFiles(str(path / WEIGHTS))
+    tensors = {
+        name: deferred(files if name in changed else read, name, tensor)
+        for name, tensor in stored_once(model).items()
+    }
+    tokenizer = load_tokenizer(facts["tokenizer"], facts["trust_remote_code"])
+    with whole_or_absent(folder, ALONE) as scratch:
+        export_model(model, tensors, tokenizer, facts, scratch, adapter)
+    print(f"Done: {folder}, of {path}")
+
+
+def deferred(read: Read, name: str, like: Tensor) -> Deferred:
+    """A tensor in a file, to be read when it is written."""
+    return Deferred(like.shape, like.dtype, lambda: read(name).to(like.dtype))
+
+
+def model_card(facts: dict[str, Any]) -> str:
+    """Say what the model is, what it was trained on and how, from the run itself."""
+    pretrained, training = facts["pretrained"], dict(facts["training"])
+    method = (
+        "Reinforcement-Learned Teacher (arXiv:2506.08388)"
+        if "frozen student" in training
+        else "Supervised fine-tuning"
+    )
+    if facts["lora"] is not None:
+        training["LoRA"] = ", ".join(f"{key} {value}" for key, value in facts["lora"].items())
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"base_model: {pretrained}",
+        "tags: [rlt_lightning, reasoning]",
+        "---",
+        f"# {method} from {pretrained}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in training.items()),
+        f"| made with | rlt_lightning {__version__} |",
+        "",
+        "The resolved configuration is `config.yaml` in the run folder; the figures of every step are in "
+        "`metrics.csv`.",
+    ]
+    return "\n".join(lines) + "\n"

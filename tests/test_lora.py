@@ -1,0 +1,258 @@
+"""Low-rank adapters: the equation by hand, training under every strategy, export merged and alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_rlt_module import data, module, rollout_callback, trainer
+from test_strategies import run
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rlt_lightning.callbacks import ReferenceSync
+from rlt_lightning.lora import LoRA, add_adapter, merged_weights, without_adapter
+from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.pretrained import empty_model, load_model
+from rlt_lightning.sharding import gathered, stored_once, trained
+from rlt_lightning.types import InputError
+
+LORA = LoRA(rank=4, alpha=8.0)
+IDS = torch.arange(100, 140)[None]
+
+
+def adapted(name: str, lora: LoRA = LORA) -> Any:
+    """A model whose adapter does something."""
+    model = load_model(name)
+    add_adapter(model, lora, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10)
+    return model
+
+
+def log_probs(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits.log_softmax(-1)
+
+
+def merged(model: Any) -> dict[str, Tensor]:
+    weights = {}
+    for name, tensor in merged_weights(model, stored_once(model)):
+        with gathered([tensor]) as [whole]:
+            weights[name] = whole.detach().clone()
+    return weights
+
+
+def test_a_layer_by_hand_and_nothing_else_is_trained(tiny_model: str) -> None:
+    model = adapted(tiny_model, LoRA(rank=2, alpha=3.0, targets=["q_proj"]))
+    assert {name.rpartition("self_attn.")[2] for name in trained(model)} == {
+        "q_proj.lora_A.default.weight",
+        "q_proj.lora_B.default.weight",
+    }
+    layer = model.model.layers[0].self_attn.q_proj
+    x = torch.randn(5, 64)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert (a.shape, b.shape) == ((2, 64), (64, 2))
+    by_hand = x @ layer.base_layer.weight.T + 3.0 / 2 * (x @ a.T) @ b.T
+    torch.testing.assert_close(layer(x), by_hand)
+
+
+def test_training_starts_at_the_pretrained_model(tiny_model: str) -> None:
+    model = load_model(tiny_model)
+    add_adapter(model, LORA, seed=0)
+    assert torch.equal(log_probs(model), log_probs(load_model(tiny_model)))
+    size = sum(tensor.numel() for tensor in trained(model).values())
+    inputs_and_outputs = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)  # q, o; k, v; gate, up, down
+    assert size == 2 * LORA.rank * inputs_and_outputs  # of 2 layers
+
+
+def test_an_empty_model_gets_the_values_of_a_loaded_one(tiny_model: str) -> None:
+    loaded = load_model(tiny_model, "bfloat16")
+    add_adapter(loaded, LORA, seed=3)
+    empty, read = empty_model(tiny_model, "bfloat16")
+    read = add_adapter(empty, LORA, 3, read)
+    assert {tensor.device.type for tensor in stored_once(empty).values()} == {"meta"}
+    for (name, own), (other_name, other) in zip(
+        stored_once(loaded).items(), stored_once(empty).items(), strict=True
+    ):
+        assert (name, own.dtype) == (other_name, other.dtype)
+        assert own.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
+        assert torch.equal(own, read(name).to(own.dtype)), name
+    other_seed = load_model(tiny_model)
+    add_adapter(other_seed, LORA, seed=4)
+    a = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert not torch.equal(trained(loaded)[a], trained(other_seed)[a])
+
+
+def test_merged_weights_compute_the_same_and_without_the_adapter_the_base_does(tiny_model: str) -> None:
+    model, plain = adapted(tiny_model), load_model(tiny_model)
+    base = log_probs(plain)
+    assert torch.equal(without_adapter(model, log_probs), base)
+    ours = log_probs(model)  # the adapter is on again
+    assert (ours - base).abs().max() > 0.01
+    weights = merged(model)
+    assert weights.keys() == stored_once(plain).keys()
+    plain.load_state_dict(weights, strict=False)  # the tied head is not stored
+    torch.testing.assert_close(log_probs(plain), ours, atol=2e-5, rtol=0)
+
+
+def test_a_transposed_layer_merges_too() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel  # whose Conv1D stores (in, out)
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=200, n_positions=64, n_embd=32, n_layer=1, n_head=2)).eval()
+    plain = GPT2LMHeadModel(model.config).eval()
+    add_adapter(model, LoRA(rank=2, alpha=4.0), seed=0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=0.1)
+    plain.load_state_dict(merged(model), strict=False)
+    torch.testing.assert_close(log_probs(plain), log_probs(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 0}, "rank >= 1"),
+        ({"alpha": 0.0}, "alpha > 0"),
+        ({"targets": []}, "and targets"),
+        ({"targets": ["query"]}, "linear layers of the model"),
+        ({"targets": ["lm_head"]}, "language-model head"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(lora: dict[str, Any], message: str, tiny_model: str) -> None:
+    with pytest.raises(InputError, match=message):
+        add_adapter(load_model(tiny_model), LoRA(**lora), seed=0)
+
+
+class End(Callback):
+    """Keeps what a run ended with."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.metrics = pl_module.step_metrics
+        self.weights = merged(pl_module.policy)
+
+
+def fit(model: str, folder: Path, *callbacks: Any, **options: Any) -> End:
+    end = End()
+    optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=0)
+    rlt = module(model, optimizer=optimizer, policy_loss=GRPOLoss(kl_coef=1.0), **options)
+    trainer(folder, rollout_callback(), end, *callbacks, steps=3).fit(rlt, datamodule=data(model, folder))
+    assert (rlt.reference is None) == (not callbacks)
+    return end
+
+
+def test_a_reference_that_rests_is_the_base_and_costs_no_copy(tiny_model: str, tmp_path: Path) -> None:
+    shared = fit(tiny_model, tmp_path / "shared", lora=LORA)
+    copied = fit(tiny_model, tmp_path / "copied", ReferenceSync(every_n_steps=100), lora=LORA)
+    assert shared.metrics["policy/kl_ref"] > 1e-6
+    assert shared.metrics["policy/kl_ref"] == pytest.approx(copied.metrics["policy/kl_ref"], rel=1e-4)
+    for name, tensor in copied.weights.items():
+        torch.testing.assert_close(shared.weights[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_a_moving_reference_moves_towards_the_merged_policy(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0), lora=LORA)
+    callbacks = rollout_callback(), ReferenceSync(every_n_steps=2, alpha=0.75)
+    trainer(tmp_path, *callbacks, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    base, policy = load_model(tiny_model).state_dict(), merged(rlt.policy)
+    assert rlt.reference is not None
+    for name, tensor in rlt.reference.model.named_parameters():
+        torch.testing.assert_close(tensor, 0.75 * policy[name] + 0.25 * base[name])
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of finished runs with an adapter, by strategy; each has exported it alone."""
+    folders = {}
+    for strategy in ("single", "fsdp2", "zero3"):
+        folders[strategy] = tmp_path_factory.mktemp(strategy) / "run"
+        run(tiny_model, folders[strategy], strategy, 4, 4096, "--lora")
+    return folders
+
+
+def with_peft(base: str, folder: Path) -> Any:
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+
+
+def test_every_strategy_trains_the_same_adapter(runs: dict[str, Path], tiny_model: str) -> None:
+    weights = {s: load_file(folder.with_suffix(".safetensors")) for s, folder in runs.items()}
+    checkpoint = load_file(
+        runs["zero3"] / "checkpoints" / "step=000004.ckpt" / "weights" / "model.safetensors"
+    )
+    assert checkpoint.keys() == {name for name in weights["single"] if ".lora_" in name}
+    start = load_model(tiny_model)
+    add_adapter(start, LORA, seed=0)
+    for name, before in stored_once(start).items():
+        after = weights["single"][name]
+        assert torch.equal(before, after) == (".lora_" not in name)
+        for strategy in ("fsdp2", "zero3"):
+            torch.testing.assert_close(weights[strategy][name], after, atol=2e-6, rtol=1e-5)
+    whole = {s: log_probs(with_peft(tiny_model, folder / "model")) for s, folder in runs.items()}
+    for strategy in ("fsdp2", "zero3"):
+        torch.testing.assert_close(whole[strategy], whole["single"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+def test_a_resumed_adapter_is_the_uninterrupted_one(
+    strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    checkpoint = runs[strategy] / "checkpoints" / "step=000002.ckpt"  # its reference lies in the run folder
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "reference").symlink_to(runs[strategy] / "reference")
+    run(tiny_model, tmp_path / "run", strategy, 4, 4096, str(checkpoint), "--lora")
+    ours, theirs = (load_file(f.with_suffix(".safetensors")) for f in (tmp_path / "run", runs[strategy]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(
+    runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("strategy_run.py")
+    checkpoint = runs["single"] / "checkpoints" / "step=000002.ckpt"
+    for strategy in ("single", "fsdp2"):
+        command = [sys.executable, str(script), tiny_model, str(tmp_path / strategy), strategy, "4", "4096"]
+        result = subprocess.run(
+            [*command, str(checkpoint)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert result.returncode != 0
+        assert "must have the same model.lora as this one, but had {'rank': 4" in result.stderr
+
+
+def export(checkpoint: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlt_lightning", "export", f"--ckpt_path={checkpoint}"]
+    return subprocess.run(
+        [*command, f"--output_dir={folder}", *options], capture_output=True, text=True, timeout=240
+    )
+
+
+def test_an_adapter_is_exported_merged_and_alone(
+    runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    alone = log_probs(with_peft(tiny_model, runs["zero3"] / "model"))
+    checkpoint = runs["zero3"] / "checkpoints" / "step=000004.ckpt"
+    for adapter in ("merged", "alone"):
+        result = export(checkpoint, tmp_path / adapter, f"--adapter={adapter}")
+        assert result.returncode == 0, result.stderr
+    assert "LoRA | rank 4, alpha 8.0" in (tmp_path / "merged" / "README.md").read_text()
+    assert torch.equal(log_probs(with_peft(tiny_model, tmp_path / "alone")), alone)
+    config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == tiny_model
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(log_probs(merged_model), alone, atol=2e-5, rtol=0)
