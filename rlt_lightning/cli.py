@@ -187,6 +187,7 @@ def run() -> int:
                 as_positional=False,
                 parser_class=OneLineParser,
                 prog="rlt export",
+                description="Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
             )
             return 0
         RLTCommandLine(

@@ -13,14 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from test_strategies import run as run_strategy
+from transformers import AutoModelForCausalLM
 
 from rlt_lightning.engines import (
+    AdapterPush,
     DiskPush,
     EngineError,
     GlooPush,
@@ -285,11 +289,16 @@ def metrics(run: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("push", [GlooPush, DiskPush])
+LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs by far more than 1e-3
+
+
+@pytest.mark.parametrize(
+    ("push", "options"), [(GlooPush, []), (DiskPush, []), (GlooPush, LORA), (AdapterPush, LORA)]
+)
 def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
-    push: type, smollm2: str, tmp_path: Path
+    push: type, options: list[str], smollm2: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, smollm2, push)]
+    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, smollm2, push), *options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
     rows = metrics(tmp_path / "run")
@@ -299,8 +308,36 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
         assert row["rollout/val_mismatch_max"] <= 1e-3  # greedy
         assert row["policy/grad_norm"] > 0
     assert worker_pids(tmp_path / "run") == []  # nothing is left behind
-    if push is DiskPush:
+    if push is not GlooPush:
         assert len(list((tmp_path / "run" / "weights").iterdir())) == 1
+    if push is AdapterPush:
+        [folder] = (tmp_path / "run" / "weights").iterdir()
+        assert sorted(file.name for file in folder.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+
+
+def test_a_worker_computes_what_an_exported_checkpoint_does(
+    tiny_model: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    """From a checkpoint that two processes wrote under ZeRO-3."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    run_strategy(tiny_model, tmp_path / "run", "zero3", 2)
+    command = [sys.executable, "-m", "rlt_lightning", "export", f"--ckpt_path={tmp_path / 'run'}"]
+    subprocess.run([*command, f"--output_dir={tmp_path / 'model'}"], check=True, timeout=240)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    engine = VLLMEngine(launch=Launch(**LAUNCH))
+    engine.start(exported, trainer.tokenizer, tmp_path)
+    try:
+        text = trainer.prompt("The probe, a text of a few words")
+        [worker] = engine.workers
+        scores = asyncio.run(worker.score(text, 60.0))
+    finally:
+        engine.close()
+    assert scores == pytest.approx(sequence_log_probs(exported, text).tolist(), abs=1e-4)
+    assert scores != pytest.approx(trainer.log_probs(text), abs=1e-3)  # the untrained model's
 
 
 def worker_pids(run: Path) -> list[int]:
