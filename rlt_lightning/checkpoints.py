@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,12 +90,16 @@ def read_state(folder: Path) -> dict[str, Any]:
         InputError: If it is not one that rlt wrote.
     """
     try:
-        state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        return state
+        if zipfile.is_zipfile(folder / STATE):  # else an old format's reader would be let loose on it
+            state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+            if isinstance(state, dict) and "model" in state:
+                return state
+        problem: Exception | None = None
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-        raise InputError(
-            f"The checkpoint {folder} must be one that rlt wrote, but cannot be read. Choose another."
-        ) from error
+        problem = error
+    raise InputError(
+        f"The checkpoint {folder} must be one that rlt wrote, but cannot be read. Choose another."
+    ) from problem
 
 
 def discard(folder: Path) -> None:

@@ -286,8 +286,11 @@ def one_line(message: str) -> str:
         r"^\s*- (?!Expected a <class 'NoneType'>|Does not validate)(.+)$", message, re.MULTILINE
     )
     if "Does not validate against any of the Union subtypes" in message and reasons:
-        place = re.match(r'Parser key "[^"]+": ', message)
-        message = (place.group() if place else "") + reasons[-1]
+        place = re.match(r'Parser key "[^"]+":', message)
+        value = re.search(r"Given value: (.+)$", message)
+        plain = reasons[-1].startswith("Expected a")  # else a class says itself what came
+        got = f". Got value: {value.group(1)}" if plain and value else ""
+        message = (f"{place.group()} " if place else "") + reasons[-1] + got
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
     if "arguments are required" in text:
         text += ". Name an experiment, such as --config configs/quickstart.yaml."
