@@ -13,19 +13,17 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from rlt_lightning import callbacks
+from rlt_lightning import callbacks, rank_failures
 from rlt_lightning.callbacks.checkpoint import newest_checkpoint
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.rank_failures import MISTAKES
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -135,8 +133,10 @@ class RLTCommandLine(LightningCLI):
             )
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
-        config["callbacks"] = [*named, IterationBar(), MetricsResume()]
-        return super().instantiate_trainer(**kwargs)
+        config["callbacks"] = [rank_failures.FailureReport(), *named, IterationBar(), MetricsResume()]
+        trainer = super().instantiate_trainer(**kwargs)
+        rank_failures.watch_over(trainer)
+        return trainer
 
     def _parse_ckpt_path(self) -> None:
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""
@@ -178,6 +178,7 @@ class RLTCommandLine(LightningCLI):
 def run() -> int:
     """Run the command line; 2 after a mistake of the user's, which is told in one line."""
     quiet_third_parties()
+    rank_failures.join(global_rank())
     try:
         RLTCommandLine(
             PolicyModule,
@@ -197,12 +198,14 @@ def run() -> int:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
-    except (InputError, NonFiniteError, EngineError, MisconfigurationException) as error:
-        return fail(str(error))
-    except ValueError as error:
-        if "Does not validate against any of the Union subtypes" not in str(error):
+    except Exception as error:
+        rank_failures.fail(error)
+        # A class that refuses its arguments is a ValueError: the parser wraps what it said.
+        refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
+        if not refused and not isinstance(error, MISTAKES):
             raise
-        return fail(str(error))  # a class refused its arguments: the parser wraps what it said
+        return fail(str(error))
+    rank_failures.leave()
     return 0
 
 
@@ -214,7 +217,7 @@ def fail(message: str) -> int:
 
 def global_rank() -> int:
     """Rank of this process, from what its launcher has set; 0 before anything is launched."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
