@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from rlt_lightning import callbacks, rank_failures
-from rlt_lightning.callbacks.checkpoint import newest_checkpoint
+from rlt_lightning.callbacks.checkpoint import CHOICES, checkpoints_in
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints import FolderCheckpointIO
@@ -37,6 +37,8 @@ RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
 RUN_ENTRIES |= {
     "checkpoints",
+    "validate",
+    "predict",
     "model",
     "model.tmp",
     "reference",
@@ -95,13 +97,17 @@ class RLTCommandLine(LightningCLI):
         """Choose and check the run folder, before anything is built."""
         config = self.config[self.subcommand]
         folder = Path(config.output_dir or self.default_run_folder(config.config))
-        config.output_dir = str(folder)
-        if config.get("ckpt_path") == "last":
-            config.ckpt_path = str(newest_checkpoint(folder / "checkpoints"))
+        resumes_or_starts = self.subcommand == "fit" and config.overwrite and config.ckpt_path == "last"
+        if resumes_or_starts and not checkpoints_in(folder / "checkpoints"):
+            config.ckpt_path = None
+        if config.get("ckpt_path") in CHOICES:
+            config.ckpt_path = str(CHOICES[config.ckpt_path](folder / "checkpoints"))
+            folder /= "" if self.subcommand == "fit" else str(self.subcommand)  # leave the run as it is
         elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
             raise InputError(
-                f"--ckpt_path must be 'last' or a checkpoint that exists, but is {config.ckpt_path}."
+                f"--ckpt_path must be last, best or a checkpoint that exists, but is {config.ckpt_path}."
             )
+        config.output_dir = str(folder)
         if global_rank() == 0:
             ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
             resume = bool(ckpt_path) and self.subcommand == "fit"

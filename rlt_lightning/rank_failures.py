@@ -37,9 +37,7 @@ from rlt_lightning.types import InputError
 
 MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)  # told in one line
 
-ADDRESS = (
-    "RLT_RANK_ZERO"  # host:port:token; in the environment of processes that rank 0 starts, and in the store
-)
+ADDRESS = "RLT_RANK_ZERO"  # host:port:token, in the environment that children inherit, and in the store
 POLL_S = 0.1
 SETTLE_S = 1.5  # how long a broken connection waits for news of the failure that broke it
 GRACE_S = 4.0  # for the main thread to come back and clean up, once the run has failed
@@ -55,9 +53,7 @@ class Failure:
     message: str  # one line
     status: int  # of the processes
     details: str = ""  # a traceback, or nothing
-    kind: Literal["own", "silent", "connection"] = (
-        "own"  # silent: it is gone; connection: another is, or late
-    )
+    kind: Literal["own", "silent", "connection"] = "own"  # silent: gone; connection: another is gone, or late
 
     def tell(self) -> None:
         """Print it."""
@@ -252,8 +248,8 @@ class RankZero(Watch):
         if failure.kind == "silent" or not late:
             return failure
         message = (
-            f"All ranks must meet, but this one waited in vain for rank {'; rank '.join(sorted(late))}. If that "
-            f"rightly takes so long, raise the strategy's timeout (docs/scaling.md). {failure.message}"
+            f"All ranks must meet, but this one waited in vain for rank {'; rank '.join(sorted(late))}. If "
+            f"that rightly takes so long, raise the strategy's timeout (docs/scaling.md). {failure.message}"
         )
         return replace(failure, message=message)
 
