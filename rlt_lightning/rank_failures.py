@@ -249,7 +249,8 @@ class RankZero(Watch):
             return failure
         message = (
             f"All ranks must meet, but this one waited in vain for rank {'; rank '.join(sorted(late))}. If "
-            f"that rightly takes so long, raise the strategy's timeout (docs/scaling.md). {failure.message}"
+            "that rightly takes so long, raise the strategy's timeout, or rollouts.deadline_s. "
+            f"{failure.message}"
         )
         return replace(failure, message=message)
 
@@ -264,7 +265,7 @@ class RankZero(Watch):
             child.kill()
             child.wait()
         failure.tell()
-        end_process(failure.status)
+        end_process(failure)
 
 
 class OtherRank(Watch):
@@ -295,7 +296,7 @@ class OtherRank(Watch):
             for failure in self.news():
                 time.sleep(ASIDE_S)
                 failure.tell()
-                end_process(failure.status)
+                end_process(failure)
             if torch.distributed.is_initialized() and default_store().check([ADDRESS]):
                 return default_store().get(ADDRESS).decode()
             time.sleep(POLL_S)
@@ -307,11 +308,11 @@ class OtherRank(Watch):
         if messages is None:
             if self.rank == 1 or os.environ.get("LOCAL_RANK") == "0":  # one of each node
                 gone(0).tell()
-            end_process(1)
+            end_process(gone(0))
         for message in map(json.loads, messages):
             if "failure" in message:
                 self.parked.wait(GRACE_S)
-                end_process(message["failure"]["status"])
+                end_process(Failure(**message["failure"]))
             if "where" in message:
                 line.send(place=main_thread_place())
             if "done" in message:
@@ -402,8 +403,12 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def end_process(status: int) -> NoReturn:
-    """End at once: cleaning up may take ranks that are gone."""
+def end_process(failure: Failure) -> NoReturn:
+    """End at once: cleaning up may take ranks that are gone. torchrun shows what its error file holds."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time())), "py_callstack": failure.details}
+        message = {"message": f"rlt: error: rank {failure.rank}: {failure.message}", "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(failure.status)

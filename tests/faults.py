@@ -1,33 +1,57 @@
-"""A callback that fails on one rank, to see what becomes of the others."""
+"""What fails, hangs or is slow on one rank, to see what becomes of the others."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from rlt_lightning.types import InputError
+from rlt_lightning.engines import HFEngine
+from rlt_lightning.types import Completion, InputError
 
 
 class Fault(Callback):
-    """Fail on one rank, at one hook of the second step."""
+    """Fail on one rank, at one hook, once so many steps were taken.
 
-    def __init__(
-        self, rank: int, hook: str, kind: Literal["bug", "mistake", "kill", "hang"] = "bug", step: int = 1
-    ) -> None:
+    The kinds: bug, mistake (of the user's), kill, hang; and "bug while the other sleeps", where the other
+    rank sits in what never returns, like a collective of NCCL.
+    """
+
+    def __init__(self, rank: int, hook: str, kind: str, step: int = 1) -> None:
         self.rank, self.kind, self.step = rank, kind, step
         setattr(self, hook, self.fail)
 
     def fail(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_rank != self.rank or trainer.global_step < self.step:
+        if trainer.global_step < self.step:
             return
-        if self.kind == "bug":
+        if trainer.global_rank != self.rank:
+            if "sleeps" in self.kind:
+                time.sleep(3600)
+            return
+        print("--- made", file=sys.stderr, flush=True)
+        if self.kind.startswith("bug"):
             raise ZeroDivisionError(f"made on rank {self.rank}")
         if self.kind == "mistake":
             raise InputError(f"The test must pass, but rank {self.rank} was told to fail. Ignore it.")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
+
+
+class SlowEngine(HFEngine):
+    """Samples on rank 0 for all ranks, as workers do, and takes its time."""
+
+    in_process = False
+    unverified = False
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+
+    def generate(self, *arguments: Any) -> list[list[Completion]]:
+        time.sleep(self.delay_s)
+        return super().generate(*arguments)

@@ -1,8 +1,10 @@
 """A seeded RLT run under a strategy, on given completions; run as a script, in as many processes as it names.
 
-    python tests/strategy_run.py MODEL OUTPUT STRATEGY [STEPS] [TOKENS] [CHECKPOINT]
+    python tests/strategy_run.py MODEL OUTPUT STRATEGY [STEPS] [TOKENS] [CHECKPOINT|-] [uneven]
 
-Writes OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
+Writes OUTPUT.safetensors, the final weights, OUTPUT.json, the metrics of every step, and OUTPUT.rankN.json,
+how many micro-batches the rank's own rows make in every step. "uneven": the second of a step's two prompts,
+which is rank 1's, gets completions ten times as long.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -23,6 +25,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.sharding import gathered, stored_once
 from rlt_lightning.strategies import FSDP2, DeepSpeed
 from rlt_lightning.types import Completion
@@ -42,6 +45,10 @@ class Given(HFEngine):
 
     reports_log_probs = False
 
+    def __init__(self, uneven: bool) -> None:
+        super().__init__()
+        self.uneven = uneven
+
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         self.tokenizer = tokenizer
 
@@ -54,15 +61,27 @@ class Given(HFEngine):
         self, prompts: Any, sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
     ) -> list[list[Completion]]:
         groups = []
-        for seed in seeds:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        for position, seed in enumerate(seeds, rank):
             random = Random(seed)
             longest = random.choice([6, 60])
-            rows = [
-                [random.randrange(100, 2000) for _ in range(random.randint(3, longest))]
-                for _ in range(num_completions)
-            ]
+            lengths = [random.randint(3, longest) for _ in range(num_completions)]
+            if self.uneven:
+                lengths = [10 if position == 0 else 100] * num_completions
+            rows = [[random.randrange(100, 2000) for _ in range(length)] for length in lengths]
             groups.append([Completion(row, None, "length", seed) for row in rows])
         return groups
+
+
+class Counting(RLTModule):
+    """Keeps how many micro-batches its own rows make, before ranks agree on how many they all run."""
+
+    counts: ClassVar[list[int]] = []
+
+    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
+        if torch.is_grad_enabled():  # of the policy update
+            self.counts.append(len(micro_batches(extents, self.micro_batch_tokens, self.layout)))
+        return super().plan(extents, meeting)
 
 
 class Keep(Callback):
@@ -77,6 +96,8 @@ class Keep(Callback):
             self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        counts = self.output.with_suffix(f".rank{trainer.global_rank}.json")
+        counts.write_text(json.dumps(pl_module.counts))
         weights = {}
         for name, tensor in stored_once(pl_module.policy).items():
             with gathered([tensor]) as [whole]:
@@ -91,7 +112,8 @@ def main() -> None:
     steps, tokens = int((sys.argv[4:5] or [6])[0]), int((sys.argv[5:6] or [4096])[0])
     torch.set_num_threads(1)
     folder = Path(output).with_suffix("")
-    resume = (sys.argv[6:7] or [None])[0]
+    resume = next((path for path in sys.argv[6:7] if path != "-"), None)
+    uneven = sys.argv[7:8] == ["uneven"]
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -104,14 +126,14 @@ def main() -> None:
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[
-            RolloutCallback(engine=Given(), sampling=Sampling(max_completion_length=64)),
+            RolloutCallback(engine=Given(uneven), sampling=Sampling(max_completion_length=128)),
             ReferenceSync(every_n_steps=2),
             Checkpoint(dirpath=str(folder / "checkpoints"), save_top_k=-1),
             Keep(Path(output)),
         ],
         **STRATEGIES[strategy](),
     )
-    module = RLTModule(
+    module = Counting(
         teacher=model,
         student=model,
         group_size=4,

@@ -84,6 +84,26 @@ def test_accumulation_does_not_change_the_result(
     assert largest_difference(weights(tmp_path / "run"), weights(runs["single"])) < 1e-5
 
 
+@pytest.fixture(scope="module")
+def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uneven") / "run"
+    run(tiny_model, folder, "single", STEPS, 256, "-", "uneven")
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
+    strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run(tiny_model, folder, strategy, STEPS, 256, "-", "uneven")
+    few, many = (json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1))
+    assert few == [1] * STEPS
+    assert len(many) == STEPS
+    assert min(many) >= 4
+    assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [(s, s) for s in ("single", "fsdp2", "zero1", "zero3")]
