@@ -211,6 +211,10 @@ def run() -> int:
         if not refused and not isinstance(error, MISTAKES):
             raise
         return fail(str(error))
+    except SystemExit as ending:  # Lightning's, after SIGTERM or Ctrl-C
+        if ending.code:
+            rank_failures.fail(ending)
+        raise
     rank_failures.leave()
     return 0
 

@@ -57,7 +57,12 @@ class Failure:
 
     def tell(self) -> None:
         """Print it."""
-        print(f"{self.details}rlt: error: rank {self.rank}: {self.message}", file=sys.stderr, flush=True)
+        print(f"{self.details}{self.line}", file=sys.stderr, flush=True)
+
+    @property
+    def line(self) -> str:
+        """What the user is told last."""
+        return f"rlt: error: rank {self.rank}: {self.message}"
 
 
 class Line:
@@ -256,15 +261,19 @@ class RankZero(Watch):
 
     def end(self, failure: Failure) -> NoReturn:
         """Tell all ranks, wait until they have ended, tell the user, and end."""
+        launched = self.children()
+        if not launched:  # a launcher of another kind ends this process as soon as another has ended
+            failure.tell()
         for line in self.lines:
             line.send(failure=asdict(failure))
         deadline = time.monotonic() + GRACE_S + 1
         while time.monotonic() < deadline and (self.lines or not self.parked.is_set()):
             self.listen()
-        for child in self.children():
+        for child in launched:
             child.kill()
             child.wait()
-        failure.tell()
+        if launched:
+            failure.tell()
         end_process(failure)
 
 
@@ -372,10 +381,12 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     text = " ".join(str(error).split())
     if isinstance(error, MISTAKES):
         return Failure(rank, text, 2)
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return Failure(rank, "It was told to end.", 1)
     broken = isinstance(error, RuntimeError) and "gloo" in text
     broken = broken or isinstance(error, torch.distributed.DistError)
     name = type(error).__name__
-    details = "" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "".join(format_exception(error))
+    details = "".join(format_exception(error))
     return Failure(rank, f"{name}: {text}" if text else name, 1, details, "connection" if broken else "own")
 
 
@@ -406,9 +417,8 @@ def default_store() -> Any:
 def end_process(failure: Failure) -> NoReturn:
     """End at once: cleaning up may take ranks that are gone. torchrun shows what its error file holds."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time())), "py_callstack": failure.details}
-        message = {"message": f"rlt: error: rank {failure.rank}: {failure.message}", "extraInfo": extra}
-        Path(path).write_text(json.dumps({"message": message}))
+        extra = {"timestamp": str(int(time.time())), "py_callstack": failure.line}
+        Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failure.status)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from rlt_lightning.engines import HFEngine
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.types import Completion, InputError
 
 
@@ -52,6 +52,8 @@ class SlowEngine(HFEngine):
         super().__init__()
         self.delay_s = delay_s
 
-    def generate(self, *arguments: Any) -> list[list[Completion]]:
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+    ) -> list[list[Completion]]:
         time.sleep(self.delay_s)
-        return super().generate(*arguments)
+        return super().generate(prompts, sampling, num_completions, stop, seeds)
