@@ -32,6 +32,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
 from rlt_lightning.engines import EngineError
+from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.types import InputError
 
@@ -162,7 +163,11 @@ class RankZero(Watch):
     def __init__(self, one_node: bool) -> None:
         super().__init__(0)
         self.token = secrets.token_hex(16)
-        self.listener = socket.create_server(("127.0.0.1" if one_node else "", 0))
+        self.one_node = one_node
+        if one_node or not socket.has_dualstack_ipv6():
+            self.listener = socket.create_server((LOOPBACK if one_node else "", 0))
+        else:
+            self.listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         self.port = self.listener.getsockname()[1]
         self.announced = False
         self.lines: list[Line] = []
@@ -171,7 +176,7 @@ class RankZero(Watch):
         self.num_done = 0
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
-        os.environ[ADDRESS] = f"127.0.0.1:{self.port}:{self.token}"
+        os.environ[ADDRESS] = f"{LOOPBACK}:{self.port}:{self.token}"
 
     @override
     def watch(self) -> None:
@@ -192,7 +197,7 @@ class RankZero(Watch):
     def announce(self) -> None:
         """Let ranks that this process has not started know where to connect."""
         if not self.announced and torch.distributed.is_initialized():
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            host = LOOPBACK if self.one_node else os.environ["MASTER_ADDR"]
             default_store().set(ADDRESS, f"{host}:{self.port}:{self.token}")
             self.announced = True
 

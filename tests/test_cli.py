@@ -124,37 +124,6 @@ def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_p
     assert metrics(again) == metrics(first)
 
 
-def test_killed_at_any_moment_and_resumed_equals_not_stopping(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = rlt(*small_fit(tiny_model, whole, short_config))
-    assert result.returncode == 0, result.stderr
-    for step in (1, 4):  # after the first iteration; after the reference has moved twice, mid-epoch
-        resume = ["--ckpt_path=last"] if step > 1 else []
-        process = subprocess.Popen(
-            [*RLT, *small_fit(tiny_model, killed, short_config, *resume)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        wait_for((killed / "checkpoints" / f"step={step:06d}.ckpt").exists, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    result = rlt(*small_fit(tiny_model, killed, short_config, "--ckpt_path=last"))
-    assert result.returncode == 0, result.stderr
-    expected, found = metrics(whole), metrics(killed)
-    assert found.keys() == expected.keys() == set(range(1, 8))
-    for step, row in expected.items():
-        assert found[step] == pytest.approx(row, abs=1e-6), step
-    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step=000007.ckpt"]
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(killed)[name], tensor, atol=1e-6, rtol=0)
-    rows = [list(map(explanation, (folder / "rollouts.jsonl").open())) for folder in (whole, killed)]
-    assert rows[0] == rows[1]  # none lost, none twice
-
-
 def test_two_processes_with_unequal_lengths_equal_one(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:

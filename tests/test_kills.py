@@ -132,6 +132,7 @@ def assert_nothing_was_lost(whole: Path, killed: Path, num_steps: int) -> None:
         assert found[step] == pytest.approx(row, abs=1e-6), step
     rows = [sorted(map(explanation, (f / "rollouts.jsonl").open())) for f in (whole, killed)]
     assert rows[0] == rows[1]  # none lost, none twice
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == [f"step={num_steps:06d}.ckpt"]
 
 
 def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int) -> None:
