@@ -20,7 +20,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
 options:
   --output_dir DIR    where a run's files lie; runs/<config>-<time> when not given
-  --ckpt_path last    go on from the last finished iteration of --output_dir
+  --ckpt_path last    go on from the last finished iteration of --output_dir; best: from the best validation
   --overwrite true    replace the run in --output_dir
   --version           show the version and exit
   --help              show this and exit; `rlt fit --help` lists every setting, and

@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import auto_cli
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from rlt_lightning import callbacks
+from rlt_lightning import callbacks, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.checkpoints import FolderCheckpointIO, newest_checkpoint
+from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_in
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.engines import EngineError
 from rlt_lightning.export import export_checkpoint
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.rank_failures import MISTAKES
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -40,6 +38,8 @@ RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
 RUN_ENTRIES |= {
     "checkpoints",
+    "validate",
+    "predict",
     "model",
     "model.tmp",
     "reference",
@@ -98,13 +98,17 @@ class RLTCommandLine(LightningCLI):
         """Choose and check the run folder, before anything is built."""
         config = self.config[self.subcommand]
         folder = Path(config.output_dir or self.default_run_folder(config.config))
-        config.output_dir = str(folder)
-        if config.get("ckpt_path") == "last":
-            config.ckpt_path = str(newest_checkpoint(folder / "checkpoints"))
+        resumes_or_starts = self.subcommand == "fit" and config.overwrite and config.ckpt_path == "last"
+        if resumes_or_starts and not checkpoints_in(folder / "checkpoints"):
+            config.ckpt_path = None
+        if config.get("ckpt_path") in CHOICES:
+            config.ckpt_path = str(CHOICES[config.ckpt_path](folder / "checkpoints"))
+            folder /= "" if self.subcommand == "fit" else str(self.subcommand)  # leave the run as it is
         elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
             raise InputError(
-                f"--ckpt_path must be 'last' or a checkpoint that exists, but is {config.ckpt_path}."
+                f"--ckpt_path must be last, best or a checkpoint that exists, but is {config.ckpt_path}."
             )
+        config.output_dir = str(folder)
         if global_rank() == 0:
             ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
             resume = bool(ckpt_path) and self.subcommand == "fit"
@@ -136,8 +140,10 @@ class RLTCommandLine(LightningCLI):
             )
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
-        config["callbacks"] = [*named, IterationBar(), MetricsResume()]
-        return super().instantiate_trainer(**kwargs)
+        config["callbacks"] = [rank_failures.FailureReport(), *named, IterationBar(), MetricsResume()]
+        trainer = super().instantiate_trainer(**kwargs)
+        rank_failures.watch_over(trainer)
+        return trainer
 
     def _parse_ckpt_path(self) -> None:
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""
@@ -179,6 +185,7 @@ class RLTCommandLine(LightningCLI):
 def run() -> int:
     """Run the command line; 2 after a mistake of the user's, which is told in one line."""
     quiet_third_parties()
+    rank_failures.join(global_rank())
     try:
         if sys.argv[1:2] == ["export"]:
             auto_cli(
@@ -208,12 +215,18 @@ def run() -> int:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
-    except (InputError, NonFiniteError, EngineError, MisconfigurationException) as error:
-        return fail(str(error))
-    except ValueError as error:
-        if "Does not validate against any of the Union subtypes" not in str(error):
+    except Exception as error:
+        rank_failures.fail(error)
+        # A class that refuses its arguments is a ValueError: the parser wraps what it said.
+        refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
+        if not refused and not isinstance(error, MISTAKES):
             raise
-        return fail(str(error))  # a class refused its arguments: the parser wraps what it said
+        return fail(str(error))
+    except SystemExit as ending:  # Lightning's, after SIGTERM or Ctrl-C
+        if ending.code:
+            rank_failures.fail(ending)
+        raise
+    rank_failures.leave()
     return 0
 
 
@@ -225,7 +238,7 @@ def fail(message: str) -> int:
 
 def global_rank() -> int:
     """Rank of this process, from what its launcher has set; 0 before anything is launched."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 

@@ -1,20 +1,17 @@
-"""A seeded RLT run under a strategy, on given completions; run as a script, in as many processes as it names.
-
-    python tests/strategy_run.py MODEL OUTPUT STRATEGY [STEPS] [TOKENS] [CHECKPOINT] [--lora]
-
-Writes OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
-"""
+"""Seeded RLT runs under any strategy, on given completions: a process of `ranks.run`, which sends it jobs."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from ranks import STEPS, done_file
 from safetensors.torch import save_file
 
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, ReferenceSync, RolloutCallback
@@ -24,6 +21,7 @@ from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.lora import LoRA
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.sharding import gathered, stored_once
 from rlt_lightning.strategies import FSDP2, DeepSpeed
 from rlt_lightning.types import Completion
@@ -43,6 +41,10 @@ class Given(HFEngine):
 
     reports_log_probs = False
 
+    def __init__(self, uneven: bool) -> None:
+        super().__init__()
+        self.uneven = uneven
+
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         self.tokenizer = tokenizer
 
@@ -55,15 +57,27 @@ class Given(HFEngine):
         self, prompts: Any, sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
     ) -> list[list[Completion]]:
         groups = []
-        for seed in seeds:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        for position, seed in enumerate(seeds, rank):
             random = Random(seed)
             longest = random.choice([6, 60])
-            rows = [
-                [random.randrange(100, 2000) for _ in range(random.randint(3, longest))]
-                for _ in range(num_completions)
-            ]
+            lengths = [random.randint(3, longest) for _ in range(num_completions)]
+            if self.uneven:
+                lengths = [10 if position == 0 else 100] * num_completions
+            rows = [[random.randrange(100, 2000) for _ in range(length)] for length in lengths]
             groups.append([Completion(row, None, "length", seed) for row in rows])
         return groups
+
+
+class Counting(RLTModule):
+    """Keeps how many micro-batches its own rows make, before ranks agree on how many they all run."""
+
+    counts: ClassVar[list[int]] = []
+
+    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
+        if torch.is_grad_enabled():  # of the policy update
+            self.counts.append(len(micro_batches(extents, self.micro_batch_tokens, self.layout)))
+        return super().plan(extents, meeting)
 
 
 class Keep(Callback):
@@ -78,6 +92,8 @@ class Keep(Callback):
             self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        counts = self.output.with_suffix(f".rank{trainer.global_rank}.json")
+        counts.write_text(json.dumps(pl_module.counts))
         weights = {}
         for name, tensor in stored_once(pl_module.policy).items():
             with gathered([tensor]) as [whole]:
@@ -87,14 +103,38 @@ class Keep(Callback):
             self.output.with_suffix(".json").write_text(json.dumps(self.metrics))
 
 
-def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--lora"]
-    lora = LoRA(rank=4, alpha=8.0) if "--lora" in sys.argv else None
-    model, output, strategy = words[:3]
-    steps, tokens = int((words[3:4] or [6])[0]), int((words[4:5] or [4096])[0])
-    torch.set_num_threads(1)
-    folder = Path(output).with_suffix("")
-    resume = (words[5:6] or [None])[0]
+def run_job(
+    model: str,
+    output: str,
+    strategy: str,
+    steps: int = STEPS,
+    tokens: int = 4096,
+    checkpoint: str | None = None,
+    lora: bool = False,
+    uneven: bool = False,
+) -> None:
+    """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
+
+    OUTPUT.rankN.json: how many micro-batches the rank's own rows made in every step.
+
+    Args:
+        model: Of teacher and student.
+        output: The run folder; results lie beside it.
+        strategy: One of STRATEGIES; with _bf16 at its end, in half precision.
+        steps: Optimizer steps.
+        tokens: Of a micro-batch.
+        checkpoint: To go on from.
+        lora: Train an adapter, and export it alone.
+        uneven: The second of a step's two prompts, which is rank 1's, gets completions ten times as long.
+    """
+    folder = Path(output)
+    Counting.counts.clear()
+    callbacks: list[Callback] = [
+        RolloutCallback(engine=Given(uneven), sampling=Sampling(max_completion_length=128)),
+        ReferenceSync(every_n_steps=2),
+        Checkpoint(dirpath=str(folder / "checkpoints"), save_top_k=-1),
+        Keep(folder),
+    ]
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -106,21 +146,16 @@ def main() -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[
-            RolloutCallback(engine=Given(), sampling=Sampling(max_completion_length=64)),
-            ReferenceSync(every_n_steps=2),
-            Checkpoint(dirpath=str(folder / "checkpoints"), save_top_k=-1),
-            Keep(Path(output)),
-        ],
+        callbacks=[*callbacks, *([ModelExporter(adapter="alone")] if lora else [])],
         **STRATEGIES[strategy](),
     )
-    module = RLTModule(
+    module = Counting(
         teacher=model,
         student=model,
         group_size=4,
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5),
         micro_batch_tokens=tokens,
-        lora=lora,
+        lora=LoRA(rank=4, alpha=8.0) if lora else None,
     )
     data = StratosDataModule(
         source="arithmetic",
@@ -130,9 +165,16 @@ def main() -> None:
         prompts_per_step=2,
         output_dir=str(folder),
     )
-    if lora is not None:
-        trainer.callbacks.append(ModelExporter(adapter="alone"))  # type: ignore[attr-defined]
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+
+
+def main() -> None:
+    """Do what each line of standard input asks for."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        run_job(**job)
+        done_file(job["output"], int(os.environ.get("LOCAL_RANK", 0))).touch()
 
 
 if __name__ == "__main__":

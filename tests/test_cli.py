@@ -124,37 +124,6 @@ def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_p
     assert metrics(again) == metrics(first)
 
 
-def test_killed_at_any_moment_and_resumed_equals_not_stopping(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = rlt(*small_fit(tiny_model, whole, short_config))
-    assert result.returncode == 0, result.stderr
-    for step in (1, 4):  # after the first iteration; after the reference has moved twice, mid-epoch
-        resume = ["--ckpt_path=last"] if step > 1 else []
-        process = subprocess.Popen(
-            [*RLT, *small_fit(tiny_model, killed, short_config, *resume)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        wait_for((killed / "checkpoints" / f"step={step:06d}.ckpt").exists, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    result = rlt(*small_fit(tiny_model, killed, short_config, "--ckpt_path=last"))
-    assert result.returncode == 0, result.stderr
-    expected, found = metrics(whole), metrics(killed)
-    assert found.keys() == expected.keys() == set(range(1, 8))
-    for step, row in expected.items():
-        assert found[step] == pytest.approx(row, abs=1e-6), step
-    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step=000007.ckpt"]
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(killed)[name], tensor, atol=1e-6, rtol=0)
-    rows = [list(map(explanation, (folder / "rollouts.jsonl").open())) for folder in (whole, killed)]
-    assert rows[0] == rows[1]  # none lost, none twice
-
-
 def test_two_processes_with_unequal_lengths_equal_one(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -222,7 +191,8 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
-    from rlt_lightning.callbacks.checkpoint import newest_checkpoint
+    from rlt_lightning.callbacks.checkpoint import best_checkpoint, newest_checkpoint, write_best
+    from rlt_lightning.types import InputError
 
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
         (tmp_path / name).touch()
@@ -232,6 +202,61 @@ def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
         for part in parts:
             (tmp_path / name / part).touch()
     assert newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
+    with pytest.raises(InputError, match="best needs a checkpoint with a score"):
+        best_checkpoint(tmp_path)
+    write_best(
+        tmp_path, {"checkpoint": "step=000010.ckpt", "step": 10, "monitor": "reward/val_mean", "score": 1}
+    )
+    (tmp_path / "best.json.tmp").write_text("{")  # a crash in the middle of pointing to another
+    assert best_checkpoint(tmp_path).name == "step=000010.ckpt"
+    assert newest_checkpoint(tmp_path).name == "step=000012.ckpt"
+    (tmp_path / "step=000010.ckpt").rename(tmp_path / "step=000010.ckpt.tmp")
+    with pytest.raises(InputError, match=r"step=000010.ckpt, but it is gone"):
+        best_checkpoint(tmp_path)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    scored = ["--data.val_rows=4", "--trainer.val_check_interval=1", "--model.optimizer.lr=1e-3"]
+    training = [*scored, "--checkpoint.monitor=reward/val_mean", "--trainer.max_steps=5"]
+    result = rlt(*small_fit(tiny_model, run, short_config, *training))
+    assert result.returncode == 0, result.stderr
+    scores = {step: row["reward/val_mean"] for step, row in metrics(run).items()}
+    best = max(scores, key=lambda step: scores[step])
+    assert best < 5, scores  # else this would not tell it from the newest
+    names = ["best.json", f"step={best:06d}.ckpt", "step=000005.ckpt"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+    trained = weights(run)
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "1 + 1?", "solution": "2", "reasoning_trace": "One and one."}\n')
+
+    validate = ["validate", *small_fit(tiny_model, run, short_config, *scored, "--ckpt_path=best")[1:]]
+    result = rlt(*validate)
+    assert result.returncode == 0, result.stderr
+    [row] = metrics(run / "validate").values()
+    assert row["reward/val_mean"] == pytest.approx(scores[best], abs=1e-6)
+    result = rlt(
+        "predict",
+        "--config=configs/score.yaml",
+        f"--model.teacher={tiny_model}",
+        f"--model.student={tiny_model}",
+        "--trainer.accelerator=cpu",
+        "--data.tags=r1",
+        f"--data.source={source}",
+        f"--output_dir={run}",
+        "--ckpt_path=best",
+    )
+    assert result.returncode == 0, result.stderr
+    assert (run / "predict" / "scores.jsonl").exists()
+    assert metrics(run).keys() == set(range(1, 6))  # the run itself is as it was
+
+    result = rlt(*small_fit(tiny_model, run, short_config, *training, "--ckpt_path=best"))
+    assert result.returncode == 0, result.stderr
+    for name, tensor in trained.items():
+        torch.testing.assert_close(weights(run)[name], tensor, atol=1e-6, rtol=0)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
 
 
 def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) -> None:

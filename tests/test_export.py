@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_strategies import largest_difference, run
+from test_strategies import largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning import sharding
@@ -23,19 +23,11 @@ def rlt_export(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {s: tmp_path_factory.mktemp(s) / "run" for s in ("single", "zero3")}
-    for strategy, folder in folders.items():
-        run(tiny_model, folder, strategy, 2)
-    return folders
-
-
 @pytest.mark.parametrize("strategy", ["single", "zero3"])
 def test_a_checkpoint_becomes_an_ordinary_model_folder(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    checkpoint, folder = runs[strategy] / "checkpoints" / "step=000002.ckpt", tmp_path / "model"
+    checkpoint, folder = runs[strategy] / "checkpoints" / "step=000006.ckpt", tmp_path / "model"
     result = rlt_export(f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"Done: {folder}, of {checkpoint}\n"
@@ -47,7 +39,7 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     assert tokenizer.chat_template
     assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
     card = (folder / "README.md").read_text()
-    assert "| optimizer steps | 2 |" in card
+    assert "| optimizer steps | 6 |" in card
     assert f"| frozen student | {tiny_model} |" in card
 
 

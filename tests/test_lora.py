@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from peft import PeftModel
+from ranks import run
 from safetensors.torch import load_file
 from test_rlt_module import data, module, rollout_callback, trainer
-from test_strategies import run
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -175,12 +174,11 @@ def test_a_moving_reference_moves_towards_the_merged_policy(tiny_model: str, tmp
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of finished runs with an adapter, by strategy; each has exported it alone."""
-    folders = {}
-    for strategy in ("single", "fsdp2", "zero3"):
-        folders[strategy] = tmp_path_factory.mktemp(strategy) / "run"
-        run(tiny_model, folders[strategy], strategy, 4, 4096, "--lora")
+    folders = {s: tmp_path_factory.mktemp(s) / "run" for s in ("single", "fsdp2", "zero3")}
+    for strategy, folder in folders.items():
+        run(tiny_model, folder, strategy, lora=True, steps=4)
     return folders
 
 
@@ -188,10 +186,10 @@ def with_peft(base: str, folder: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
 
 
-def test_every_strategy_trains_the_same_adapter(runs: dict[str, Path], tiny_model: str) -> None:
-    weights = {s: load_file(folder.with_suffix(".safetensors")) for s, folder in runs.items()}
+def test_every_strategy_trains_the_same_adapter(adapters: dict[str, Path], tiny_model: str) -> None:
+    weights = {s: load_file(folder.with_suffix(".safetensors")) for s, folder in adapters.items()}
     checkpoint = load_file(
-        runs["zero3"] / "checkpoints" / "step=000004.ckpt" / "weights" / "model.safetensors"
+        adapters["zero3"] / "checkpoints" / "step=000004.ckpt" / "weights" / "model.safetensors"
     )
     assert checkpoint.keys() == {name for name in weights["single"] if ".lora_" in name}
     start = load_model(tiny_model)
@@ -201,39 +199,30 @@ def test_every_strategy_trains_the_same_adapter(runs: dict[str, Path], tiny_mode
         assert torch.equal(before, after) == (".lora_" not in name)
         for strategy in ("fsdp2", "zero3"):
             torch.testing.assert_close(weights[strategy][name], after, atol=2e-6, rtol=1e-5)
-    whole = {s: log_probs(with_peft(tiny_model, folder / "model")) for s, folder in runs.items()}
+    whole = {s: log_probs(with_peft(tiny_model, folder / "model")) for s, folder in adapters.items()}
     for strategy in ("fsdp2", "zero3"):
         torch.testing.assert_close(whole[strategy], whole["single"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_a_resumed_adapter_is_the_uninterrupted_one(
-    strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+    strategy: str, adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    checkpoint = runs[strategy] / "checkpoints" / "step=000002.ckpt"  # its reference lies in the run folder
+    checkpoint = adapters[strategy] / "checkpoints" / "step=000002.ckpt"
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "reference").symlink_to(runs[strategy] / "reference")
-    run(tiny_model, tmp_path / "run", strategy, 4, 4096, str(checkpoint), "--lora")
-    ours, theirs = (load_file(f.with_suffix(".safetensors")) for f in (tmp_path / "run", runs[strategy]))
+    (tmp_path / "run" / "reference").symlink_to(adapters[strategy] / "reference")
+    run(tiny_model, tmp_path / "run", strategy, steps=4, checkpoint=checkpoint, lora=True)
+    ours, theirs = (load_file(f.with_suffix(".safetensors")) for f in (tmp_path / "run", adapters[strategy]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_checkpoint_of_another_adapter_is_refused(
-    runs: dict[str, Path], tiny_model: str, tmp_path: Path
+    adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    script = Path(__file__).with_name("strategy_run.py")
-    checkpoint = runs["single"] / "checkpoints" / "step=000002.ckpt"
+    checkpoint = adapters["single"] / "checkpoints" / "step=000002.ckpt"
     for strategy in ("single", "fsdp2"):
-        command = [sys.executable, str(script), tiny_model, str(tmp_path / strategy), strategy, "4", "4096"]
-        result = subprocess.run(
-            [*command, str(checkpoint)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert result.returncode != 0
-        assert "must have the same model.lora as this one, but had {'rank': 4" in result.stderr
+        with pytest.raises(AssertionError, match=r"must have the same model\.lora as this one"):
+            run(tiny_model, tmp_path / strategy, strategy, steps=4, checkpoint=checkpoint)
 
 
 def export(checkpoint: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -244,10 +233,10 @@ def export(checkpoint: Path, folder: Path, *options: str) -> subprocess.Complete
 
 
 def test_an_adapter_is_exported_merged_and_alone(
-    runs: dict[str, Path], tiny_model: str, tmp_path: Path
+    adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    alone = log_probs(with_peft(tiny_model, runs["zero3"] / "model"))
-    checkpoint = runs["zero3"] / "checkpoints" / "step=000004.ckpt"
+    alone = log_probs(with_peft(tiny_model, adapters["zero3"] / "model"))
+    checkpoint = adapters["zero3"] / "checkpoints" / "step=000004.ckpt"
     for adapter in ("merged", "alone"):
         result = export(checkpoint, tmp_path / adapter, f"--adapter={adapter}")
         assert result.returncode == 0, result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,47 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import STEPS, run
 from safetensors.torch import load_file
 from torch import Tensor
 
-SCRIPT = Path(__file__).with_name("strategy_run.py")
+ROOT = Path(__file__).parents[1]
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
-STEPS, STOP = 6, 3
-
-
-def run(model: str, folder: Path, strategy: str, *options: object) -> None:
-    """Run to the end; if a rank hangs, no process survives."""
-    if strategy.startswith("zero") and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
-    command = [sys.executable, str(SCRIPT), model, str(folder), strategy, *map(str, options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    assert process.returncode == 0, output[-3000:]
-
-
-@pytest.fixture(scope="module")
-def runs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of finished runs by strategy, made as they are asked for."""
-
-    class Runs(dict[str, Path]):
-        def __missing__(self, strategy: str) -> Path:
-            self[strategy] = tmp_path_factory.mktemp(strategy) / "run"
-            run(tiny_model, self[strategy], strategy, STEPS)
-            return self[strategy]
-
-    return Runs()
+STOP = 3
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -80,8 +45,28 @@ def test_every_strategy_trains_the_same_weights(strategy: str, runs: dict[str, P
 def test_accumulation_does_not_change_the_result(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    run(tiny_model, tmp_path / "run", strategy, STEPS, 256)  # tokens per micro-batch: four of them or more
+    run(tiny_model, tmp_path / "run", strategy, tokens=256)  # tokens per micro-batch: four of them or more
     assert largest_difference(weights(tmp_path / "run"), weights(runs["single"])) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uneven") / "run"
+    run(tiny_model, folder, "single", tokens=256, uneven=True)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
+    strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run(tiny_model, folder, strategy, tokens=256, uneven=True)
+    few, many = (json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1))
+    assert few == [1] * STEPS
+    assert len(many) == STEPS
+    assert min(many) >= 4
+    assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -98,7 +83,7 @@ def test_a_run_goes_on_from_any_checkpoint_under_any_strategy(
     assert [path.name for path in checkpoints] == [f"step={n:06d}.ckpt" for n in range(1, STEPS + 1)]
     for later in checkpoints[STOP:]:
         shutil.rmtree(later)
-    run(tiny_model, folder, after, STEPS, 4096, checkpoints[STOP - 1])
+    run(tiny_model, folder, after, checkpoint=checkpoints[STOP - 1])
     difference = largest_difference(weights(folder), weights(runs[before]))
     assert difference == 0 if before == after else difference < 1e-5
 
@@ -136,7 +121,7 @@ def test_sharded_models_sample_validate_and_export_like_whole_ones(
         command += ["--trainer.val_check_interval=1", f"--output_dir={tmp_path / folder}", *options]
         result = subprocess.run(
             command,
-            cwd=SCRIPT.parents[1],
+            cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -13,14 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from test_strategies import run as run_strategy
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.engines import (
@@ -319,13 +317,10 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
 
 
 def test_a_worker_computes_what_an_exported_checkpoint_does(
-    tiny_model: str, trainer: Trainer, tmp_path: Path
+    runs: dict[str, Path], trainer: Trainer, tmp_path: Path
 ) -> None:
     """From a checkpoint that two processes wrote under ZeRO-3."""
-    if find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
-    run_strategy(tiny_model, tmp_path / "run", "zero3", 2)
-    command = [sys.executable, "-m", "rlt_lightning", "export", f"--ckpt_path={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "rlt_lightning", "export", f"--ckpt_path={runs['zero3']}"]
     subprocess.run([*command, f"--output_dir={tmp_path / 'model'}"], check=True, timeout=240)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     engine = VLLMEngine(launch=Launch(**LAUNCH))

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import discard, discard_unfinished
+from rlt_lightning.checkpoints import (
+    checkpoint_of,
+    discard,
+    discard_unfinished,
+    name_of,
+    read_best,
+    write_best,
+)
 from rlt_lightning.engines.base import EngineError
+from rlt_lightning.types import InputError
 
 
 class Checkpoint(ModelCheckpoint):
-    """Keep the newest checkpoints of the trained weights, optimizer, schedule and data position.
+    """Keep the newest checkpoints, and the best, of weights, optimizer, schedule and data position.
+
+    Which is the best stands in `best.json` beside them. A score counts where a checkpoint was written.
 
     Args:
         dirpath: Folder; the run's `checkpoints/` by default.
         every_n_train_steps: Optimizer steps between checkpoints: what a crash can cost.
         save_top_k: How many of the newest to keep; -1 keeps all.
         train_time_interval: Instead of steps, the time between checkpoints.
+        monitor: Metric of the validation by which one is the best, such as reward/val_mean; None: there is no
+            best.
+        mode: Whether the largest or the smallest is the best.
     """
 
     def __init__(
@@ -31,6 +46,8 @@ class Checkpoint(ModelCheckpoint):
         every_n_train_steps: int | None = 1,
         save_top_k: int = 1,
         train_time_interval: timedelta | None = None,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] = "max",
     ) -> None:
         super().__init__(
             dirpath=dirpath,
@@ -42,17 +59,29 @@ class Checkpoint(ModelCheckpoint):
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             save_on_train_epoch_end=False,
+            enable_version_counter=False,  # a run that went back replaces what lies ahead of it
         )
         self.superseded: list[Path] = []
+        self.best_metric = monitor
+        self.best_mode = mode
+        self.best: dict[str, Any] = {}  # what best.json holds
+
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints lie."""
+        return Path(str(self.dirpath))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what an earlier run left: `last` must not find it once this run has checkpoints."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
-            discard_unfinished(Path(str(self.dirpath)))
+            discard_unfinished(self.folder)
+        self.best = read_best(self.folder)
+        if self.best.get("step", 0) > trainer.global_step or self.best.get("monitor") != self.best_metric:
+            self.best = {}
         keeps_all = self.save_top_k == -1
-        self.superseded = [] if keeps_all else sorted(Path(str(self.dirpath)).glob("step=*.ckpt"))
+        self.superseded = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
 
     @override
     def on_train_batch_end(
@@ -61,11 +90,47 @@ class Checkpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         written = self._last_global_step_saved == trainer.global_step
         if written and self.superseded and trainer.is_global_zero:
-            newest = Path(str(self.dirpath)) / f"step={trainer.global_step:06d}.ckpt"
+            kept = (checkpoint_of(trainer.global_step), self.best.get("checkpoint"))
             for path in self.superseded:
-                if path != newest:
+                if path.name not in kept:
                     discard(path)
             self.superseded = []
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Point to this step's checkpoint if its score is the best so far, then delete the one that was."""
+        super().on_validation_end(trainer, pl_module)
+        if self.best_metric is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if self.best_metric not in trainer.callback_metrics:
+            names = ", ".join(sorted(name for name in trainer.callback_metrics if "/val" in name))
+            raise InputError(
+                f"checkpoint.monitor must be a metric of the validation, but is {self.best_metric}. Set it "
+                f"to one of {names}."
+            )
+        score = float(trainer.callback_metrics[self.best_metric])
+        previous, step = self.best, trainer.global_step
+        sign = 1 if self.best_mode == "max" else -1
+        if not math.isfinite(score) or (previous and sign * (score - previous["score"]) <= 0):
+            return
+        if not (self.folder / checkpoint_of(step)).is_dir():
+            rank_zero_warn(
+                f"{self.best_metric} is {score:g} at step {step}, the best so far, but no checkpoint was "
+                "written there. Let checkpoint.every_n_train_steps divide trainer.val_check_interval."
+            )
+            return
+        self.best = {"checkpoint": checkpoint_of(step), "step": step}
+        self.best |= {"monitor": self.best_metric, "score": score}
+        if trainer.is_global_zero:
+            write_best(self.folder, self.best)
+            newest = [name for name in (self.best_model_path, *self.best_k_models) if name]
+            if previous and self.save_top_k != -1 and previous["checkpoint"] not in map(name_of, newest):
+                discard(self.folder / previous["checkpoint"])
+
+    @override
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if name_of(filepath) != self.best.get("checkpoint"):
+            super()._remove_checkpoint(trainer, filepath)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -83,7 +83,8 @@ class MetricsCSV(Logger):
                         self.rows[number] = {name: value for name, value in row.items() if value}
         if step not in self.rows:
             self.log_metrics(last_row, step)
-        self.saved = self.unsaved = set(self.rows)  # the next save rewrites the file
+        self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
+        self.save()  # now: the next checkpoint will not carry this step's row
 
 
 class MetricsResume(Callback):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,6 +81,8 @@ class RolloutCallback(Callback):
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
             first push to a worker, or to one that is back, is always checked. 0 checks those alone.
+        deadline_s: How long the other ranks wait for rank 0, which alone talks to an engine that is not in
+            process. Above what sampling takes: it is there for a rank 0 that hangs.
         seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run
             repeats it.
     """
@@ -92,6 +95,7 @@ class RolloutCallback(Callback):
         val_completions: int = 1,
         asynchronous: bool = False,
         verify_every_n_steps: int = 1,
+        deadline_s: float = 14400.0,
         seed: int = 0,
     ) -> None:
         self.engine: Engine = HFEngine() if engine is None else engine
@@ -100,7 +104,10 @@ class RolloutCallback(Callback):
         self.val_completions = val_completions
         self.asynchronous = asynchronous
         self.verify_every_n_steps = verify_every_n_steps
+        self.deadline_s = deadline_s
         self.seed = seed
+        self.trainer: Trainer | None = None
+        self.waiting_room: Any = None  # the process group in which ranks wait for rank 0
         self.order: Order | None = None  # not yet handed over
         self.verified_at: int | None = None  # optimizer step of the last check
         self.probe_log_probs: dict[int, list[float]] = {}  # the trainer's, by policy version; the last two
@@ -114,6 +121,7 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
+        self.trainer = trainer
         if stage == "predict" or not isinstance(pl_module, RLTModule):
             return
         if stage == "fit":
@@ -197,8 +205,8 @@ class RolloutCallback(Callback):
     ) -> None:
         if not isinstance(pl_module, RLTModule):
             return
-        if self.order is not None and self.order.future is not None:
-            wait([self.order.future])  # the engine does one thing at a time
+        if (pending := self.order) is not None:  # the engine does one thing at a time
+            self._on_rank_zero(trainer, lambda: pending.future and wait([pending.future]) and None)
         order = self._order(trainer, pl_module, batch.problems, -1)  # the same at every validation
         order.sampling, order.num_completions = self.val_sampling, self.val_completions
         self._attach(trainer, pl_module, batch, order)
@@ -208,12 +216,23 @@ class RolloutCallback(Callback):
         """The completions that are not handed over yet: a resumed run trains on the same ones."""
         if self.order is None:
             return {}
-        try:
-            self.order.take()  # costs nothing: the next step would wait for them
-        except (EngineError, InputError) as error:  # the next step asks again, and tells if that fails too
-            rank_zero_warn(f"The checkpoint holds no completions for the next step: {error}")
-            self.order.future = None
-        return {"order": to_plain(self.order)}
+        order = self.order
+
+        def take() -> str | None:  # costs nothing: the next step would wait for them
+            try:
+                order.take()
+            except (
+                EngineError,
+                InputError,
+            ) as error:  # the next step asks again, and tells if that fails too
+                order.future = None
+                return str(error)
+            return None
+
+        problem = self._on_rank_zero(self.trainer, take) if self.trainer else take()
+        if problem is not None:
+            rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
+        return {"order": to_plain(order)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -345,6 +364,9 @@ class RolloutCallback(Callback):
         """Call a function on rank 0; all ranks get its result, or its error. In process: on every rank."""
         if self.engine.in_process or trainer.world_size == 1:
             return function()
+        if self.waiting_room is None:  # the strategy's group would give up before the engine does
+            timeout = timedelta(seconds=self.deadline_s)
+            self.waiting_room = torch.distributed.new_group(backend="gloo", timeout=timeout)
         outcome: list[Any] = [None]
         failure: EngineError | InputError | None = None
         if trainer.is_global_zero:
@@ -352,7 +374,7 @@ class RolloutCallback(Callback):
                 outcome = [(function(), None)]
             except (EngineError, InputError) as error:
                 failure, outcome = error, [(None, (isinstance(error, InputError), str(error)))]
-        torch.distributed.broadcast_object_list(outcome, src=0)
+        torch.distributed.broadcast_object_list(outcome, src=0, group=self.waiting_room)
         result, problem = outcome[0]
         if problem is not None:
             raise failure or (InputError if problem[0] else EngineError)(problem[1])

@@ -1,0 +1,59 @@
+"""What fails, hangs or is slow on one rank, to see what becomes of the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.types import Completion, InputError
+
+
+class Fault(Callback):
+    """Fail on one rank, at one hook, once so many steps were taken.
+
+    The kinds: bug, mistake (of the user's), kill, hang; and "bug while the other sleeps", where the other
+    rank sits in what never returns, like a collective of NCCL.
+    """
+
+    def __init__(self, rank: int, hook: str, kind: str, step: int = 1) -> None:
+        self.rank, self.kind, self.step = rank, kind, step
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step < self.step:
+            return
+        if trainer.global_rank != self.rank:
+            if "sleeps" in self.kind:
+                time.sleep(3600)
+            return
+        print("--- made", file=sys.stderr, flush=True)
+        if self.kind.startswith("bug"):
+            raise ZeroDivisionError(f"made on rank {self.rank}")
+        if self.kind == "mistake":
+            raise InputError(f"The test must pass, but rank {self.rank} was told to fail. Ignore it.")
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
+
+
+class SlowEngine(HFEngine):
+    """Samples on rank 0 for all ranks, as workers do, and takes its time."""
+
+    in_process = False
+    unverified = False
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+    ) -> list[list[Completion]]:
+        time.sleep(self.delay_s)
+        return super().generate(prompts, sampling, num_completions, stop, seeds)

@@ -1,0 +1,99 @@
+"""Processes that run job after job, alone or as one rank of two: starting them is what takes long."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import pytest
+
+from rlt_lightning.engines.weights import free_port
+
+SCRIPT = Path(__file__).with_name("strategy_run.py")
+STEPS = 6  # of a job that does not say
+DEADLINE_S = 240.0  # of a job: what hangs is killed
+
+
+def run(model: str, output: Path, strategy: str, **options: Any) -> None:
+    """Run `strategy_run.run_job` in as many processes as the strategy takes.
+
+    Raises:
+        AssertionError: With what the processes printed, if one of them fails or hangs.
+    """
+    if strategy.startswith("zero") and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    ranks = RANKS[1 if strategy.startswith("single") else 2]
+    ranks.run({"model": model, "output": str(output), "strategy": strategy, **options})
+
+
+def done_file(output: str | Path, rank: int) -> Path:
+    """Says that a rank is done with a job."""
+    return Path(f"{output}.done{rank}")
+
+
+class Ranks:
+    """As many processes as a run has ranks; started with the first job, and anew after one that failed."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self) -> None:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+        self.log = TemporaryFile("w+")  # noqa: SIM115  (as long as the processes)
+        for rank in range(self.world_size):
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            if self.world_size > 1:
+                environment |= meeting | {"LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(
+                [sys.executable, str(SCRIPT)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=self.log,
+                stderr=self.log,
+                text=True,
+                start_new_session=True,
+            )
+            self.processes.append(process)
+
+    def run(self, job: dict[str, Any]) -> None:
+        if not self.processes:
+            self.start()
+        Path(job["output"]).parent.mkdir(parents=True, exist_ok=True)
+        done = [done_file(job["output"], rank) for rank in range(self.world_size)]
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(job, default=str) + "\n")
+            process.stdin.flush()
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(path.exists() for path in done):
+            failed = any(process.poll() is not None for process in self.processes)
+            if failed or time.monotonic() > deadline:
+                time.sleep(1)  # for the others' last words
+                self.stop()
+                self.log.seek(0)
+                raise AssertionError(f"{job}: {'failed' if failed else 'hangs'}\n{self.log.read()[-4000:]}")
+            time.sleep(0.05)
+        for path in done:
+            path.unlink()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.processes = []
+
+
+RANKS = {world_size: Ranks(world_size) for world_size in (1, 2)}
+for ranks in RANKS.values():
+    atexit.register(ranks.stop)

@@ -1,0 +1,168 @@
+"""SIGKILL at any moment and resuming by the same command equals not stopping.
+
+The long version, 10 kills each, takes about 15 minutes: python -m pytest -m slow tests/test_kills.py -s
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+from test_cli import ROOT, explanation, metrics, weights
+from test_strategies import largest_difference
+
+OPTIONS = {
+    "single": ["--trainer.devices=1"],
+    "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
+}
+ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
+
+
+def fit(model: str, folder: Path, strategy: str, num_steps: int) -> subprocess.Popen[bytes]:
+    """Start the one command that begins a run and goes on with it."""
+    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+    command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
+    command += ["--model.optimizer.lr=1e-3", "--data.num_arithmetic_rows=10"]
+    command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
+    command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
+    command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true"]
+    with open(folder.with_suffix(".log"), "ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def processes(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """All that live of a run, rank 0 first."""
+    own = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == run.pid and process.status() != psutil.STATUS_ZOMBIE:
+                own.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return sorted(own, key=lambda process: process.pid)
+
+
+def kill(run: subprocess.Popen[bytes], victim: str) -> float:
+    """Kill all ranks, or one; returns the seconds until nothing was left."""
+    killed_at = time.monotonic()
+    if victim == "all":
+        os.killpg(run.pid, signal.SIGKILL)
+    else:
+        ranks = {"rank 0": run.pid}
+        for process in processes(run):
+            if process.ppid() == run.pid and process.environ().get("LOCAL_RANK") == "1":
+                ranks["rank 1"] = process.pid
+        os.kill(ranks.get(victim, run.pid), signal.SIGKILL)  # before rank 1 is there: rank 0
+    while left := processes(run):
+        run.poll()
+        if time.monotonic() > killed_at + ENDS_WITHIN_S:
+            os.killpg(run.pid, signal.SIGKILL)
+            pytest.fail(f"{left} outlived {victim}")
+        time.sleep(0.05)
+    run.wait()
+    return time.monotonic() - killed_at
+
+
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        if run.poll() is not None or time.monotonic() > deadline:
+            os.killpg(run.pid, signal.SIGKILL)
+            pytest.fail(f"status {run.returncode}: {log.read_text()[-3000:]}")
+        time.sleep(0.001)
+
+
+def kill_and_resume(
+    model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int
+) -> None:
+    """Run to the end by the same command over and over, killed once at each (moment, victim)."""
+    random = Random(f"kills {strategy} {len(kills)}")
+    checkpoints = folder / "checkpoints"
+
+    def finished() -> set[str]:
+        return {path.name for path in checkpoints.glob("step=*.ckpt")}
+
+    num_half_written = 0
+    for moment, victim in kills:
+        before = finished()
+        run = fit(model, folder, strategy, num_steps)
+        if moment == "loading":
+            time.sleep(random.uniform(1, 10))
+        else:
+            wait_for(lambda before=before: bool(finished() - before), run, folder.with_suffix(".log"))
+        if moment == "writing":
+            wait_for(lambda: any(checkpoints.glob("step=*.tmp")), run, folder.with_suffix(".log"))
+            time.sleep(random.uniform(0, 0.03))
+        elif moment == "step":  # somewhere in sampling, scoring, training
+            time.sleep(random.uniform(0, 1))
+        gone_s = kill(run, victim)
+        left = sorted(path.name for path in checkpoints.glob("*")) if checkpoints.exists() else []
+        num_half_written += any(name.endswith((".tmp", ".old")) for name in left)
+        print(f"{strategy}: killed {victim} in {moment}, all gone after {gone_s:.1f} s, left {left}")
+    run = fit(model, folder, strategy, num_steps)
+    assert run.wait(400) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    print(
+        f"{strategy}: {num_half_written} of {len(kills)} kills left a half written or half deleted checkpoint"
+    )
+
+
+def assert_nothing_was_lost(whole: Path, killed: Path, num_steps: int) -> None:
+    difference = largest_difference(weights(killed), weights(whole))
+    print(f"largest relative difference of a weight tensor: {difference}")
+    assert difference <= 1e-6
+    expected, found = metrics(whole), metrics(killed)
+    assert found.keys() == expected.keys() == set(range(1, num_steps + 1))
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, abs=1e-6), step
+    rows = [sorted(map(explanation, (f / "rollouts.jsonl").open())) for f in (whole, killed)]
+    assert rows[0] == rows[1]  # none lost, none twice
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == [f"step={num_steps:06d}.ckpt"]
+
+
+def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    whole, killed = folder / "whole", folder / "killed"
+    run = fit(model, whole, strategy, num_steps)
+    assert run.wait(400) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    kill_and_resume(model, killed, strategy, kills, num_steps)
+    assert_nothing_was_lost(whole, killed, num_steps)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kills"),
+    [("single", [("writing", "all"), ("step", "all")]), ("zero3", [("step", "rank 1")])],
+)
+def test_killed_and_resumed_equals_not_stopping(
+    strategy: str, kills: list[tuple[str, str]], tiny_model: str, tmp_path: Path
+) -> None:
+    compare(tiny_model, tmp_path, strategy, kills, num_steps=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "zero3"])
+def test_killed_ten_times_and_resumed_equals_not_stopping(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    moments = ["loading"] * 2 + ["step"] * 4 + ["writing"] * 3 + ["written"]
+    random = Random(0)
+    random.shuffle(moments)
+    victims = ["all"] * 10 if strategy == "single" else ["all"] * 4 + ["rank 0"] * 3 + ["rank 1"] * 3
+    random.shuffle(victims)
+    compare(tiny_model, tmp_path, strategy, list(zip(moments, victims, strict=True)), num_steps=40)

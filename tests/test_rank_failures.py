@@ -1,0 +1,185 @@
+"""Real runs of two processes in which one fails: both end within seconds, with its message as last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from test_kills import ROOT, processes
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+TORCHRUN += ("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")  # any free port
+STRATEGIES = {
+    "ddp": ["--trainer.strategy=ddp"],
+    "fsdp2": ["--config=configs/overlays/fsdp2.yaml"],
+    "zero3": ["--config=configs/overlays/zero3.yaml"],
+}
+ENDS_WITHIN_S = 12.0
+MADE = "--- made"  # what a fault prints when it happens
+
+
+class Ended:
+    """A run that has ended: status, output, and how long after the fault every process was gone."""
+
+    def __init__(self, model: str, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> None:
+        command = [
+            sys.executable,
+            *launcher,
+            "-m",
+            "rlt_lightning",
+            "fit",
+            "--config=configs/quickstart.yaml",
+        ]
+        command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
+        command += ["--data.num_arithmetic_rows=8", "--rollouts.sampling.max_completion_length=6"]
+        command += ["--trainer.max_steps=3", "--trainer.devices=2", f"--output_dir={folder}", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        paths = [str(ROOT / "tests"), str(ROOT), environment.get("PYTHONPATH", "")]
+        self.run = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.made_at = 0.0
+        reader = threading.Thread(target=self.read)
+        reader.start()
+        deadline = time.monotonic() + 240
+        while left := processes(self.run):
+            self.run.poll()
+            if time.monotonic() > deadline or (self.made_at and self.seconds() > ENDS_WITHIN_S + 30):
+                os.killpg(self.run.pid, 9)
+                pytest.fail(f"{left} hang: {self.lines[-30:]}")
+            time.sleep(0.05)
+        self.took_s = self.seconds()
+        reader.join()
+        self.status = self.run.wait()
+
+    def read(self) -> None:
+        assert self.run.stderr is not None
+        for line in self.run.stderr:
+            if line.startswith(MADE):
+                self.made_at = time.monotonic()
+            elif line.strip():
+                self.lines.append(line.rstrip())
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.made_at
+
+
+def fault(rank: int, hook: str, kind: str) -> str:
+    arguments = {"rank": rank, "hook": hook, "kind": kind, "step": 0 if hook == "setup" else 1}
+    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "hook", "kind", "status", "message"),
+    [
+        ("ddp", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
+        pytest.param(
+            "ddp",
+            0,
+            "on_train_batch_end",
+            "bug",
+            1,
+            "rank 0: ZeroDivisionError: made on rank 0",
+            marks=pytest.mark.slow,
+        ),
+        ("ddp", 1, "setup", "mistake", 2, "rank 1: The test must pass, but rank 1 was told"),
+        ("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
+        ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* gone without a word"),
+        ("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
+        pytest.param(
+            "ddp",
+            0,
+            "on_train_batch_end",
+            "bug while the other sleeps",
+            1,
+            "rank 0: ZeroDivisionError",
+            marks=pytest.mark.slow,
+        ),
+        ("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
+        ("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
+        pytest.param(
+            "zero3",
+            1,
+            "on_train_batch_start",
+            "kill",
+            1,
+            "rank 1: .* gone without a word",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_all_ranks_end_within_seconds_with_the_message_of_the_one_that_failed(
+    strategy: str, rank: int, hook: str, kind: str, status: int, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    ended = Ended(tiny_model, tmp_path / "run", *STRATEGIES[strategy], fault(rank, hook, kind))
+    output = "\n".join(ended.lines)
+    assert ended.status == status, output
+    assert re.match(f"rlt: error: {message}", ended.lines[-1]), output
+    assert output.count("rlt: error") == 1
+    assert output.count("Traceback") == (1 if kind.startswith("bug") else 0)
+    assert "Connection closed by peer" not in output
+    assert ended.made_at
+    assert ended.took_s < ENDS_WITHIN_S, output
+
+
+def ddp_with_timeout(seconds: int) -> list[str]:
+    return [
+        "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy",
+        f"--trainer.strategy.timeout=0:00:{seconds:02d}",
+    ]
+
+
+@pytest.mark.parametrize(("late", "waiting"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(
+    late: int, waiting: int, tiny_model: str, tmp_path: Path
+) -> None:
+    ended = Ended(
+        tiny_model, tmp_path / "run", *ddp_with_timeout(15), fault(late, "on_train_batch_start", "hang")
+    )
+    expected = (
+        rf"rlt: error: rank {waiting}: .* in vain for rank {late}, in fail \(faults.py:\d+\)\. .*timeout"
+    )
+    assert re.match(expected, ended.lines[-1]), ended.lines
+    assert ended.status == 1
+    assert 10 < ended.took_s < 15 + ENDS_WITHIN_S
+
+
+def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str, tmp_path: Path) -> None:
+    options = [*STRATEGIES["ddp"], fault(1, "on_train_batch_end", "bug")]
+    ended = Ended(tiny_model, tmp_path / "run", *options, launcher=TORCHRUN)
+    told = [line for line in ended.lines if line.startswith("rlt: error")]
+    assert told == ["rlt: error: rank 1: ZeroDivisionError: made on rank 1"], ended.lines
+    assert any("traceback : rlt: error: rank 1" in line for line in ended.lines), ended.lines
+    assert ended.status == 1
+    assert ended.took_s < ENDS_WITHIN_S
+
+
+@pytest.mark.parametrize(("deadline_s", "status"), [(600, 0), (8, 1)])
+def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
+    deadline_s: int, status: int, tiny_model: str, tmp_path: Path
+) -> None:
+    # Sampling takes 20 s, twice what the strategy lets a rank be late.
+    options = [*ddp_with_timeout(10), "--trainer.max_steps=1"]
+    options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.delay_s=20"]
+    ended = Ended(tiny_model, tmp_path / "run", *options, f"--rollouts.deadline_s={deadline_s}")
+    assert ended.status == status, ended.lines
+    if status:
+        expected = r"rlt: error: rank 1: .* waited in vain for rank 0, in .*deadline_s"
+        assert re.match(expected, ended.lines[-1]), ended.lines
