@@ -284,6 +284,12 @@ def test_equal_rewards_give_exactly_zero(estimator):
     assert zero_std_groups(rewards, 3).tolist() == [True, False]
 
 
+def test_advantages_of_close_rewards_sum_to_nothing():
+    rewards = -11.77 + 0.002 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    sums = GroupNormalisedAdvantages()(rewards.flatten(), 8).view(64, 8).sum(dim=1)
+    assert sums.abs().max() < 1e-5  # rounding the mean alone would leave 1e-3
+
+
 def test_shuffled_advantages_stay_in_their_group_and_need_no_state():
     rewards = torch.randn(64, generator=torch.Generator().manual_seed(0))
     right = GroupNormalisedAdvantages()(rewards, 8)

@@ -112,7 +112,9 @@ def zero_std_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 def center(groups: Tensor) -> Tensor:
     """Subtract each group's mean, (P, G) -> (P, G)."""
-    return groups - groups.mean(dim=1, keepdim=True)
+    centered = groups - groups.mean(dim=1, keepdim=True)
+    # The mean is rounded in the unit of the rewards, which std, where they are close, is far below.
+    return centered - centered.mean(dim=1, keepdim=True)
 
 
 def in_groups(rewards: Tensor, group_size: int) -> Tensor:
