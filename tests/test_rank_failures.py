@@ -98,7 +98,6 @@ def fault(rank: int, hook: str, kind: str) -> str:
             marks=pytest.mark.slow,
         ),
         ("ddp", 1, "setup", "mistake", 2, "rank 1: The test must pass, but rank 1 was told"),
-        ("ddp", 1, "init", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
         ("ddp", 1, "init", "kill", 1, "rank 1: .* gone without a word"),
         ("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
         ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* gone without a word"),
@@ -178,7 +177,7 @@ def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str,
 def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
     deadline_s: int, status: int, tiny_model: str, tmp_path: Path
 ) -> None:
-    # Sampling takes longer than the strategy lets a rank be late, which is also how long they may take to meet.
+    # Sampling takes longer than the strategy lets a rank be late, and than ranks may take to meet first.
     options = [*ddp_with_timeout(40), "--trainer.max_steps=1"]
     options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.delay_s=50"]
     ended = Ended(tiny_model, tmp_path / "run", *options, f"--rollouts.deadline_s={deadline_s}")

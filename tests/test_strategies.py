@@ -87,7 +87,7 @@ def test_accumulation_does_not_change_the_result(
 @pytest.fixture(scope="module")
 def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uneven") / "run"
-    run(tiny_model, folder, "single", STEPS, 256, "-", "uneven")
+    run(tiny_model, folder, "single", STEPS, 240, "-", "uneven")
     return folder
 
 
@@ -96,7 +96,7 @@ def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
     strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    run(tiny_model, folder, strategy, STEPS, 256, "-", "uneven")
+    run(tiny_model, folder, strategy, STEPS, 240, "-", "uneven")
     few, many = (json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1))
     assert few == [1] * STEPS
     assert len(many) == STEPS
