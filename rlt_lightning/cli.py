@@ -216,12 +216,12 @@ def run() -> int:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
-        rank_failures.fail(error)
         # A class that refuses its arguments is a ValueError: the parser wraps what it said.
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
-        if not refused and not isinstance(error, MISTAKES):
-            raise
-        return fail(str(error))
+        if refused or isinstance(error, MISTAKES):
+            return fail(str(error))
+        rank_failures.fail(error)
+        raise
     except SystemExit as ending:  # Lightning's, after SIGTERM or Ctrl-C
         if ending.code:
             rank_failures.fail(ending)
@@ -231,7 +231,8 @@ def run() -> int:
 
 
 def fail(message: str) -> int:
-    """Tell what is wrong in one line; returns the exit status."""
+    """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
+    rank_failures.fail(InputError(one_line(message)))
     print(f"rlt: error: {one_line(message)}", file=sys.stderr)
     return 2
 

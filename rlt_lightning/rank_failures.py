@@ -251,8 +251,9 @@ class RankZero(Watch):
 
     def explained(self, failure: Failure) -> Failure:
         """Add where the other ranks are, as far as they answer."""
-        places = {line.rank: line.place for line in self.lines if line.rank != failure.rank}
-        places |= {} if failure.rank == 0 else {0: main_thread_place()}
+        places: dict[int, tuple[str, bool] | None] = dict.fromkeys(range(self.world_size))
+        places |= {0: main_thread_place()} | {line.rank: line.place for line in self.lines}
+        del places[failure.rank]
         late = [f"{rank}, in {place[0]}" for rank, place in places.items() if place and not place[1]]
         late += [f"{rank}, which does not answer" for rank, place in places.items() if not place]
         if failure.kind == "silent" or not late:

@@ -100,11 +100,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 weights too.
+        logging_batch_size_per_gpu: Of DeepSpeed's own reports alone.
         kwargs: Lightning's, such as offload_optimizer and offload_parameters.
     """
 
-    def __init__(self, stage: int = 3, **kwargs: Any) -> None:
-        super().__init__(stage=stage, **{"logging_batch_size_per_gpu": 1, **kwargs})
+    def __init__(self, stage: int = 3, logging_batch_size_per_gpu: int = 1, **kwargs: Any) -> None:
+        super().__init__(stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, **kwargs)
 
     @override
     def setup_environment(self) -> None:

@@ -23,7 +23,10 @@ class Fault(Callback):
 
     def __init__(self, rank: int, hook: str, kind: str, step: int = 1) -> None:
         self.rank, self.kind, self.step = rank, kind, step
-        setattr(self, hook, self.fail)
+        if hook != "init":
+            setattr(self, hook, self.fail)
+        elif os.environ.get("LOCAL_RANK") == str(rank):  # before ranks have met
+            self.make()
 
     def fail(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step < self.step:
@@ -32,6 +35,9 @@ class Fault(Callback):
             if "sleeps" in self.kind:
                 time.sleep(3600)
             return
+        self.make()
+
+    def make(self) -> None:
         print("--- made", file=sys.stderr, flush=True)
         if self.kind.startswith("bug"):
             raise ZeroDivisionError(f"made on rank {self.rank}")

@@ -57,15 +57,24 @@ class Given(HFEngine):
         self, prompts: Any, sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
     ) -> list[list[Completion]]:
         groups = []
+        end = self.tokenizer.encode(stop, add_special_tokens=False)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         for position, seed in enumerate(seeds, rank):
             random = Random(seed)
             longest = random.choice([6, 60])
             lengths = [random.randint(3, longest) for _ in range(num_completions)]
             if self.uneven:
-                lengths = [10 if position == 0 else 100] * num_completions
+                lengths = [
+                    random.randint(6, 9) * (1 if position == 0 else 10) for _ in range(num_completions)
+                ]
             rows = [[random.randrange(100, 2000) for _ in range(length)] for length in lengths]
-            groups.append([Completion(row, None, "length", seed) for row in rows])
+            reasons = ["length"] * num_completions
+            if self.uneven:  # closed ones get no penalty: far apart, rewards do not magnify rounding
+                rows = [row + end * (i % 2) for i, row in enumerate(rows)]
+                reasons = ["length", "stop"] * (num_completions // 2)
+            groups.append(
+                [Completion(row, None, reason, seed) for row, reason in zip(rows, reasons, strict=True)]
+            )
         return groups
 
 

@@ -70,10 +70,10 @@ class Ended:
     def read(self) -> None:
         assert self.run.stderr is not None
         for line in self.run.stderr:
-            if line.startswith(MADE):
+            if MADE in line:
                 self.made_at = time.monotonic()
-            elif line.strip():
-                self.lines.append(line.rstrip())
+            if line := line.replace(MADE, "").strip():
+                self.lines.append(line)
 
     def seconds(self) -> float:
         return time.monotonic() - self.made_at
@@ -98,6 +98,7 @@ def fault(rank: int, hook: str, kind: str) -> str:
             marks=pytest.mark.slow,
         ),
         ("ddp", 1, "setup", "mistake", 2, "rank 1: The test must pass, but rank 1 was told"),
+        ("ddp", 1, "init", "kill", 1, "rank 1: .* gone without a word"),
         ("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
         ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* gone without a word"),
         ("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
@@ -136,6 +137,7 @@ def test_all_ranks_end_within_seconds_with_the_message_of_the_one_that_failed(
     assert output.count("Traceback") == (1 if kind.startswith("bug") else 0)
     assert "Connection closed by peer" not in output
     assert ended.made_at
+    print(f"{strategy}: rank {rank}, {kind} in {hook}: all ended after {ended.took_s:.1f} s")
     assert ended.took_s < ENDS_WITHIN_S, output
 
 
@@ -151,14 +153,14 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     late: int, waiting: int, tiny_model: str, tmp_path: Path
 ) -> None:
     ended = Ended(
-        tiny_model, tmp_path / "run", *ddp_with_timeout(15), fault(late, "on_train_batch_start", "hang")
+        tiny_model, tmp_path / "run", *ddp_with_timeout(40), fault(late, "on_train_batch_start", "hang")
     )
     expected = (
         rf"rlt: error: rank {waiting}: .* in vain for rank {late}, in fail \(faults.py:\d+\)\. .*timeout"
     )
     assert re.match(expected, ended.lines[-1]), ended.lines
     assert ended.status == 1
-    assert 10 < ended.took_s < 15 + ENDS_WITHIN_S
+    assert 35 < ended.took_s < 40 + ENDS_WITHIN_S
 
 
 def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str, tmp_path: Path) -> None:
@@ -175,9 +177,9 @@ def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str,
 def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
     deadline_s: int, status: int, tiny_model: str, tmp_path: Path
 ) -> None:
-    # Sampling takes 20 s, twice what the strategy lets a rank be late.
-    options = [*ddp_with_timeout(10), "--trainer.max_steps=1"]
-    options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.delay_s=20"]
+    # Sampling takes longer than the strategy lets a rank be late, and than ranks may take to meet first.
+    options = [*ddp_with_timeout(40), "--trainer.max_steps=1"]
+    options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.delay_s=50"]
     ended = Ended(tiny_model, tmp_path / "run", *options, f"--rollouts.deadline_s={deadline_s}")
     assert ended.status == status, ended.lines
     if status:

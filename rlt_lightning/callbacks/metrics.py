@@ -98,11 +98,17 @@ class MetricsResume(Callback):
         self.last_row: dict[str, float] = {}
 
     @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        names: dict[str, Any] = pl_module.step_metrics  # type: ignore[assignment]
+        self.last_row = {name: float(trainer.callback_metrics[name]) for name in names}  # means over ranks
+
+    @override
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        row: dict[str, Any] = pl_module.step_metrics  # type: ignore[assignment]
-        checkpoint["step_metrics"] = {name: float(value) for name, value in row.items()}
+        checkpoint["step_metrics"] = self.last_row
 
     @override
     def on_load_checkpoint(

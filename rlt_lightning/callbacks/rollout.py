@@ -52,6 +52,11 @@ class Order:
     asked: list[int] = field(default_factory=list)  # positions that the engine was asked for
     future: Future[list[list[Completion]]] | None = None  # of those, while they are sampled; on rank 0
 
+    def wait(self) -> None:
+        """Wait until the engine has finished, or failed."""
+        if self.future is not None:
+            wait([self.future])
+
     def take(self) -> None:
         """Wait for what the engine was asked for and keep it; what lost workers left stays missing."""
         if self.future is None:
@@ -205,8 +210,8 @@ class RolloutCallback(Callback):
     ) -> None:
         if not isinstance(pl_module, RLTModule):
             return
-        if (pending := self.order) is not None:  # the engine does one thing at a time
-            self._on_rank_zero(trainer, lambda: pending.future and wait([pending.future]) and None)
+        if self.order is not None:
+            self._on_rank_zero(trainer, self.order.wait)  # the engine does one thing at a time
         order = self._order(trainer, pl_module, batch.problems, -1)  # the same at every validation
         order.sampling, order.num_completions = self.val_sampling, self.val_completions
         self._attach(trainer, pl_module, batch, order)
@@ -221,11 +226,8 @@ class RolloutCallback(Callback):
         def take() -> str | None:  # costs nothing: the next step would wait for them
             try:
                 order.take()
-            except (
-                EngineError,
-                InputError,
-            ) as error:  # the next step asks again, and tells if that fails too
-                order.future = None
+            except (EngineError, InputError) as error:
+                order.future = None  # the next step asks again, and tells if that fails too
                 return str(error)
             return None
 
