@@ -34,6 +34,10 @@ STRATEGIES: dict[str, Any] = {
     "zero3": lambda: dict(strategy=DeepSpeed(stage=3), devices=2),
     "zero2": lambda: dict(strategy=DeepSpeed(stage=2), devices=2),
     "zero1": lambda: dict(strategy=DeepSpeed(stage=1), devices=2),
+    "zero3_offload": lambda: dict(
+        strategy=DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True), devices=2
+    ),
+    "zero2_offload": lambda: dict(strategy=DeepSpeed(stage=2, offload_optimizer=True), devices=2),
 }
 
 
@@ -72,6 +76,9 @@ class Keep(Callback):
         self.output = output
         self.metrics: list[dict[str, float]] = []
 
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.output / "initial.ckpt")
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.is_global_zero:
             self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
@@ -109,7 +116,8 @@ def main() -> None:
             Checkpoint(dirpath=str(folder / "checkpoints"), save_top_k=-1),
             Keep(Path(output)),
         ],
-        **STRATEGIES[strategy](),
+        **STRATEGIES[strategy.removesuffix("_bf16")](),
+        precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
     )
     module = RLTModule(
         teacher=model,

@@ -13,6 +13,7 @@ from rlt_lightning import __version__
 from rlt_lightning.checkpoints import ALONE, whole_or_absent
 from rlt_lightning.datamodules.formats import ensure_pad_token
 from rlt_lightning.sharding import stored_once, write_weights
+from rlt_lightning.strategies import NamedCheckpoints
 
 
 class ModelExporter(Callback):
@@ -47,7 +48,9 @@ def export_model(model: Any, tokenizer: Any, folder: Path, strategy: Any = ALONE
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    write_weights(list(stored_once(model).items()), folder, strategy.global_rank, strategy.world_size)
+    # DeepSpeed keeps the fp32 weights that it trains apart from those that it computes with.
+    weights = strategy.weights(model) if isinstance(strategy, NamedCheckpoints) else stored_once(model)
+    write_weights(list(weights.items()), folder, strategy.global_rank, strategy.world_size)
 
 
 def model_card(trainer: Trainer, pl_module: Any) -> str:

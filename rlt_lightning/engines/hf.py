@@ -41,6 +41,7 @@ class HFEngine:
     """
 
     in_process = True
+    takes_turns = False
     reports_log_probs = True
     unverified = False
     max_model_len = sys.maxsize  # the model's own context is checked before it is loaded
@@ -93,6 +94,9 @@ class HFEngine:
                 "HFEngine must be started with a model before it can serve: call start(model, tokenizer, "
                 "folder)."
             )
+
+    def rest(self) -> None:
+        """Nothing: it holds no memory between calls."""
 
     def close(self) -> None:
         """Drop the references to the trainer's model."""
