@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -111,7 +111,8 @@ def recover(folder: Path) -> None:
     """Give back the name of a checkpoint that was about to be replaced by another of its step."""
     for doomed in folder.glob("step=*.ckpt.old"):
         if (doomed / STATE).exists() and not doomed.with_suffix("").exists():
-            os.replace(doomed, doomed.with_suffix(""))
+            with suppress(FileNotFoundError):  # another rank has just done it
+                os.replace(doomed, doomed.with_suffix(""))
 
 
 def discard_unfinished(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning import callbacks
 from rlt_lightning.callbacks.checkpoint import newest_checkpoint
@@ -26,6 +27,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -133,6 +135,7 @@ class RLTCommandLine(LightningCLI):
                 "Every run has one RolloutCallback, but trainer.callbacks names another. Remove it there; "
                 "its settings are those under rollouts."
             )
+        require_known_strategy(config["strategy"])
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
         config["callbacks"] = [*named, IterationBar(), MetricsResume()]
@@ -227,6 +230,17 @@ def trained_model(model: Any) -> str | None:
 def frozen_student(model: Any) -> str | None:
     """The student's name, so that its vocabulary is compared before any model is loaded."""
     return ((model and model.get("init_args")) or {}).get("student")
+
+
+def require_known_strategy(strategy: Any) -> None:
+    """Check that steps of several micro-batches, and our checkpoints, work under a strategy."""
+    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
+    if not known and strategy not in ("auto", "ddp"):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise InputError(
+            f"trainer.strategy must be auto, ddp, or that of an overlay, but is {name}. For weights in shards "
+            "add --config configs/overlays/fsdp2.yaml or zero3.yaml; docs/scaling.md lists all overlays."
+        )
 
 
 def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:

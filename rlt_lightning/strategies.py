@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlt_lightning.checkpoints import (
 )
 from rlt_lightning.pretrained import WeightFiles
 from rlt_lightning.sharding import fill_in_place, full_shape, set_whole, stored_once
+from rlt_lightning.types import InputError
 
 # What DeepSpeed's optimizers call this rank's fp32 weights: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
 FLAT_WEIGHTS = (
@@ -110,6 +112,11 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     """
 
     def __init__(self, stage: int = 3, **kwargs: Any) -> None:
+        if find_spec("deepspeed") is None:
+            raise InputError(
+                "A strategy of DeepSpeed needs its package, but it is not installed. Install the extra: "
+                "pip install -e '.[deepspeed]'; or use configs/overlays/fsdp2.yaml."
+            )
         super().__init__(stage=stage, **{"logging_batch_size_per_gpu": 1, **kwargs})
 
     @override

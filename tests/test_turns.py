@@ -1,4 +1,4 @@
-"""Workers that share GPUs with training: they sleep while it runs, and nothing asks a sleeping one for work."""
+"""Workers that share GPUs with training: they sleep while it runs, and nothing is asked of sleeping ones."""
 
 from __future__ import annotations
 
