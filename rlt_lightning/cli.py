@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning import callbacks
@@ -121,7 +122,8 @@ class RLTCommandLine(LightningCLI):
 
     def default_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""
-        if global_rank() > 0 and RUN_FOLDER not in os.environ:
+        launched = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+        if launched and RUN_FOLDER not in os.environ:  # each process would name its own
             raise InputError("A run that a launcher starts in several processes needs --output_dir. Set it.")
         name = Path(str(configs[0])).stem if configs else str(self.subcommand)
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -238,8 +240,8 @@ def require_known_strategy(strategy: Any) -> None:
     if not known and strategy not in ("auto", "ddp"):
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise InputError(
-            f"trainer.strategy must be auto, ddp, or that of an overlay, but is {name}. For weights in shards "
-            "add --config configs/overlays/fsdp2.yaml or zero3.yaml; docs/scaling.md lists all overlays."
+            f"trainer.strategy must be auto, ddp or an overlay's, but is {name}. For weights in shards add "
+            "--config configs/overlays/fsdp2.yaml or zero3.yaml; docs/scaling.md lists all overlays."
         )
 
 

@@ -117,7 +117,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
                 "A strategy of DeepSpeed needs its package, but it is not installed. Install the extra: "
                 "pip install -e '.[deepspeed]'; or use configs/overlays/fsdp2.yaml."
             )
-        super().__init__(stage=stage, **{"logging_batch_size_per_gpu": 1, **kwargs})
+        super().__init__(stage=stage, logging_batch_size_per_gpu=1, **kwargs)
 
     @override
     def setup_environment(self) -> None:
