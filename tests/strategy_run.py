@@ -8,6 +8,7 @@ Writes OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of ev
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from random import Random
@@ -78,6 +79,8 @@ class Keep(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         trainer.save_checkpoint(self.output / "initial.ckpt")
+        if "SPOIL_GRADIENTS" in os.environ:
+            next(pl_module.policy.parameters()).register_hook(lambda gradient: gradient * torch.nan)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.is_global_zero:

@@ -71,6 +71,17 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(
     assert largest_difference(weights(folder), weights(runs[strategy])) == 0
 
 
+@pytest.mark.parametrize("strategy", ["zero1_bf16", "zero3"])
+def test_a_gradient_that_is_not_finite_stops_the_run(
+    strategy: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOIL_GRADIENTS", "1")
+    with pytest.raises(
+        AssertionError, match="NonFiniteError: Every gradient must be finite, but after step 1"
+    ):
+        run(tiny_model, tmp_path / "run", strategy, STEPS)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     if strategy == "zero3":
