@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from jsonargparse import auto_cli
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning import callbacks, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
@@ -25,6 +27,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.export import export_checkpoint
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.rank_failures import MISTAKES
+from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -124,7 +127,8 @@ class RLTCommandLine(LightningCLI):
 
     def default_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""
-        if global_rank() > 0 and RUN_FOLDER not in os.environ:
+        launched = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+        if launched and RUN_FOLDER not in os.environ:  # each process would name its own
             raise InputError("A run that a launcher starts in several processes needs --output_dir. Set it.")
         name = Path(str(configs[0])).stem if configs else str(self.subcommand)
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -138,6 +142,7 @@ class RLTCommandLine(LightningCLI):
                 "Every run has one RolloutCallback, but trainer.callbacks names another. Remove it there; "
                 "its settings are those under rollouts."
             )
+        require_known_strategy(config["strategy"])
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
         config["callbacks"] = [rank_failures.FailureReport(), *named, IterationBar(), MetricsResume()]
@@ -252,6 +257,17 @@ def trained_model(model: Any) -> str | None:
 def frozen_student(model: Any) -> str | None:
     """The student's name, so that its vocabulary is compared before any model is loaded."""
     return ((model and model.get("init_args")) or {}).get("student")
+
+
+def require_known_strategy(strategy: Any) -> None:
+    """Check that steps of several micro-batches, and our checkpoints, work under a strategy."""
+    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
+    if not known and strategy not in ("auto", "ddp"):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise InputError(
+            f"trainer.strategy must be auto, ddp or an overlay's, but is {name}. For weights in shards add "
+            "--config configs/overlays/fsdp2.yaml or zero3.yaml; docs/scaling.md lists all overlays."
+        )
 
 
 def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:

@@ -200,6 +200,7 @@ class Whole:
     """Every process holds all weights: a single one, or DDP."""
 
     sharded = False  # whether a forward is a meeting of all ranks
+    steps_on_cpu = False  # whether the optimizer's states are kept, and stepped, in main memory
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -233,14 +234,17 @@ class FullyShard(Whole):
 
     def fill(self, model: nn.Module, read: Read) -> Entry:
         """Shard the empty model, then keep this rank's part of each tensor."""
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = self.strategy.device_mesh["data_parallel"]
+        options: dict[str, Any] = {"mesh": self.strategy.device_mesh["data_parallel"]}
+        if self.strategy.precision_plugin.precision == "bf16-mixed":
+            # Autocast alone would gather fp32 weights, and keep a copy of all of them in half precision.
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         buffers = dict(model.named_buffers())
         for block in blocks(model):
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, **options)
         # A root keeps its weights whole after a forward by default, and frozen ones would stay so.
-        entry: Any = fully_shard(Entry(model), mesh=mesh, reshard_after_forward=True)
+        entry: Any = fully_shard(Entry(model), reshard_after_forward=True, **options)
         entry.to_empty(device=self.strategy.root_device)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -252,6 +256,23 @@ class FullyShard(Whole):
 class DeepSpeedZeRO(Whole):
     """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states, and gradients, lie in shards."""
 
+    @property
+    def steps_on_cpu(self) -> bool:  # type: ignore[override]
+        """Whether the strategy has offload_optimizer."""
+        return "offload_optimizer" in self.strategy.config["zero_optimization"]
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether models run in bfloat16: DeepSpeed casts weights, where others have autocast."""
+        return "bf16" in self.strategy.config
+
+    def freeze(self, entry: Any) -> Callable[..., Any]:
+        """Cast the model as DeepSpeed does with the trained one: weights, but no buffers."""
+        if self.half_precision:
+            for parameter in entry.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return entry
+
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Tell the engine before the forward: it takes every backward for the last one otherwise."""
         self.strategy.model.set_gradient_accumulation_boundary(last)
@@ -260,7 +281,8 @@ class DeepSpeedZeRO(Whole):
     def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         """Let the engine clip, to the norm in its configuration, and step."""
         optimizer.step()
-        return torch.tensor(float(self.strategy.model.get_global_grad_norm()))
+        norm = float(self.strategy.model.get_global_grad_norm())
+        return torch.tensor(norm if norm >= 0 else torch.nan)  # DeepSpeed calls one that is not finite -1
 
 
 class ZeRO3(DeepSpeedZeRO):
@@ -282,8 +304,10 @@ class ZeRO3(DeepSpeedZeRO):
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(read(name))
                 continue
+            # Its engine casts what it is given whole, but not what lies in shards.
+            dtype = torch.bfloat16 if self.half_precision else tensor.dtype
             reads = self.strategy.is_global_zero
-            whole = read(name).to(tensor.dtype) if reads else torch.empty_like(tensor, device="cpu")
+            whole = read(name).to(dtype) if reads else torch.empty_like(tensor, dtype=dtype, device="cpu")
             filled[tensor] = nn.Parameter(whole, tensor.requires_grad)
             if sum(p.numel() for p in [*group, whole]) > GROUP_NUMEL:
                 shard()

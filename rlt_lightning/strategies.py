@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from rlt_lightning.checkpoints import (
 )
 from rlt_lightning.pretrained import WeightFiles
 from rlt_lightning.sharding import Deferred, fill_in_place, full_shape, set_whole, trained
+from rlt_lightning.types import InputError
+
+# What DeepSpeed's optimizers call this rank's fp32 weights: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
+FLAT_WEIGHTS = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+)
 
 
 class NamedCheckpoints:
@@ -105,6 +114,11 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     """
 
     def __init__(self, stage: int = 3, logging_batch_size_per_gpu: int = 1, **kwargs: Any) -> None:
+        if find_spec("deepspeed") is None:
+            raise InputError(
+                "A strategy of DeepSpeed needs its package, but it is not installed. Install the extra: "
+                "pip install -e '.[deepspeed]'; or use configs/overlays/fsdp2.yaml."
+            )
         super().__init__(stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, **kwargs)
 
     @override
@@ -125,10 +139,26 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         self.config["gradient_clipping"] = self.lightning_module.optimizer_config.max_grad_norm
         self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]  # token ids
         super().setup(trainer)
+        if self.optimizers and "bf16" in self.config:
+            self.start_from(WeightFiles(self.lightning_module.pretrained))
+
+    def start_from(self, files: WeightFiles) -> None:
+        """Undo, in the fp32 weights, the rounding to half precision of those that they were made from."""
+        for name, parameter in self.lightning_module.policy.named_parameters():
+            if parameter.requires_grad and name in files.file_of:
+                whole = files(name)
+                if whole.dtype != torch.bfloat16:
+                    set_state(parameter, whole, None)
 
     @override
     def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        if "bf16" in self.config:  # by trainer.precision
+            self.config["bf16"]["check_grad_overflow"] = False  # it would skip the step; we stop the run
+            self.config["communication_data_type"] = "fp32"  # of gradients
+            self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+        self.config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's fused AdamW needs no compiler
         return nullcontext()  # the module shards what it loads
 
     # Checkpoints hold the fp32 weights that the optimizer keeps, whatever type the model runs in.
@@ -191,9 +221,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             return
         zero = self.optimizers[0]
         step = next(iter(numbers.values()))["step"]
-        flats = (
-            zero.fp32_partitioned_groups_flat if self.zero_stage_3 else zero.single_partition_of_fp32_groups
-        )
+        [flats] = [getattr(zero, name) for name in FLAT_WEIGHTS if hasattr(zero, name)]
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in files}
             zero.optimizer.state[flat] = {"step": step.clone(), **moments}

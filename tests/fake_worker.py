@@ -29,7 +29,9 @@ DEV_ROUTES = {
     "/is_paused",
 }
 DEV_ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
-DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache"}
+DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache", "/sleep", "/wake_up"}
+
+USES_MEMORY = {"/v1/completions", "/start_weight_update", "/update_weights", "/reset_prefix_cache"}
 
 
 class Refused(Exception):
@@ -69,6 +71,7 @@ class FakeWorker:
         dev_mode: Without it the routes of VLLM_SERVER_DEV_MODE are not there.
         raw_log_probs: As with --logprobs-mode raw_logprobs.
         dtype: Of its weights.
+        frees: Whether it was started with --enable-sleep-mode.
         delay_s: Time that a completion takes.
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
@@ -85,6 +88,7 @@ class FakeWorker:
         dev_mode: bool = True,
         raw_log_probs: bool = False,
         dtype: str = "float32",
+        frees: bool = True,
         delay_s: float = 0.0,
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
@@ -96,6 +100,7 @@ class FakeWorker:
         self.model = model
         self.faults, self.always, self.broken = deque(faults), always, broken or {}
         self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
+        self.frees, self.asleep = frees, False
         self.delay_s, self.endings, self.score = delay_s, endings, score
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
@@ -143,7 +148,7 @@ class FakeWorker:
 
     def restart(self) -> None:
         """Be a new process: the weights are those of the start again, and no update is under way."""
-        self.version, self.updating = "default", False
+        self.version, self.updating, self.asleep = "default", False, False
         self.serving.set()
 
     def __enter__(self) -> FakeWorker:
@@ -192,7 +197,10 @@ class FakeWorker:
             raise Refused(status, {"error": reason})
 
     def answer(self, path: str, body: JSON) -> JSON | bytes:
+        self.require(not self.asleep or path not in USES_MEMORY, 500, f"{path} of one that sleeps")
         match path:
+            case "/sleep" | "/wake_up":
+                self.asleep = path == "/sleep"
             case "/health" | "/reset_prefix_cache":
                 pass
             case "/weight_info":
@@ -202,7 +210,8 @@ class FakeWorker:
             case "/get_world_size":
                 return {"world_size": 1}
             case "/server_info":
-                return {"vllm_config": {"model_config": {"dtype": f"torch.{self.dtype}"}}}
+                config = {"dtype": f"torch.{self.dtype}", "enable_sleep_mode": self.frees}
+                return {"vllm_config": {"model_config": config, "device_config": {"device": "cuda"}}}
             case "/collective_rpc":
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
             case "/pause":

@@ -33,6 +33,10 @@ STRATEGIES: dict[str, Any] = {
     "zero3": lambda: dict(strategy=DeepSpeed(stage=3), devices=2),
     "zero2": lambda: dict(strategy=DeepSpeed(stage=2), devices=2),
     "zero1": lambda: dict(strategy=DeepSpeed(stage=1), devices=2),
+    "zero3_offload": lambda: dict(
+        strategy=DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True), devices=2
+    ),
+    "zero2_offload": lambda: dict(strategy=DeepSpeed(stage=2, offload_optimizer=True), devices=2),
 }
 
 
@@ -92,9 +96,15 @@ class Counting(RLTModule):
 class Keep(Callback):
     """The metrics of every step, and the final weights."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, spoil: bool) -> None:
         self.output = output
+        self.spoil = spoil
         self.metrics: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.output / "initial.ckpt")
+        if self.spoil:
+            next(pl_module.policy.parameters()).register_hook(lambda gradient: gradient * torch.nan)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.is_global_zero:
@@ -121,6 +131,7 @@ def run_job(
     checkpoint: str | None = None,
     lora: bool = False,
     uneven: bool = False,
+    spoil: bool = False,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -135,6 +146,7 @@ def run_job(
         checkpoint: To go on from.
         lora: Train an adapter, and export it alone.
         uneven: The second of a step's two prompts, which is rank 1's, gets completions ten times as long.
+        spoil: Make a gradient NaN.
     """
     folder = Path(output)
     Counting.counts.clear()
@@ -142,7 +154,7 @@ def run_job(
         RolloutCallback(engine=Given(uneven), sampling=Sampling(max_completion_length=128)),
         ReferenceSync(every_n_steps=2),
         Checkpoint(dirpath=str(folder / "checkpoints"), save_top_k=-1),
-        Keep(folder),
+        Keep(folder, spoil),
     ]
     trainer = Trainer(
         default_root_dir=folder,
@@ -156,7 +168,8 @@ def run_job(
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[*callbacks, *([ModelExporter(adapter="alone")] if lora else [])],
-        **STRATEGIES[strategy](),
+        **STRATEGIES[strategy.removesuffix("_bf16")](),
+        precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
     )
     module = Counting(
         teacher=model,

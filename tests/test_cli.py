@@ -17,6 +17,11 @@ import pytest
 import torch
 import yaml
 from fake_worker import worker_of
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from rlt_lightning.cli import require_known_strategy
+from rlt_lightning.strategies import FSDP2, DeepSpeed
+from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]
 RLT = [sys.executable, "-m", "rlt_lightning"]
@@ -470,3 +475,28 @@ def test_fit_help_imports_neither_transformers_nor_datasets() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "--model" in result.stdout
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "ddp_spawn", "nonsense", ModelParallelStrategy()])
+def test_strategies_that_do_not_work_are_refused_by_name(strategy: Any) -> None:
+    with pytest.raises(InputError, match=r"but is \w+\. For weights in shards add --config .*fsdp2\.yaml"):
+        require_known_strategy(strategy)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", FSDP2(), DDPStrategy()])
+def test_strategies_of_the_overlays_are_accepted(strategy: Any) -> None:
+    require_known_strategy(strategy)
+
+
+def test_a_strategy_of_lightnings_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = ["fit", "--config=configs/quickstart.yaml", "--trainer.strategy=fsdp"]
+    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    [line] = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("rlt: error: trainer.strategy must be auto, ddp or an overlay's, but is fsdp.")
+
+
+def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlt_lightning.strategies.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install -e '\.\[deepspeed\]'"):
+        DeepSpeed()

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from fake_worker import FakeWorker, worker_of
 
+from rlt_lightning.engines import Launch
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
@@ -22,11 +24,25 @@ TINY = [  # whatever the experiment, at a size that runs here
     "--data.max_length=2048",
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
+    "--trainer.num_nodes=1",
     "--trainer.precision=32-true",
     "--model.micro_batch_tokens=512",
     "--model.head.logits_mib=64",
 ]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
+
+EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_colocated")
+
+
+@pytest.mark.parametrize("name", EIGHT_GPUS)
+def test_eight_gpus_are_shared_out(name: str) -> None:
+    overlay = yaml.safe_load((ROOT / "configs" / "overlays" / f"{name}.yaml").read_text())
+    engine = overlay["rollouts"]["engine"]["init_args"]
+    workers = Launch(**engine["launch"])  # as many lists of GPUs as workers
+    trains, samples = range(overlay["trainer"]["devices"]), [gpu for [gpu] in workers.gpus or []]
+    assert sorted({*trains, *samples}) == list(range(8))
+    together = engine.get("sleep", False)
+    assert together == bool(set(trains) & set(samples)) == ("--enable-sleep-mode" in workers.arguments)
 
 
 def verb_of(config: Path) -> str:
@@ -58,10 +74,11 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     ]
     if config.stem == "vllm_launch" and not (ROOT / ".venv-vllm").exists():
         pytest.skip("needs .venv-vllm: make setup-vllm")
-    if config.stem in ("vllm", "vllm_async"):
+    if config.stem in ("vllm", "vllm_async", *EIGHT_GPUS):
         worker = request.getfixturevalue("fake_worker")
         overlay = OVERLAYS[0].with_name("vllm.yaml")
-        options[1:1] = [f"--config={overlay}"] if config != overlay else []
+        options[1:1] = [f"--config={overlay}"] if config.stem == "vllm_async" else []
+        options += ["--rollouts.engine.init_args.launch=null"] if config.stem in EIGHT_GPUS else []
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
     if verb_of(config) == "fit":

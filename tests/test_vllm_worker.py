@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -333,6 +334,28 @@ def test_a_worker_computes_what_an_exported_checkpoint_does(
         engine.close()
     assert scores == pytest.approx(sequence_log_probs(exported, text).tolist(), abs=1e-4)
     assert scores != pytest.approx(trainer.log_probs(text), abs=1e-3)  # the untrained model's
+
+
+@pytest.mark.parametrize(("strategy", "sleep"), [("zero3", False), ("fsdp2", True)])
+def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
+    strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "rlt_lightning"]
+    command += run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
+    command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:  # the weights were compared with every push, too
+        assert row["rollout/mismatch_max"] <= 1e-3
+        assert row["rollout/val_mismatch_max"] <= 1e-3
+    log = (tmp_path / "run" / "workers" / "worker-0.log").read_text()
+    calls = re.findall(r"POST /(sleep|wake_up|update_weights)\b", log)
+    turns = "".join(call[0] for call in calls)  # a sleeping vLLM, on a CPU too, samples nothing
+    assert re.fullmatch(r"w((wu)?ws){8}" if sleep else "u{5}", turns), turns  # 4 steps and 4 validations
+    assert worker_pids(tmp_path / "run") == []
 
 
 def worker_pids(run: Path) -> list[int]:

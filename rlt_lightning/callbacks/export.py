@@ -11,6 +11,7 @@ from typing_extensions import override
 from rlt_lightning.checkpoints import whole_or_absent
 from rlt_lightning.export import Adapter, export_model
 from rlt_lightning.sharding import stored_once
+from rlt_lightning.strategies import NamedCheckpoints
 
 
 class ModelExporter(Callback):
@@ -32,6 +33,8 @@ class ModelExporter(Callback):
         module: Any = pl_module
         with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
             tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
-            tensors = stored_once(module.policy)
+            tensors: dict[str, Any] = stored_once(module.policy)
+            if isinstance(trainer.strategy, NamedCheckpoints):  # DeepSpeed trains other weights than it runs
+                tensors |= trainer.strategy.weights(module.policy)
             adapter: Adapter = "merged" if module.lora is None else self.adapter
             export_model(module.policy, tensors, tokenizer, module.facts(), folder, adapter, trainer.strategy)

@@ -116,6 +116,11 @@ class RolloutCallback(Callback):
         self.order: Order | None = None  # not yet handed over
         self.verified_at: int | None = None  # optimizer step of the last check
         self.probe_log_probs: dict[int, list[float]] = {}  # the trainer's, by policy version; the last two
+        if asynchronous and self.engine.takes_turns:
+            raise InputError(
+                "rollouts.asynchronous samples while the GPUs train, but the engine's sleep has them do one "
+                "or the other. Set one of them to false."
+            )
         if asynchronous and self.engine.in_process:
             raise InputError(
                 "rollouts.asynchronous needs an engine outside this process, such as "
@@ -263,6 +268,7 @@ class RolloutCallback(Callback):
             limits = (self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             require_context(longest + max(limits), self.engine.max_model_len)
 
+        self._make_room(trainer)
         self._on_rank_zero(trainer, start)
 
     def _order(self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int) -> Order:
@@ -288,6 +294,9 @@ class RolloutCallback(Callback):
             )
         while not self._complete(trainer, module, order):
             self._begin(trainer, module, order)
+        if self.engine.takes_turns:
+            with module.phase("generate"):
+                self._on_rank_zero(trainer, self.engine.rest)  # no rank trains before all workers sleep
         order.finished = self._on_rank_zero(trainer, lambda: order.finished)
         chat_format = trainer.datamodule.format  # type: ignore[attr-defined]
         rollouts = [
@@ -333,6 +342,7 @@ class RolloutCallback(Callback):
         def push() -> None:
             self.engine.update_weights(named_tensors, step)
 
+        self._make_room(trainer)
         with module.phase("push"):
             while self._on_rank_zero(trainer, needs_push):
                 named_tensors = self._weights(module.policy)
@@ -350,6 +360,12 @@ class RolloutCallback(Callback):
         if self.engine.in_process:
             return list(tensors.items())
         return adapter_weights(tensors) if self.engine.takes_adapters else merged_weights(policy, tensors)
+
+    def _make_room(self, trainer: Trainer) -> None:
+        """Leave the GPUs to workers that take turns: free what PyTorch keeps of them for later."""
+        if self.engine.takes_turns:
+            torch.cuda.empty_cache()
+            trainer.strategy.barrier()
 
     def _verify(self, trainer: Trainer, module: RLTModule) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""

@@ -94,6 +94,7 @@ class Engine(Protocol):
     max_model_len: int  # tokens of prompt and completion that it takes; known once it is started
     unverified: bool  # whether a worker has never been verified since it came, or came back
     policy_version: int  # of the weights that all its workers hold; -1 if some need a push
+    takes_turns: bool  # whether it shares its GPUs with training, and rests meanwhile
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Get ready to serve; safe to call twice.
@@ -140,7 +141,10 @@ class Engine(Protocol):
         """
 
     def health(self) -> None:
-        """Bring back the workers that can be; raise EngineError if none can serve."""
+        """Bring back the workers that can be, and wake them; raise EngineError if none can serve."""
+
+    def rest(self) -> None:
+        """Leave the GPUs to training, if the engine takes turns, until the next `health`."""
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""

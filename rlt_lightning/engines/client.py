@@ -143,14 +143,26 @@ class WorkerClient:
         self.model = self.model or next(iter(models))
         return models[self.model]
 
-    async def describe(self, deadline_s: float) -> None:
-        """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type."""
+    async def describe(self, deadline_s: float, sleeps: bool = False) -> None:
+        """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type.
+
+        Raises:
+            WorkerError: Also if it is to sleep, but would keep its memory.
+        """
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
         with self.understanding(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
         answer = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
         with self.understanding(answer, "its vllm_config"):
-            self.dtype = answer["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+            config = answer["vllm_config"]
+            self.dtype = config["model_config"]["dtype"].removeprefix("torch.")
+            frees = not sleeps or config["model_config"]["enable_sleep_mode"] or on_cpu(config)
+        if not frees:
+            raise WorkerError(
+                f"vLLM worker {self.url} must free its memory when it sleeps, but would not. Start it with "
+                "--enable-sleep-mode (launch.arguments), or set the engine's sleep to false.",
+                retryable=False,
+            )
 
     async def reports_sampled_log_probs(self, token_id: int, deadline_s: float) -> bool:
         """Whether log-probs are those that tokens are sampled with (--logprobs-mode processed_logprobs).
@@ -222,6 +234,11 @@ class WorkerClient:
                 f"({type(error).__name__}: {error}). Check that it is vLLM 0.32 or newer.",
                 retryable=True,
             ) from error
+
+
+def on_cpu(config: JSON) -> bool:
+    """Whether a vLLM runs on a CPU, where it takes no --enable-sleep-mode and sleeping frees nothing."""
+    return "cpu" in str(config["device_config"])
 
 
 def parse_completions(answer: JSON, request: Request, url: str) -> list[Completion]:

@@ -41,6 +41,7 @@ class HFEngine:
     """
 
     in_process = True
+    takes_turns = False
     reports_log_probs = True
     takes_adapters = False
     unverified = False
@@ -94,6 +95,9 @@ class HFEngine:
                 "HFEngine must be started with a model before it can serve: call start(model, tokenizer, "
                 "folder)."
             )
+
+    def rest(self) -> None:
+        """Nothing: it holds no memory between calls."""
 
     def close(self) -> None:
         """Drop the references to the trainer's model."""

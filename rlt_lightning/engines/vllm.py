@@ -61,6 +61,9 @@ class VLLMEngine:
         backoff_s: Wait before the first retry; doubles with each.
         recovery_timeout_s: How long to wait for one worker to come back when none is left.
         max_restarts: How often a worker may be lost in a row, while no request is completed.
+        sleep: Let workers share the GPUs that train: they sleep, weights in main memory, from a step's last
+            completion to the next push. They need --enable-sleep-mode, and as much memory of the GPU as
+            training leaves between two steps (--gpu-memory-utilization).
     """
 
     in_process = False
@@ -80,6 +83,7 @@ class VLLMEngine:
         backoff_s: float = 1.0,
         recovery_timeout_s: float = 600.0,
         max_restarts: int = 5,
+        sleep: bool = False,
     ) -> None:
         if bool(urls) == (launch is not None):
             raise InputError(
@@ -97,6 +101,7 @@ class VLLMEngine:
         self.backoff_s = backoff_s
         self.recovery_timeout_s = recovery_timeout_s
         self.max_restarts = max_restarts
+        self.takes_turns = sleep
         self.run_id = uuid4().hex[:8]  # versions of another run's trainer are not ours
         self.pushed = -1  # policy version of the last push
         self.down: dict[str, str] = {}  # URL of each worker that does not serve -> why
@@ -189,13 +194,49 @@ class VLLMEngine:
     # Workers that come and go
 
     def health(self) -> None:
-        """Look after every worker; wait for one if none is left."""
+        """Look after every worker, and wake it; wait for one if none is left."""
         self._run(self._look_after_all())
 
     async def _look_after_all(self) -> None:
         await asyncio.gather(*map(self._look_after, self.workers))
         if not self.serving:
             await self._wait_for(all_of_them=False)
+
+    def rest(self) -> None:
+        """Put all workers to sleep, a launched one that is being started as soon as it is ready.
+
+        It takes its memory when it starts, and must not do so while the GPU trains.
+        """
+        if self.takes_turns:
+            self._run(self._rest())
+
+    async def _rest(self) -> None:
+        asleep: set[str] = set()
+        while True:
+            if self.launch is not None:
+                await self._wait_for(all_of_them=True)
+            awake = [worker for worker in self.serving if worker.url not in asleep]
+            await asyncio.gather(*map(self._put_to_sleep, awake))
+            asleep |= {worker.url for worker in self.serving}
+            if self.launch is None or not self.down:
+                return
+
+    async def _put_to_sleep(self, worker: WorkerClient) -> None:
+        try:
+            await worker.call("POST", "/sleep?level=1", None, self.call_timeout_s)
+        except WorkerError as error:
+            if not error.retryable:
+                raise
+            self._lose(worker, str(error))
+
+    async def _wake(self, worker: WorkerClient) -> None:
+        """Wake a worker, or find it awake.
+
+        Raises:
+            WorkerError: If it cannot be woken.
+        """
+        if self.takes_turns:
+            await worker.call("POST", "/wake_up", None, self.call_timeout_s)
 
     async def _look_after(self, worker: WorkerClient) -> None:
         """Take a worker back that answers again; notice one that does not, or that was restarted."""
@@ -207,6 +248,8 @@ class VLLMEngine:
             if await worker.probe(self.call_timeout_s) != worker.weights and worker.weights is not None:
                 self._lose(worker, "It was restarted and holds old weights.", restart=False)
                 await self._greet(worker)
+                return
+            await self._wake(worker)
         except WorkerError as error:
             self._lose(worker, str(error))
 
@@ -219,7 +262,8 @@ class VLLMEngine:
         try:
             await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
             limit = await worker.context(self.call_timeout_s)
-            await worker.describe(self.call_timeout_s)
+            await worker.describe(self.call_timeout_s, self.takes_turns)
+            await self._wake(worker)  # whom another run may have left asleep
         except WorkerError as error:
             if not error.retryable:
                 raise
@@ -243,11 +287,11 @@ class VLLMEngine:
         if restart and worker.url in self.servers:
             self.servers[worker.url].start()
 
-    def _restart_if_ended(self, worker: WorkerClient, first_start: bool = False) -> None:
+    def _restart_if_ended(self, worker: WorkerClient) -> None:
         """Start a launched worker again whose process has ended while it was waited for."""
         server = self.servers.get(worker.url)
         ending = server.ending() if server else None
-        if ending and first_start:
+        if ending and not self.started:
             raise EngineError(
                 f"vLLM worker {worker.url} must start, but ended: {ending}. Correct what it tells."
             )
@@ -255,14 +299,14 @@ class VLLMEngine:
             self._lose(worker, f"It ended: {ending}.")
 
     async def _wait_for(self, all_of_them: bool) -> None:
-        """Wait until one worker serves, or, at the start, all of them do."""
+        """Wait until one worker serves, or all of them do."""
         deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
         progress = WaitingLine(deadline_s)
         await asyncio.gather(*map(self._greet, [w for w in self.workers if w.url in self.down]))
         while self.down if all_of_them else not self.serving:
             absent = [worker for worker in self.workers if worker.url in self.down]
             for worker in absent:
-                self._restart_if_ended(worker, first_start=all_of_them)
+                self._restart_if_ended(worker)
             if progress.over():
                 reasons = " ".join(
                     f"{reason} {self.silence.get(url, '')}" for url, reason in self.down.items()

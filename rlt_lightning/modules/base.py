@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -47,9 +48,10 @@ class FrozenModel:
 
     def place(self, device: torch.device, sharding: Whole) -> None:
         """Get ready to be used on a device: move there or, when offloading to a GPU, pin the weights."""
+        self.run = sharding.freeze(self.run)
         if sharding.sharded:
-            self.run = sharding.freeze(self.run)
-        elif not self.offload:
+            return
+        if not self.offload:
             self.model.to(device)
         elif device.type == "cuda":
             for tensor in self.tensors():
@@ -185,6 +187,12 @@ class PolicyModule(LightningModule):
                 "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
                 "numbers of AdamW are 0. Set it to bfloat16."
             )
+        deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
+        if deepspeed and precision == "32-true" and self.dtype_name != "float32":
+            raise InputError(
+                "Under DeepSpeed model.dtype must be float32 with precision 32-true, but is "
+                f"{self.dtype_name}. Set trainer.precision to bf16-mixed: models then run in bfloat16."
+            )
 
     def configure_model(self) -> None:
         """Load the weights, after the data have been checked."""
@@ -310,7 +318,8 @@ class PolicyModule(LightningModule):
             {"params": vectors, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]  # a LoRA has matrices alone
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        fused = self.sharding.steps_on_cpu or None  # one pass over memory; None: PyTorch's own choice
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
         total_steps = self.total_steps()
         name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
         schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# A run on several nodes of a SLURM cluster, one process per GPU; it goes on by itself after a requeue.
+# Run: RUN=runs/student_sft_32b sbatch scripts/slurm.sh --config configs/student_sft_32b.yaml \
+#        --config configs/overlays/multinode.yaml
+# RUN is the run folder, on a disk that all nodes share. Submit from the checkout, whose .venv has rlt.
+#SBATCH --job-name=rlt
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+: "${RUN:?must name the run folder}"
+
+# Five minutes before the time limit this script is told, and joins the queue again.
+trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+
+options=("$@" --output_dir "$RUN")
+options+=(--trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$SLURM_NTASKS_PER_NODE")
+if compgen -G "$RUN/checkpoints/step=*.ckpt" > /dev/null; then
+  options+=(--ckpt_path last)
+elif [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]]; then
+  options+=(--overwrite true) # what came before ended without a checkpoint
+fi
+srun --kill-on-bad-exit=1 "${RLT:-.venv/bin/rlt}" fit "${options[@]}" &
+wait $!

@@ -1,0 +1,164 @@
+"""Two nodes of one process each, started by torchrun or by SLURM, over the loopback: as one process alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from test_strategies import largest_difference
+
+from rlt_lightning.engines.weights import free_port
+
+ROOT = Path(__file__).parents[1]
+OVERLAYS = ROOT / "configs" / "overlays"
+
+
+def options(model: str, *overlays: str) -> list[str]:
+    return [
+        *("--config=configs/quickstart.yaml", *(f"--config={OVERLAYS / name}.yaml" for name in overlays)),
+        *(f"--model.teacher={model}", f"--model.student={model}", "--data.num_arithmetic_rows=8"),
+        *("--rollouts.sampling.max_completion_length=16", "--trainer.devices=1"),
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[str]:
+    """Wait for all nodes; if one hangs, no process survives."""
+    outputs = []
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return outputs
+
+
+def begin(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-m", "rlt_lightning", "fit", *options(tiny_model), "--trainer.max_steps=3"]
+    process = begin([*command, f"--output_dir={folder / 'run'}"])
+    [output] = finish([process])
+    assert process.returncode == 0, output[-3000:]
+    return folder / "run"
+
+
+def assert_as_alone(run: Path, alone: Path) -> None:
+    """The same texts, and weights that rounding alone tells apart: three steps moved them by about 1e-3."""
+    texts, ours = (
+        sorted(json.loads(line)["explanation"] for line in (r / "rollouts.jsonl").open())
+        for r in (alone, run)
+    )
+    assert texts == ours
+    weights, theirs = (load_file(r / "model" / "model.safetensors") for r in (run, alone))
+    assert largest_difference(weights, theirs) < 5e-5
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_torchrun_on_two_nodes_trains_as_one_process_does(
+    strategy: str, alone: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    train = ["-m", "rlt_lightning", "fit", *options(tiny_model, strategy, "multinode")]
+    train += ["--trainer.max_steps=3", f"--output_dir={tmp_path / 'run'}"]
+    nodes = [begin([*command, f"--node_rank={rank}", *train]) for rank in range(2)]
+    outputs = finish(nodes)
+    assert [node.returncode for node in nodes] == [0, 0], "".join(outputs)[-3000:]
+    assert_as_alone(tmp_path / "run", alone)
+
+
+SRUN = """#!/bin/sh
+# What SLURM's does: the same command on every node, which learns its place from its environment.
+[ "$1" = --kill-on-bad-exit=1 ] || exit 9
+shift
+for rank in 0 1; do
+  SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank SLURM_STEP_NUM_TASKS=2 "$@" &
+done
+wait
+"""
+
+
+def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """Run scripts/slurm.sh as sbatch would on two nodes."""
+    rlt = folder / "rlt"
+    rlt.write_text(f'#!/bin/sh\nexec {sys.executable} -m rlt_lightning "$@"\n')
+    srun = folder / "srun"
+    srun.write_text(SRUN)
+    for program in (rlt, srun):
+        program.chmod(0o755)
+    job = {"JOB_ID": "424242", "JOB_NAME": "rlt", "JOB_NUM_NODES": "2", "NTASKS": "2", "NTASKS_PER_NODE": "1"}
+    job |= {"NODELIST": "127.0.0.1", "RESTART_COUNT": str(restarts)}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment |= {"RUN": str(folder / "run"), "RLT": str(rlt), "MASTER_PORT": str(free_port())}
+    path = f"{folder}:{os.environ['PATH']}"
+    return begin(["bash", "scripts/slurm.sh", *words], PATH=path, **environment)
+
+
+def test_a_slurm_job_trains_as_one_process_does_also_after_a_requeue(
+    alone: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()  # the job was requeued before its first checkpoint
+    words = options(tiny_model, "fsdp2", "multinode")
+    for steps, restarts in ((2, 1), (3, 2)):
+        job = submit(tmp_path, *words, f"--trainer.max_steps={steps}", restarts=restarts)
+        [output] = finish([job])
+        assert job.returncode == 0, output[-3000:]
+        assert "Done" in output, output[-3000:]
+    metrics = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert len(metrics) == 1 + 3
+    assert_as_alone(tmp_path / "run", alone)
+
+
+def test_a_job_before_its_time_limit_queues_again(tmp_path: Path) -> None:
+    log = tmp_path / "scontrol.log"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {log}\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "srun").write_text("#!/bin/sh\necho started\nsleep 30\n")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    job = begin(
+        ["bash", "scripts/slurm.sh"],
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        RUN=str(tmp_path / "run"),
+        **environment,
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "started\n"
+    job.send_signal(signal.SIGUSR1)
+    job.wait(10)
+    finish([job])
+    assert log.read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_process_of_a_launcher_is_told_to_name_the_folder(rank: str, tiny_model: str) -> None:
+    job = {"SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "rlt"}
+    command = [sys.executable, "-m", "rlt_lightning", "fit", *options(tiny_model)]
+    process = begin(command, **job)
+    [output] = finish([process])
+    assert process.returncode == 2
+    assert "needs --output_dir" in output.splitlines()[-1]

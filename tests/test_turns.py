@@ -1,0 +1,115 @@
+"""Workers that share GPUs with training: they sleep while it runs, and nothing is asked of sleeping ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_worker import FakeWorker, worker_of
+from test_vllm_engine import WEIGHTS, generate, launched, start, start_engine, undisturbed
+from test_vllm_engine import token_ids as ids
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.engines import EngineError, VLLMEngine
+from rlt_lightning.types import InputError
+
+__all__ = ["start"]  # a fixture
+ROOT = Path(__file__).parents[1]
+
+
+def turns(calls: list[str]) -> str:
+    """What a worker was asked to do, in short: s(leep), w(ake up), p(ush), c(omplete or score)."""
+    letters = {"/sleep": "s", "/wake_up": "w", "/update_weights": "p", "/v1/completions": "c"}
+    return "".join(letters.get(call.split()[1], "") for call in calls)
+
+
+def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> None:
+    workers = FakeWorker(), FakeWorker()
+    engine = start(*workers, sleep=True)
+    for step in (1, 2):
+        engine.health()
+        engine.update_weights(WEIGHTS, step)
+        assert ids(generate(engine)) == undisturbed()
+        engine.rest()
+        assert all(worker.asleep for worker in workers)
+        assert engine.policy_version == step  # sleep keeps the weights
+    engine.health()
+    assert not any(worker.asleep for worker in workers)
+    for worker in workers:
+        assert re.fullmatch(r"w+p(w+pc*s){2}w", turns(worker.calls)), turns(worker.calls)
+
+
+def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    engine.health()
+    engine.rest()
+    assert turns(worker.calls) == "p"
+
+
+def test_a_worker_that_another_run_left_asleep_is_woken(start: Any) -> None:
+    worker = FakeWorker()
+    worker.asleep = True
+    engine = start(worker, sleep=True)
+    assert ids(generate(engine)) == undisturbed()
+
+
+def test_a_worker_that_would_keep_its_memory_is_refused(start: Any) -> None:
+    with pytest.raises(EngineError, match="Start it with --enable-sleep-mode"):
+        start(FakeWorker(frees=False), sleep=True)
+    start(FakeWorker(frees=False))
+
+
+def test_a_worker_that_does_not_fall_asleep_is_lost(start: Any) -> None:
+    engine = start(FakeWorker(broken={"/sleep": 500}), FakeWorker(), sleep=True)
+    engine.rest()
+    assert list(engine.down) == [engine.workers[0].url]
+
+
+def test_sampling_during_training_is_refused_for_those_that_take_turns() -> None:
+    engine = VLLMEngine(urls=["http://127.0.0.1:1"], sleep=True)
+    with pytest.raises(InputError, match="samples while the GPUs train"):
+        RolloutCallback(engine=engine, asynchronous=True)
+
+
+def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path) -> None:
+    engine = launched(tmp_path, num_workers=2)
+    engine.takes_turns = True
+    start_engine(engine, tmp_path)
+    try:
+        engine.update_weights(WEIGHTS, 0)
+        first, _ = engine.servers.values()
+        assert first.process is not None
+        os.killpg(first.process.pid, signal.SIGKILL)
+        assert ids(generate(engine)) == undisturbed()
+        assert engine.down
+        engine.rest()  # a start takes memory of the GPU: not while it trains
+        assert not engine.down
+        assert engine.policy_version == -1  # it needs a push
+    finally:
+        engine.close()
+
+
+def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> None:
+    with worker_of(tiny_model) as worker:
+        command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+        command += ["--config=configs/overlays/vllm.yaml", "--trainer.max_steps=2"]
+        command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
+        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+        command += ["--rollouts.engine.init_args.sleep=true", "--trainer.val_check_interval=1"]
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
+        command += ["--rollouts.sampling.max_completion_length=4", "--data.num_arithmetic_rows=8"]
+        command += [f"--output_dir={tmp_path / 'run'}"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr
+        assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
+        # Step, validation with the weights of after it, step, validation: three versions of the weights.
+        assert re.fullmatch(r"w(w(pw)?c+s){4}", turns(worker.calls)), worker.calls
+        assert turns(worker.calls).count("p") == 3
+        assert worker.asleep
