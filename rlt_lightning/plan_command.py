@@ -47,7 +47,7 @@ DEEPSPEED_GIB = 0.2  # measured: what importing it adds to a process on a CPU
 CPU_BANDWIDTH = 20e9  # stated, bytes/s
 PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}  # stated; gloo and disk by benchmarks/push.py
 ZERO: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
-REDUCE_BUCKET = 200_000_000  # Lightning's default
+REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12  # Lightning's defaults
 LAYOUTS = {
     "whole": "all weights on one",
     "ddp": "all weights on each (DDP)",
@@ -183,9 +183,10 @@ def read_setup(
         master_bytes=4 if deepspeed else policy.weight_bytes,
         grad_bytes=4 if deepspeed and mixed else policy.weight_bytes,
         offload_frozen=bool(rlt and rlt.offload_frozen),
-        offload_optimizer=bool(settings.get("offload_optimizer")),
-        offload_parameters=bool(settings.get("offload_parameters")),
+        offload_optimizer=bool(settings.get("offload_optimizer")) and not on_cpu,  # there is one memory
+        offload_parameters=bool(settings.get("offload_parameters")) and not on_cpu,
         bucket_numel=int(settings.get("reduce_bucket_size", REDUCE_BUCKET)),
+        sub_group_numel=int(settings.get("sub_group_size", SUB_GROUP)),
         step=step,
         logits_bytes=2**20 * block_size(module.head.logits_mib, sized_as),
         hf_sequences=engine.max_sequences if rlt and isinstance(engine, HFEngine) else 0,
@@ -365,6 +366,7 @@ def worker_of(
         push_bytes=push_bytes,
         bucket_bytes=push.gather_bytes,
         colocated=colocated,
+        sleeps=bool(getattr(engine, "takes_turns", False)),
     )
 
 

@@ -20,8 +20,10 @@ HEAD_TILES = 4  # logits, and what is made of them, that the head holds at a tim
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, and sums in float64
 LIVE_NUMEL = 10**9  # weights that DeepSpeed ZeRO-3 keeps gathered (stage3_max_live_parameters)
 GIB = 2**30
+ASLEEP = 1.5 * GIB  # stated: what a vLLM worker that sleeps keeps of a GPU
 WORKER_OVERHEAD = 3 * GIB  # stated: vLLM's own activations and graphs, per GPU
 HOST_BANDWIDTH = 20e9  # stated, bytes per second and process: offloaded states, and the way there
+SENT_NUMEL = 5 * 10**8  # gradients that its stage 1 with bfloat16 sends together
 PREFETCH_NUMEL = 5 * 10**7  # and fetches ahead (stage3_prefetch_bucket_size)
 
 
@@ -75,6 +77,7 @@ class Worker:
     push_bytes: int  # per number that travels
     bucket_bytes: int  # gathered from the trainer's ranks at once
     colocated: bool  # with a process of the trainer on one GPU
+    sleeps: bool  # while that one trains
 
     @property
     def num_copies(self) -> int:
@@ -146,6 +149,7 @@ class Setup:
     offload_optimizer: bool
     offload_parameters: bool
     bucket_numel: int  # of gradients that are reduced together
+    sub_group_numel: int  # of weights that DeepSpeed ZeRO-3 steps together
     step: Step
     logits_bytes: int
     hf_sequences: int  # that HFEngine samples at once; 0: it does not
@@ -200,7 +204,7 @@ def gathered(setup: Setup, model: LanguageModel, backward: bool) -> float:
     FSDP2 holds what is outside the blocks for the whole pass, one block, and the next with the buffer that it
     arrives in. A backward adds the gradients: outside the blocks until its end, and twice a block (as they
     are computed, and as they are sent). DeepSpeed ZeRO-3 keeps up to 1e9 weights, fetches ahead, and needs
-    the gradients of what it has not yet put into the bucket.
+    the gradients of what it has not yet put into the bucket; a bucket that is full is copied to be sent.
     """
     if setup.shards == 1:
         return 0.0
@@ -210,22 +214,29 @@ def gathered(setup: Setup, model: LanguageModel, backward: bool) -> float:
         whole = outside + max(outside, 3 * block)
         return whole + (outside + 2 * shape.block * setup.grad_bytes if backward else 0.0)
     live = min(shape.weights, LIVE_NUMEL + PREFETCH_NUMEL) * size
-    return live + (shape.largest * size if backward else 0.0)
+    if not backward:
+        return live
+    sent = setup.bucket_numel * setup.grad_bytes if shape.trained > setup.bucket_numel else 0
+    return live + shape.largest * size + sent
 
 
 def buckets(setup: Setup) -> float:
     """Buffers that gradients travel in between processes.
 
     DDP: all of them, at once. DeepSpeed: `reduce_bucket_size` numbers, in stages 1 and 2 twice, since one is
-    filled while the other travels. A CPU takes only what is written to.
+    filled while the other travels; stage 1 of half-precision weights sends 5e8 at a time. A CPU takes only
+    what is written to.
     """
     trained = setup.policy.shape.trained
     if setup.sharding == "ddp":
         return trained * setup.grad_bytes
     if not setup.is_deepspeed:
         return 0.0
-    numel = min(setup.bucket_numel, trained) if setup.device.is_cpu else setup.bucket_numel
-    return numel * setup.grad_bytes * (1 if setup.sharding == "zero3" or setup.device.is_cpu else 2)
+    if setup.sharding == "zero1" and setup.policy.weight_bytes < setup.grad_bytes:
+        return min(trained, SENT_NUMEL) * setup.grad_bytes
+    if setup.device.is_cpu:
+        return min(setup.bucket_numel, trained) * setup.grad_bytes
+    return setup.bucket_numel * setup.grad_bytes * (1 if setup.sharding == "zero3" else 2)
 
 
 def gradients(setup: Setup) -> float:
@@ -251,14 +262,18 @@ def step_workspace(setup: Setup) -> float:
     """What an optimizer step needs for a moment.
 
     AdamW makes the roots of the second moments: on a GPU of all weights at a time, on a CPU twice those of
-    one tensor, and DeepSpeed has but one tensor. DeepSpeed also copies the gradients into a flat one.
+    one tensor, and DeepSpeed has but one tensor, or in stage 3 one per `sub_group_size`. It also copies their
+    gradients into a flat one. States in main memory are stepped there, in one pass.
     """
-    own = setup.policy.shape.trained * setup.master_bytes / setup.state_shards
+    own = setup.policy.shape.trained / setup.state_shards
+    if setup.offload_optimizer:
+        return 0.0
     if setup.is_deepspeed:
-        return own + (2 if setup.device.is_cpu else 1) * own
+        together = min(own, setup.sub_group_numel) if setup.sharding == "zero3" else own
+        return together * setup.master_bytes * (3 if setup.device.is_cpu else 2)
     if setup.device.is_cpu:
         return 2 * setup.policy.shape.largest * setup.master_bytes / setup.shards
-    return own
+    return own * setup.master_bytes
 
 
 def head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
@@ -302,8 +317,10 @@ def phases(setup: Setup) -> Iterator[Phase]:
         "optimizer states": 0.0 if setup.offload_optimizer else optimizer_states(setup),
         "gradient buckets": buckets(setup),
     }
+    sampling = dict(always)
     if setup.worker and setup.worker.colocated and not setup.device.is_cpu:
-        always["vLLM worker"] = setup.worker.gpu_memory_utilization * setup.device.memory
+        sampling["vLLM worker"] = setup.worker.gpu_memory_utilization * setup.device.memory
+        always["vLLM worker"] = ASLEEP if setup.worker.sleeps else sampling["vLLM worker"]
     host = host_memory(setup)
     # Those of the step before stay until the next update; DeepSpeed's have a place of their own.
     grads = {"gradients": gradients(setup)}
@@ -321,7 +338,8 @@ def phases(setup: Setup) -> Iterator[Phase]:
         yield phase("generate", kv_cache=cache(setup), gathered=gathered(setup, policy, False))
     if setup.worker:
         largest = policy.shape.largest * policy.weight_bytes if setup.shards > 1 else 0
-        yield phase("push", gathered=max(setup.worker.bucket_bytes, largest))
+        bucket = {"gathered": float(max(setup.worker.bucket_bytes, largest))}
+        yield Phase("push", merged(sampling, grads, bucket), host)
     if student:
         forwards = [student, policy] if setup.recompute_teacher else [student]
         turns = [
@@ -405,7 +423,11 @@ def host_memory(setup: Setup) -> Sizes:
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
     if setup.offload_optimizer:
         parts["optimizer states"] = optimizer_states(setup)
+        # As they are accumulated, and as they are stepped.
         parts["gradients"] = 2 * trained * setup.master_bytes / setup.state_shards
+    worker = setup.worker
+    if worker and worker.colocated and worker.sleeps:
+        parts["sleeping worker"] = policy.shape.weights * worker.weight_bytes / worker.tensor_parallel_size
     return parts
 
 
@@ -598,7 +620,10 @@ def remedies(setup: Setup, part: str) -> list[str]:
         ],
         "optimizer states": [
             (whole, shard),
-            (setup.is_deepspeed and not setup.offload_optimizer, "--trainer.strategy.offload_optimizer true"),
+            (not setup.offload_optimizer, "--config configs/overlays/cpu_offload.yaml"),
+        ],
+        "step workspace": [
+            (setup.sharding == "zero3", "a sub_group_size of the strategy, such as 500000000"),
         ],
         "gradients": [(whole, shard)],
         "policy weights": [(setup.shards == 1, shard)],
@@ -609,6 +634,6 @@ def remedies(setup: Setup, part: str) -> list[str]:
         ],
         "head": [(True, "a lower --model.head.logits_mib")],
         "kv cache": [(True, "a lower max_sequences of the engine, or vLLM workers")],
-        "vLLM worker": [(True, "workers on GPUs of their own, or a lower --gpu-memory-utilization")],
+        "vLLM worker": [(True, "workers on GPUs of their own, or that take less of it")],
     }
     return [text for holds, text in choices.get(part, []) if holds]

@@ -35,12 +35,13 @@ GPU = Device("H100", memory=10_000, flops=1e6, bandwidth=1e4, reserved=50)
 SETUP = Setup(
     device=GPU, sharding="whole", num_processes=1, policy=MODEL, student=MODEL, with_reference=True,
     master_bytes=4, grad_bytes=4, offload_frozen=False, offload_optimizer=False, offload_parameters=False,
-    bucket_numel=30, step=STEP, logits_bytes=16, hf_sequences=8, recompute_teacher=False, worker=None,
-    mfu=0.5, checkpointing=False, push_bandwidth=100.0, decode_rate=None, notes=[],
+    bucket_numel=30, sub_group_numel=10**12, step=STEP, logits_bytes=16, hf_sequences=8,
+    recompute_teacher=False, worker=None, mfu=0.5, checkpointing=False, push_bandwidth=100.0,
+    decode_rate=None, notes=[],
 )  # fmt: skip
 WORKER = Worker(
     num_gpus=4, tensor_parallel_size=2, weight_bytes=2, gpu_memory_utilization=0.9, max_sequences=256,
-    push_bytes=4, bucket_bytes=64, colocated=False,
+    push_bytes=4, bucket_bytes=64, colocated=False, sleeps=False,
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def on(setup: Setup, sharding: str, num_processes: int = 4) -> Setup:
     [  # bytes of 100 weights on 4 processes; DeepSpeed steps fp32 copies of 2-byte weights: 3 * 4 per weight
         ("ddp", 400, 400, 800, 400),
         ("fsdp2", 100, 100, 200, 0),
-        ("zero1", 200, 400, 300, 2 * 30 * 4),
+        ("zero1", 200, 400, 300, 400),
         ("zero2", 200, 100, 300, 2 * 30 * 4),
         ("zero3", 50, 100, 300, 30 * 4),
     ],
@@ -108,13 +109,17 @@ def test_zero3_gathers_no_more_than_its_limit() -> None:
     model = replace(MODEL, shape=large, product_bytes=2)
     assert planner.gathered(setup, model, backward=False) == 2 * 1.05e9
     assert planner.gathered(setup, setup.policy, backward=False) == 200
+    assert planner.gathered(setup, setup.policy, backward=True) == 200 + 20 * 2 + 30 * 4  # a bucket is sent
 
 
 def test_step_workspace_is_by_device_and_library() -> None:
     cpu = replace(SETUP, device=replace(GPU, name="cpu"))
     assert planner.step_workspace(SETUP) == 400  # roots of all second moments
     assert planner.step_workspace(cpu) == 2 * 20 * 4  # twice the largest tensor
-    assert planner.step_workspace(on(half(SETUP), "zero3")) == (1 + 1) * 100  # and the flat gradient
+    sharded = on(half(SETUP), "zero3")
+    assert planner.step_workspace(sharded) == (1 + 1) * 100  # and the flat gradient
+    assert planner.step_workspace(replace(sharded, sub_group_numel=10)) == (1 + 1) * 40
+    assert planner.step_workspace(replace(sharded, offload_optimizer=True)) == 0
 
 
 def test_head_holds_tiles_states_and_its_gradient() -> None:
@@ -200,9 +205,16 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
 
 
 def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
-    plan = make_plan(replace(SETUP, worker=replace(WORKER, colocated=True)))
-    assert plan.phases[0].device["vLLM worker"] == 9000
-    assert not plan.fits
+    workers = {sleeps: replace(WORKER, colocated=True, sleeps=sleeps) for sleeps in (False, True)}
+    plans = {sleeps: make_plan(replace(SETUP, worker=worker)) for sleeps, worker in workers.items()}
+    taken = {
+        sleeps: {phase.name: phase.device["vLLM worker"] for phase in plan.phases}
+        for sleeps, plan in plans.items()
+    }
+    assert taken[False]["train"] == taken[False]["push"] == taken[True]["push"] == 9000
+    assert taken[True]["train"] == planner.ASLEEP
+    assert plans[True].phases[0].host["sleeping worker"] == 100 * 2 / 2  # its weights, by two GPUs
+    assert not plans[False].fits
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +240,9 @@ def test_shape_counts_a_model_that_has_no_weights(llama: str) -> None:
 
 
 def test_activations_are_those_that_autograd_keeps(llama: str) -> None:
-    # Numbers per token in a block of a Llama, H = 64: input, normalised and output of two norms, 6 H; the
-    # a root each; the attention's queries and output, 2 H, keys and values, H, log-sum-exps, 4; gate, silu, up
-    # and product of the MLP, 4 * 160. Four bytes each.
+    # Numbers per token in a block of a Llama, H = 64: input, normalised and output of two norms, 6 H, and
+    # a root each; queries and output of the attention, 2 H, keys and values, H, log-sum-exps, 4; gate, silu,
+    # up and product of the MLP, 4 * 160. Four bytes each.
     kept = {n: activations(meta_model(blocks_of(llama, n)), 128, prefix=32).kept for n in (3, 7)}
     assert kept[7] - kept[3] == 4 * 128 * (9 * 64 + 2 + 4 + 4 * 160) * 4
 
