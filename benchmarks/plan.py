@@ -1,6 +1,7 @@
 """`rlt plan` against small real runs: predicted and measured peak memory of one process.
 
     .venv/bin/python benchmarks/plan.py [--only NAME ...] [--allocator default]
+    .venv/bin/python benchmarks/plan.py --pages
 
 Each set-up is planned, then trained for two steps on the CPU: SmolLM2-135M, the embedded default. Measured is
 the largest perf/*_peak_gib of the second step, the first with gradients and moments in place: VmHWM of the
@@ -11,6 +12,8 @@ read from outside, ten times a second.
 A CPU's allocator keeps what is freed: by default glibc returns only blocks above a threshold that grows to
 32 MiB, so resident memory is more than what is in use. With `--allocator exact`, the default here, the runs
 have MALLOC_ARENA_MAX=1 and return every block above 64 KiB; `--allocator default` leaves them alone.
+
+`--pages` plans the large set-ups of docs/scaling.md instead, from the published shapes of the models.
 """
 
 from __future__ import annotations
@@ -45,6 +48,36 @@ SETUPS: dict[str, list[str]] = {
     "rlt_fsdp2": [*RLT, *FSDP2, *SHORT],
     "rlt_zero3": [*RLT, *ZERO3, *SHORT],
 }
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "use_sliding_window": False, "dtype": "bfloat16",
+}  # fmt: skip
+SHAPES = {  # Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "32b": {
+        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+TEACHER = ["--config=configs/teacher_rlt.yaml", "--model.teacher={7b}", "--model.student={7b}"]
+STUDENT = ["--config=configs/student_sft_32b.yaml", "--model.pretrained={32b}"]
+OFFLOAD = "--config=configs/overlays/cpu_offload.yaml"
+PAGES: dict[str, list[str]] = {
+    "7B teacher, 4 train, 4 sample": [*TEACHER, "--config=configs/overlays/zero3_8gpu.yaml"],
+    "7B teacher, 8 by turns": [*TEACHER, "--config=configs/overlays/zero3_8gpu_colocated.yaml"],
+    "7B teacher, 8 by DDP": [*TEACHER, "--trainer.devices=8"],
+    "32B student, 8": STUDENT,
+    "32B student, 8, no checkpointing": [*STUDENT, "--model.gradient_checkpointing=false"],
+    "32B student, 8, states on the host": [
+        *STUDENT, OFFLOAD, "--trainer.strategy.init_args.offload_parameters=false"
+    ],
+    "32B student, 8, states and weights on the host": [*STUDENT, OFFLOAD],
+    "32B student, 16": [*STUDENT, "--trainer.num_nodes=2"],
+}  # fmt: skip
 OUTSIDE = ("checkpoint",)  # phases of the plan that no metric covers
 
 
@@ -86,6 +119,28 @@ def measured(
     }, most
 
 
+def pages() -> None:
+    """Plan large set-ups, from configurations that hold shapes alone."""
+    print("| set-up | GiB per GPU | in | largest parts | host, GiB a process | fits | seconds a step |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, shape in SHAPES.items():
+            (Path(scratch) / name).mkdir()
+            (Path(scratch) / name / "config.json").write_text(json.dumps(QWEN | shape))
+        for title, arguments in PAGES.items():
+            words = [word.format(**{name: f"{scratch}/{name}" for name in SHAPES}) for word in arguments]
+            file = Path(scratch) / "plan.json"
+            subprocess.run(rlt("plan", *words, f"--plan.json={file}"), cwd=ROOT, check=False)
+            plan = json.loads(file.read_text())
+            device = plan["phases"][plan["peak_phase"]]["device"]
+            host = max(sum(phase["host"].values()) for phase in plan["phases"].values())
+            largest = sorted(device.items(), key=lambda item: -item[1])[:3]
+            parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
+            cells = [title, f"{plan['peak_bytes'] / GIB:.1f}", plan["peak_phase"], parts, f"{host / GIB:.0f}"]
+            cells += ["yes" if plan["fits"] else "no", f"{sum(plan['seconds'].values()):,.0f}"]
+            print("|", " | ".join(cells), "|", flush=True)
+
+
 def resident(word: str) -> float:
     """GiB of the largest process that has a word in its command line."""
     largest = 0
@@ -106,7 +161,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/plan.json"))
+    parser.add_argument("--pages", action="store_true")
     options = parser.parse_args()
+    if options.pages:
+        pages()
+        return
     environment = EXACT if options.allocator == "exact" else {}
     results = {}
     print("| set-up | phase | predicted, GiB | measured, GiB | ratio | the run's most, from outside |")

@@ -177,6 +177,7 @@ def read_setup(
         device=device,
         sharding=sharding,
         num_processes=num_processes,
+        processes_per_machine=per_node,
         policy=policy,
         student=student,
         with_reference=with_reference,
@@ -417,7 +418,11 @@ def memory_table(plan: Plan) -> list[str]:
     totals = [figure(sum(parts.values())) for _, parts in columns]
     peak = plan.phases.index(plan.peak)
     totals[peak] = f"*{totals[peak]}"
-    return [*lines, line("total (* the peak)", totals)]
+    lines.append(line("total (* the peak)", totals))
+    if any(host.values()):
+        machine = plan.setup.processes_per_machine * sum(host.values()) / GIB
+        lines.append(f"in the host's memory {machine:.0f} GiB a machine, beside libraries; not checked")
+    return lines
 
 
 def figure(size: float) -> str:

@@ -140,6 +140,7 @@ class Setup:
     device: Device
     sharding: Sharding
     num_processes: int
+    processes_per_machine: int
     policy: LanguageModel
     student: LanguageModel | None
     with_reference: bool

@@ -33,8 +33,9 @@ STEP = Step(
 )  # fmt: skip
 GPU = Device("H100", memory=10_000, flops=1e6, bandwidth=1e4, reserved=50)
 SETUP = Setup(
-    device=GPU, sharding="whole", num_processes=1, policy=MODEL, student=MODEL, with_reference=True,
-    master_bytes=4, grad_bytes=4, offload_frozen=False, offload_optimizer=False, offload_parameters=False,
+    device=GPU, sharding="whole", num_processes=1, processes_per_machine=1, policy=MODEL, student=MODEL,
+    with_reference=True, master_bytes=4, grad_bytes=4, offload_frozen=False, offload_optimizer=False,
+    offload_parameters=False,
     bucket_numel=30, sub_group_numel=10**12, step=STEP, logits_bytes=16, hf_sequences=8,
     recompute_teacher=False, worker=None, mfu=0.5, checkpointing=False, push_bandwidth=100.0,
     decode_rate=None, notes=[],
