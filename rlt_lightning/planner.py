@@ -612,16 +612,19 @@ def remedies(setup: Setup, part: str) -> list[str]:
     shard = "--config configs/overlays/zero3.yaml"
     if setup.num_processes == 1:
         shard += " on several devices"
+    step = setup.step
+    longest = step.prompt_length + step.completion_length
     frozen = setup.shards == 1 and not setup.offload_frozen
     wide = bool(setup.student and setup.student.weight_bytes > 2)
     choices = {
         "activations": [
             (not setup.checkpointing, "--model.gradient_checkpointing true"),
-            (True, f"a lower --model.micro_batch_tokens (now {setup.step.micro_batch_tokens})"),
+            (step.micro_batch_tokens > longest, "a lower --model.micro_batch_tokens"),
+            (step.micro_batch_tokens <= longest, f"shorter sequences than {longest} tokens"),
         ],
         "optimizer states": [
             (whole, shard),
-            (not setup.offload_optimizer, "--config configs/overlays/cpu_offload.yaml"),
+            (setup.is_deepspeed, "--config configs/overlays/cpu_offload.yaml"),
         ],
         "step workspace": [
             (setup.sharding == "zero3", "a sub_group_size of the strategy, such as 500000000"),

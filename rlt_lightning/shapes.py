@@ -114,8 +114,8 @@ def activations(
                 live.peak = live.now
                 hidden.backward(torch.empty_like(hidden))
             backward = live.peak - kept[-1]
-    matrices = [p for p in blocks(model)[0].parameters() if p.dim() > 1 and p.dtype == torch.float32]
-    copied = 2 * sum(p.numel() for p in matrices) if autocast else 0
+    cast = [p for p in blocks(model)[0].parameters() if p.dim() > 1 and p.dtype == torch.float32]
+    copied = 2 * sum(p.numel() for p in cast if p.requires_grad) if autocast else 0
     num_blocks = len(blocks(model))
     return Activations(
         kept=kept[0] - copied + (num_blocks - 1) * (kept[1] - kept[0] - copied),

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from rlt_lightning import planner
+from rlt_lightning.plan_command import count_devices, sharding_named
 from rlt_lightning.planner import Device, LanguageModel, Setup, Step, Worker, make_plan
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.shapes import Activations, Shape, activations
+from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]
 # 100 weights: embedding and head of 20 each, 6 blocks of 10. Tied to nothing real, so that sums are easy.
@@ -270,6 +272,20 @@ def blocks_of(folder: str, number: int) -> str:
     config = {key: value for key, value in config.items() if key != "layer_types"}
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
     return str(other)
+
+
+def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
+    notes: list[str] = []
+    for devices, number in ((3, 3), ("3", 3), ("0,2", 2), ([1, 5, 7], 3), ("auto", 1)):
+        assert count_devices(devices, True, notes) == number
+    assert len(notes) == 1  # what auto was taken for
+    assert sharding_named("auto", 1) == ("whole", {})
+    assert sharding_named("auto", 2) == ("ddp", {})
+    settings = {"stage": 1, "offload_optimizer": True}
+    named = {"class_path": "rlt_lightning.strategies.DeepSpeed", "init_args": settings}
+    assert sharding_named(named, 8) == ("zero1", settings)
+    with pytest.raises(InputError, match="knows the strategies"):
+        sharding_named("deepspeed", 8)
 
 
 def rlt(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
