@@ -291,7 +291,7 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
 def rlt(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "rlt_lightning", *arguments],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def test_mistakes_are_told_in_one_line(llama: str) -> None:
 
 
 def test_a_real_run_peaks_where_the_plan_says(smollm2: str, tmp_path: Path) -> None:
-    arguments = ["--config=configs/quickstart.yaml", "--rollouts.sampling.max_completion_length=8"]
+    arguments = ["--config=configs/learning_warmup.yaml", "--data.prompts_per_step=4"]  # 500 tokens
     # Blocks that are freed go back at once: resident memory is then what is in use.
     exact = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     assert rlt("plan", *arguments, f"--plan.json={tmp_path / 'plan.json'}").returncode == 0
@@ -331,10 +331,7 @@ def test_a_real_run_peaks_where_the_plan_says(smollm2: str, tmp_path: Path) -> N
     fit = rlt("fit", *arguments, *run, "--checkpoint.every_n_train_steps=100", **exact)
     assert fit.returncode == 0, fit.stderr[-2000:]
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
-        last = list(csv.DictReader(file))[-1]
+        measured = float(list(csv.DictReader(file))[-1]["perf/train_peak_gib"])
     phases = json.loads((tmp_path / "plan.json").read_text())["phases"]
-    for name in ("generate", "score", "train"):
-        predicted = phases[name]["total"]
-        if name == "train":  # the metric covers the reference pass and the step too
-            predicted = max(phases[phase]["total"] for phase in ("reference", "train", "step"))
-        assert predicted / 2**30 == pytest.approx(float(last[f"perf/{name}_peak_gib"]), rel=0.15), name
+    predicted = max(phases[name]["total"] for name in ("train", "step"))  # the metric covers both
+    assert predicted / 2**30 == pytest.approx(measured, rel=0.15)
