@@ -43,7 +43,6 @@ GPUS = {
     "B200": (178.4, 2250e12, 7.7e12),
 }
 CUDA_GIB = 2.0  # stated: CUDA context, libraries' workspaces, NCCL, and what fragmentation wastes
-DEEPSPEED_GIB = 0.2  # measured: what importing it adds to a process on a CPU
 CPU_BANDWIDTH = 20e9  # stated, bytes/s
 PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}  # stated; gloo and disk by benchmarks/push.py
 ZERO: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
@@ -128,8 +127,6 @@ def read_setup(
     sharding, settings = sharding_named(trainer.strategy, num_processes)
     deepspeed, mixed = sharding.startswith("zero"), trainer.precision == "bf16-mixed"
     in_half = mixed and (deepspeed or sharding == "fsdp2")  # cast as a whole rather than product by product
-    if on_cpu and deepspeed:
-        reserved += DEEPSPEED_GIB * GIB
     device = device_of(options, on_cpu, per_node, mixed, reserved, notes)
     rlt = module if isinstance(module, RLTModule) else None
     lengths = sequence_lengths(rlt, data, rollouts, options, notes)

@@ -16,7 +16,7 @@ from rlt_lightning.sharding import FILE_BYTES
 
 Sharding = Literal["whole", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Sizes = dict[str, float]  # part -> bytes on one device
-HEAD_TILES = 4  # logits, and what is made of them, that the head holds at a time
+HEAD_TILES = 4  # of logits and what is made of them, at a time; tests/test_planner.py traces them
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, and sums in float64
 LIVE_NUMEL = 10**9  # weights that DeepSpeed ZeRO-3 keeps gathered (stage3_max_live_parameters)
 GIB = 2**30
@@ -173,6 +173,16 @@ class Setup:
         return 1 if self.sharding in ("whole", "ddp") else self.num_processes
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients, and the buckets they travel in, have memory of their own from the beginning.
+
+        DeepSpeed's stage 3 does so, and its stage 1 for the gradients of half-precision weights. Stages 1 and
+        2 make both in a backward and free them with the step.
+        """
+        in_half = self.policy.weight_bytes < self.grad_bytes
+        return self.sharding == "zero3" or (self.sharding == "zero1" and in_half)
+
+    @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed steps the optimizer."""
         return self.sharding.startswith("zero")
@@ -316,15 +326,16 @@ def phases(setup: Setup) -> Iterator[Phase]:
         "reference weights": reference_weights,
         "student weights": weights(setup, student, frozen=True) if student else 0.0,
         "optimizer states": 0.0 if setup.offload_optimizer else optimizer_states(setup),
-        "gradient buckets": buckets(setup),
     }
+    lasting = setup.holds_gradients or not setup.is_deepspeed
+    always["gradient buckets"] = buckets(setup) if lasting else 0.0
     sampling = dict(always)
     if setup.worker and setup.worker.colocated and not setup.device.is_cpu:
         sampling["vLLM worker"] = setup.worker.gpu_memory_utilization * setup.device.memory
         always["vLLM worker"] = ASLEEP if setup.worker.sleeps else sampling["vLLM worker"]
     host = host_memory(setup)
-    # Those of the step before stay until the next update; DeepSpeed's have a place of their own.
-    grads = {"gradients": gradients(setup)}
+    # PyTorch's of the step before stay until the next update.
+    grads = {"gradients": gradients(setup) if lasting else 0.0}
 
     def phase(name: str, **parts: float) -> Phase:
         named = {key.replace("_", " "): value for key, value in parts.items()}
@@ -362,7 +373,8 @@ def phases(setup: Setup) -> Iterator[Phase]:
             gathered=gathered(setup, policy, False),
         )
     yield train_phase(setup, phase("train"), scored)
-    yield phase("step", step_workspace=step_workspace(setup))
+    step = phase("step", step_workspace=step_workspace(setup))
+    yield Phase(step.name, step.device | {"gradients": gradients(setup)}, host)
     written = {"checkpoint file": file_buffer(setup)}
     on_cpu = setup.device.is_cpu
     yield Phase(
@@ -377,26 +389,31 @@ def train_phase(setup: Setup, base: Phase, scored: int) -> Phase:
 
     The head's backward begins: all activations are kept. The last block's: its own needs besides. The
     embedding's, at the end: no activations, but a whole gradient more. In the first and largest row of a step
-    gradients come into being as the backward goes on; in the next, which may be smaller, they are there.
-    DeepSpeed has a place for them from the beginning.
+    gradients come into being as the backward goes on, unless they have memory of their own; in the next,
+    which may be smaller, they are there.
     """
     policy = setup.policy
-    grads = base.device["gradients"]
+    grads, sent = gradients(setup), buckets(setup)
     kept, block = policy.activations.kept, policy.activations.backward
     states = scored * policy.shape.hidden_size * 4
-    moments: list[Sizes] = [{"gradients": grads, "activations": block, "head": head_grad(setup)}]
+    moments: list[Sizes] = [
+        {"gradients": grads, "gradient buckets": sent, "activations": block, "head": head_grad(setup)}
+    ]
     tokens = [row.num_tokens for row in setup.step.mean_rows[:2]]
     for number, count in enumerate(tokens):
         part = count / tokens[0]
-        grow = number == 0 and not setup.is_deepspeed
+        grow = number == 0 and not setup.holds_gradients
+        early = base.device["gradient buckets"] if grow and setup.device.is_cpu else sent
         moments += [
             {
                 "gradients": 0.0 if grow else grads,
+                "gradient buckets": early,
                 "activations": part * kept,
                 "head": head_backward(setup, round(part * scored)),
             },
             {
                 "gradients": min(grads, head_grad(setup)) if grow else grads,
+                "gradient buckets": early,
                 "activations": part * (kept + block),
                 "head": part * states,
             },

@@ -11,12 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlt_lightning import planner
+from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.plan_command import count_devices, sharding_named
 from rlt_lightning.planner import Device, LanguageModel, Setup, Step, Worker, make_plan
 from rlt_lightning.pretrained import meta_model
-from rlt_lightning.shapes import Activations, Shape, activations
+from rlt_lightning.shapes import Activations, LiveBytes, Shape, activations
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -132,6 +136,24 @@ def test_head_holds_tiles_states_and_its_gradient() -> None:
     assert planner.head_backward(replace(SETUP, policy=frozen), 3) == 88 + 24
 
 
+def test_head_needs_what_its_trace_shows() -> None:
+    with FakeTensorMode():
+        head = nn.Linear(64, 8192, bias=False)
+        hidden, targets = torch.empty(8192, 64, requires_grad=True), torch.zeros(8192, dtype=torch.long)
+        with LiveBytes(head) as live:
+            log_probs, _ = linear_log_probs(
+                hidden, head.weight, None, targets, logits_mib=8, with_entropy=True
+            )
+            forward, live.peak = live.peak, live.now
+            log_probs.sum().backward()
+    shape = replace(SHAPE, hidden_size=64, num_words=8192, head_trained=64 * 8192)
+    model = replace(MODEL, shape=shape)
+    setup = replace(SETUP, policy=model, logits_bytes=8 * 2**20)
+    states = 8192 * 64 * 4  # were there before
+    assert 0.75 < forward / (planner.head_forward(setup, model, 8192) - states) <= 1
+    assert 0.75 < live.peak / (planner.head_backward(setup, 8192) - states) <= 1
+
+
 def test_rows_are_full_or_as_long_as_the_longest_sequence() -> None:
     # 4 prompts of 8 tokens and 2 completions of 10: 4 * 28 = 112 tokens where a prompt is shared.
     assert STEP.row_tokens == 40
@@ -154,6 +176,17 @@ def test_train_needs_most_where_activations_and_gradients_meet() -> None:
     assert single["gradients"] < 400
     assert phases["step"].device["step workspace"] == 400
     assert phases["generate"].device["gradients"] == 400  # of the step before
+
+
+def test_stages_1_and_2_have_gradients_only_from_backward_to_step() -> None:
+    alone = replace(SETUP, step=replace(STEP, prompts=1), device=replace(GPU, name="cpu"))
+    for sharding, between in (("zero2", 0), ("zero3", 100), ("ddp", 400)):
+        phases = {phase.name: phase.device for phase in planner.phases(on(alone, sharding))}
+        assert phases["generate"]["gradients"] == between
+        assert phases["step"]["gradients"] == (400 if sharding == "ddp" else 100)
+    worst = next(p for p in planner.phases(on(alone, "zero2")) if p.name == "train").device
+    assert worst["activations"] >= 1000
+    assert worst["gradient buckets"] == 0  # a CPU has not written to them when most is kept
 
 
 def test_time_is_work_by_rate() -> None:
