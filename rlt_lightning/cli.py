@@ -26,6 +26,8 @@ from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_i
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.export import export_checkpoint
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.plan_command import PlanOptions, page, read_setup, write_json
+from rlt_lightning.planner import make_plan
 from rlt_lightning.rank_failures import MISTAKES
 from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
@@ -74,6 +76,8 @@ class SaveConfig(SaveConfigCallback):
 
 class RLTCommandLine(LightningCLI):
     """`rlt fit|validate|predict --config FILE [--config OVERLAY …] [--KEY VALUE …]`."""
+
+    status = 0  # of the process, at its end
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -187,6 +191,44 @@ class RLTCommandLine(LightningCLI):
         print(f"\nDone: {Path(self.config[self.subcommand].output_dir) / 'scores.jsonl'}")
 
 
+class PlanCommandLine(RLTCommandLine):
+    """`rlt plan`: what `rlt fit` with the same arguments would need. Nothing is loaded, no folder is made."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The parser is that of a fit."""
+        return {"fit": VERBS["fit"]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the plan's own."""
+        super().add_arguments_to_parser(parser)
+        parser.add_class_arguments(PlanOptions, "plan")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the arguments of a fit."""
+        self.config = parser.parse_args(["fit", *sys.argv[2:]])
+
+    def before_instantiate_classes(self) -> None:
+        """Make no run folder."""
+
+    def instantiate_classes(self) -> None:
+        """Make what loads nothing; of the trainer, whose devices may not be here, the settings will do."""
+        config = self.config.clone()
+        trainer = config["fit"].trainer.clone()
+        for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
+            config["fit"].trainer[name] = "auto" if name == "strategy" else None
+        made = self.parser.instantiate_classes(config)["fit"]
+        setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
+        plan = make_plan(setup)
+        print(page(plan))
+        if made.plan.json:
+            write_json(plan, made.plan.json)
+        self.status = 0 if plan.fits else 1
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing is run."""
+
+
 def run() -> int:
     """Run the command line; 2 after a mistake of the user's, which is told in one line."""
     quiet_third_parties()
@@ -202,7 +244,7 @@ def run() -> int:
                 description="Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
             )
             return 0
-        RLTCommandLine(
+        command_line = (PlanCommandLine if sys.argv[1:2] == ["plan"] else RLTCommandLine)(
             PolicyModule,
             StratosDataModule,
             save_config_callback=SaveConfig,
@@ -232,7 +274,7 @@ def run() -> int:
             rank_failures.fail(ending)
         raise
     rank_failures.leave()
-    return 0
+    return command_line.status
 
 
 def fail(message: str) -> int:

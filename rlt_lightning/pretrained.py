@@ -104,8 +104,25 @@ def empty_model(
     Raises:
         InputError: As `load_model`; and, from the function, if the files lack a name.
     """
+    from transformers import GenerationConfig
+
+    model = meta_model(name, dtype, attn_implementation, trust_remote_code)
+    if model.can_generate():
+        with quiet_transformers(), contextlib.suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(resolve(name))
+    return model, WeightFiles(name)
+
+
+def meta_model(
+    name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Build a model of its configuration alone: parameters on the meta device, no weights needed.
+
+    Raises:
+        InputError: As `load_model`.
+    """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     options = attention_options(name, attn_implementation, trust_remote_code)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
@@ -114,10 +131,7 @@ def empty_model(
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype_found, **options)
         model.tie_weights()  # each weight that is registered becomes another empty one
-        if model.can_generate():
-            with contextlib.suppress(OSError):  # there is none
-                model.generation_config = GenerationConfig.from_pretrained(resolve(name))
-        return model, WeightFiles(name)
+        return model
 
 
 def attention_options(name: str, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:

@@ -104,10 +104,23 @@ def peak_memory(device: torch.device) -> int:
 
 
 def forward_flops(model: Any, packed: PackedSequences) -> float:
+    """Floating-point operations of one forward of a packed row; see `flops`."""
+    pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
+    pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
+    return flops(model, packed.input_ids.shape[1], pairs, len(packed.targets))
+
+
+def flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> float:
     """Floating-point operations of one forward: 2 per weight and token, the head's for scored tokens alone.
 
     Attention counts 4 * heads * head_dim per layer and pair of tokens that see each other. A backward pass is
     twice a forward. Of a mixture's experts, those that a token goes through count.
+
+    Args:
+        model: Only its shapes are read.
+        num_tokens: That go through the transformer.
+        pairs: Of tokens that see each other.
+        num_scored: That go through the head.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
@@ -122,10 +135,7 @@ def forward_flops(model: Any, packed: PackedSequences) -> float:
     num_heads = getattr(config, "num_attention_heads", None) or 0  # 0: no attention
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     per_pair = 4 * config.num_hidden_layers * num_heads * head_dim
-    pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
-    pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
-    in_head = 2 * len(packed.targets) * head.in_features * head.out_features
-    return 2 * weights * packed.input_ids.shape[1] + per_pair * pairs + in_head
+    return 2 * weights * num_tokens + per_pair * pairs + 2 * num_scored * head.in_features * head.out_features
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:

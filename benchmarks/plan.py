@@ -1,0 +1,192 @@
+"""`rlt plan` against small real runs: predicted and measured peak memory of one process.
+
+    .venv/bin/python benchmarks/plan.py [--only NAME ...] [--allocator default]
+    .venv/bin/python benchmarks/plan.py --pages
+
+Each set-up is planned, then trained for two steps on the CPU: SmolLM2-135M, the embedded default. Measured is
+the largest perf/*_peak_gib of the second step, the first with gradients and moments in place: VmHWM of the
+process that needs most, from /proc. The plan's largest phase of those that are measured is compared with it.
+A checkpoint is written after the last step, outside of the measured phases: resident memory is therefore also
+read from outside, ten times a second.
+
+A CPU's allocator keeps what is freed: by default glibc returns only blocks above a threshold that grows to
+32 MiB, so resident memory is more than what is in use. With `--allocator exact`, the default here, the runs
+have MALLOC_ARENA_MAX=1 and return every block above 64 KiB; `--allocator default` leaves them alone.
+
+`--pages` plans the large set-ups of docs/scaling.md instead, from the published shapes of the models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+EXACT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+SFT = ["--config=configs/learning_warmup.yaml", "--data.prompts_per_step=16"]
+RLT = ["--config=configs/quickstart.yaml"]
+ZERO3 = ["--config=configs/overlays/zero3.yaml", "--trainer.devices=2", "--model.micro_batch_tokens=1024"]
+FSDP2 = ["--config=configs/overlays/fsdp2.yaml", "--trainer.devices=2"]
+SHORT = ["--rollouts.sampling.max_completion_length=8"]  # HFEngine gathers shards anew for every token
+SETUPS: dict[str, list[str]] = {
+    "rlt": RLT,
+    "sft": [*SFT, "--model.micro_batch_tokens=2048"],
+    "sft_checkpointing": [*SFT, "--model.micro_batch_tokens=2048", "--model.gradient_checkpointing=true"],
+    "sft_bfloat16": [*SFT, "--model.micro_batch_tokens=2048", "--model.dtype=bfloat16"],
+    "sft_mixed": [*SFT, "--model.micro_batch_tokens=2048", "--trainer.precision=bf16-mixed"],
+    "sft_ddp": [*SFT, "--model.micro_batch_tokens=1024", "--trainer.devices=2"],
+    "sft_zero1": [*SFT, *ZERO3, "--trainer.strategy.stage=1"],
+    "sft_zero3": [*SFT, *ZERO3],
+    "rlt_fsdp2": [*RLT, *FSDP2, *SHORT],
+    "rlt_zero3": [*RLT, *ZERO3, *SHORT],
+}
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "use_sliding_window": False, "dtype": "bfloat16",
+}  # fmt: skip
+SHAPES = {  # Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "32b": {
+        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+TEACHER = ["--config=configs/teacher_rlt.yaml", "--model.teacher={7b}", "--model.student={7b}"]
+STUDENT = ["--config=configs/student_sft_32b.yaml", "--model.pretrained={32b}"]
+OFFLOAD = "--config=configs/overlays/cpu_offload.yaml"
+PAGES: dict[str, list[str]] = {
+    "7B teacher, 4 train, 4 sample": [*TEACHER, "--config=configs/overlays/zero3_8gpu.yaml"],
+    "7B teacher, 8 by turns": [*TEACHER, "--config=configs/overlays/zero3_8gpu_colocated.yaml"],
+    "7B teacher, 8 by DDP": [*TEACHER, "--trainer.devices=8"],
+    "32B student, 8": STUDENT,
+    "32B student, 8, no checkpointing": [*STUDENT, "--model.gradient_checkpointing=false"],
+    "32B student, 8, states on the host": [
+        *STUDENT, OFFLOAD, "--trainer.strategy.init_args.offload_parameters=false"
+    ],
+    "32B student, 8, states and weights on the host": [*STUDENT, OFFLOAD],
+    "32B student, 16": [*STUDENT, "--trainer.num_nodes=2"],
+}  # fmt: skip
+OUTSIDE = ("checkpoint",)  # phases of the plan that no metric covers
+
+
+def rlt(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rlt_lightning", *arguments]
+
+
+def planned(arguments: list[str], file: Path) -> dict[str, float]:
+    """GiB of every phase."""
+    # The rate of products is not compared: given, it need not be measured.
+    command = rlt("plan", *arguments, "--plan.tflops=0.1", f"--plan.json={file}")
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)  # 1 where it does not fit
+    return {name: phase["total"] / GIB for name, phase in json.loads(file.read_text())["phases"].items()}
+
+
+def measured(
+    arguments: list[str], folder: Path, environment: dict[str, str]
+) -> tuple[dict[str, float], float]:
+    """GiB of every measured phase of the second step, and the most that a process was seen to have."""
+    command = rlt("fit", *arguments, "--trainer.max_steps=2", "--checkpoint.every_n_train_steps=2")
+    command += ["--export.enabled=false", f"--output_dir={folder}"]
+    most = 0.0
+    with open(folder.with_suffix(".log"), "wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None:
+            most = max(most, resident(str(folder)))
+            time.sleep(0.1)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed: {folder.with_suffix('.log').read_text()[-2000:]}")
+    with open(folder / "metrics.csv", newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    ends = "_peak_gib"
+    return {
+        name.removeprefix("perf/").removesuffix(ends): float(value)
+        for name, value in last.items()
+        if name.endswith(ends)
+    }, most
+
+
+def pages() -> None:
+    """Plan large set-ups, from configurations that hold shapes alone."""
+    print("| set-up | GiB per GPU | in | largest parts | host, GiB a process | fits | seconds a step |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, shape in SHAPES.items():
+            (Path(scratch) / name).mkdir()
+            (Path(scratch) / name / "config.json").write_text(json.dumps(QWEN | shape))
+        for title, arguments in PAGES.items():
+            words = [word.format(**{name: f"{scratch}/{name}" for name in SHAPES}) for word in arguments]
+            file = Path(scratch) / "plan.json"
+            subprocess.run(rlt("plan", *words, f"--plan.json={file}"), cwd=ROOT, check=False)
+            plan = json.loads(file.read_text())
+            device = plan["phases"][plan["peak_phase"]]["device"]
+            host = max(sum(phase["host"].values()) for phase in plan["phases"].values())
+            largest = sorted(device.items(), key=lambda item: -item[1])[:3]
+            parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
+            cells = [title, f"{plan['peak_bytes'] / GIB:.1f}", plan["peak_phase"], parts, f"{host / GIB:.0f}"]
+            cells += ["yes" if plan["fits"] else "no", f"{sum(plan['seconds'].values()):,.0f}"]
+            print("|", " | ".join(cells), "|", flush=True)
+
+
+def resident(word: str) -> float:
+    """GiB of the largest process that has a word in its command line."""
+    largest = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if word in (folder / "cmdline").read_text():
+                lines = (folder / "status").read_text().splitlines()
+                largest = max(
+                    [largest, *(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))]
+                )
+        except OSError:
+            continue  # it has ended
+    return largest * 1024 / GIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", choices=SETUPS, default=list(SETUPS))
+    parser.add_argument("--allocator", choices=("exact", "default"), default="exact")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/plan.json"))
+    parser.add_argument("--pages", action="store_true")
+    options = parser.parse_args()
+    if options.pages:
+        pages()
+        return
+    environment = EXACT if options.allocator == "exact" else {}
+    results = {}
+    print("| set-up | phase | predicted, GiB | measured, GiB | ratio | the run's most, from outside |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as scratch:
+            plan = planned(SETUPS[name], Path(scratch) / "plan.json")
+            found, most = measured(SETUPS[name], Path(scratch) / "run", environment)
+        inside = {phase: total for phase, total in plan.items() if phase not in OUTSIDE}
+        phase = max(inside, key=inside.__getitem__)
+        predicted, real = inside[phase], max(found.values())
+        results[name] = {"plan": plan, "measured": found, "ratio": predicted / real, "from_outside": most}
+        print(
+            f"| `{name}` | {phase} | {predicted:.2f} | {real:.2f} | {predicted / real:.2f} | {most:.2f} |",
+            flush=True,
+        )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({"allocator": options.allocator} | results, indent=1))
+    worst = max(abs(result["ratio"] - 1) for result in results.values())
+    print(f"plan worst={worst:.3f} goal=0.15")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""`rlt plan`: from the settings of a fit to its plan, and the plan as a page to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.rows import ARITHMETIC
+from rlt_lightning.engines import VLLMEngine
+from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.meter import GIB, flops, matmul_rate
+from rlt_lightning.numerics.log_probs import block_size
+from rlt_lightning.planner import (
+    Device,
+    LanguageModel,
+    Plan,
+    Setup,
+    Sharding,
+    Step,
+    Worker,
+    kv_capacity,
+    rows_at_once,
+)
+from rlt_lightning.pretrained import meta_model
+from rlt_lightning.shapes import Shape, activations
+from rlt_lightning.types import InputError, SFTExample
+
+# Memory as the driver shows it, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s: NVIDIA's data
+# sheets of the SXM cards.
+GPUS = {
+    "A100": (79.3, 312e12, 2.0e12),
+    "H100": (79.6, 989e12, 3.35e12),
+    "H200": (140.4, 989e12, 4.8e12),
+    "B200": (178.4, 2250e12, 7.7e12),
+}
+CUDA_GIB = 2.0  # stated: CUDA context, libraries' workspaces, NCCL, and what fragmentation wastes
+CPU_BANDWIDTH = 20e9  # stated, bytes/s
+PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}  # stated; gloo and disk by benchmarks/push.py
+ZERO: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
+REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12  # Lightning's defaults
+LAYOUTS = {
+    "whole": "all weights on one",
+    "ddp": "all weights on each (DDP)",
+    "fsdp2": "everything in shards (FSDP2)",
+    "zero1": "optimizer states in shards (ZeRO-1)",
+    "zero2": "optimizer states and gradients in shards (ZeRO-2)",
+    "zero3": "everything in shards (ZeRO-3)",
+}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan needs to know beside the settings of the run.
+
+    Args:
+        device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
+        device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
+        tflops: Its peak of matrix products, TFLOP/s; None: the device's, or measured on this CPU.
+        bandwidth_gb_s: Of its memory, GB/s; None: the device's.
+        mfu: Part of the peak that products reach, those included that gradient checkpointing repeats.
+        prompt_length: Longest prompt, tokens; None: data.max_prompt_length, in fine-tuning 0.
+        completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning
+            data.max_length less the prompt.
+        mean_frac: Mean length as a part of the longest: memory is for the longest, time for the mean.
+        gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments win.
+        tensor_parallel_size: GPUs that share a copy, of workers that are named by URL.
+        decode_tokens_per_s: Of one copy; None: from its memory bandwidth and mfu.
+        push_gb_s: Rate at which weights reach workers, GB/s; None: 1 by gloo or disk, 50 by NCCL.
+        json: File to write the plan to as well.
+    """
+
+    device: str = "auto"
+    device_gib: float | None = None
+    tflops: float | None = None
+    bandwidth_gb_s: float | None = None
+    mfu: float = 0.4
+    prompt_length: int | None = None
+    completion_length: int | None = None
+    mean_frac: float = 0.5
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    decode_tokens_per_s: float | None = None
+    push_gb_s: float | None = None
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", *GPUS):
+            raise InputError(f"plan.device must be auto, cpu, {', '.join(GPUS)}, but is {self.device}.")
+        parts = {"mfu": self.mfu, "mean_frac": self.mean_frac}
+        parts["gpu_memory_utilization"] = self.gpu_memory_utilization
+        for name, value in parts.items():
+            if not 0 < value <= 1:
+                raise InputError(f"plan.{name} must be above 0 and at most 1, but is {value}.")
+
+
+def read_setup(
+    trainer: Any,
+    module: PolicyModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    options: PlanOptions,
+) -> Setup:
+    """Collect what the plan is made of.
+
+    Args:
+        trainer: The settings of the trainer, parsed and not instantiated.
+        module: The module, which has loaded nothing.
+        data: The datamodule, which has read nothing.
+        rollouts: The callback that would bring completions.
+        options: Of the plan.
+    """
+    notes: list[str] = []
+    on_cpu = options.device == "cpu" or (options.device == "auto" and trainer.accelerator == "cpu")
+    reserved = resident_bytes() if on_cpu else CUDA_GIB * GIB  # before shapes are traced, which takes memory
+    per_node = count_devices(trainer.devices, on_cpu, notes)
+    num_processes = per_node * int(trainer.num_nodes)
+    sharding, settings = sharding_named(trainer.strategy, num_processes)
+    deepspeed, mixed = sharding.startswith("zero"), trainer.precision == "bf16-mixed"
+    in_half = mixed and (deepspeed or sharding == "fsdp2")  # cast as a whole rather than product by product
+    device = device_of(options, on_cpu, per_node, mixed, reserved, notes)
+    rlt = module if isinstance(module, RLTModule) else None
+    lengths = sequence_lengths(rlt, data, rollouts, options, notes)
+    group_size = rlt.group_size if rlt else 1
+    step = Step(
+        num_processes, data.prompts_per_step, group_size, *lengths, module.micro_batch_tokens, module.layout
+    )
+
+    def language_model(name: str, dtype: str) -> LanguageModel:
+        held = meta_model(name, dtype, module.attn_implementation, module.trust_remote_code)
+        weight_bytes = next(held.parameters()).element_size()
+        if in_half:
+            held = held.to(torch.bfloat16)
+        shared = group_size > 1 and module.layout in ("auto", "shared_prefix")
+        prefix = min(step.prompt_length, step.row_tokens // 2) if shared else 0
+        traced = activations(
+            held, step.row_tokens, prefix, module.gradient_checkpointing, mixed and not in_half
+        )
+        product_bytes = next(held.parameters()).element_size()
+        return LanguageModel(
+            name=name,
+            shape=Shape.of(held),
+            weight_bytes=product_bytes if deepspeed else weight_bytes,
+            product_bytes=product_bytes,
+            activations=traced,
+            flops_per_token=flops(held, 1, 0, 0),
+            flops_per_pair=flops(held, 0, 1, 0),
+            flops_per_scored=flops(held, 0, 0, 1),
+        )
+
+    policy = language_model(module.pretrained, module.dtype_name)
+    student = language_model(rlt.student_name, rlt.student_dtype) if rlt else None
+    with_reference = bool(rlt and rlt.policy_loss.kl_coef)
+    engine = rollouts.engine
+    worker = None
+    if rlt and isinstance(engine, VLLMEngine):
+        worker = worker_of(engine, policy, trainer.devices, options, notes)
+    notes[:0] = [
+        f"{role} {model.name}, {model.shape.weights / 1e9:.3g} billion weights"
+        for role, model in (("policy", policy), ("student", student))
+        if model
+    ]
+    sized_as = torch.empty(0, device="cpu" if on_cpu else "meta")
+    return Setup(
+        device=device,
+        sharding=sharding,
+        num_processes=num_processes,
+        processes_per_machine=per_node,
+        policy=policy,
+        student=student,
+        with_reference=with_reference,
+        master_bytes=4 if deepspeed else policy.weight_bytes,
+        grad_bytes=4 if deepspeed and mixed else policy.weight_bytes,
+        offload_frozen=bool(rlt and rlt.offload_frozen),
+        offload_optimizer=bool(settings.get("offload_optimizer")) and not on_cpu,  # there is one memory
+        offload_parameters=bool(settings.get("offload_parameters")) and not on_cpu,
+        bucket_numel=int(settings.get("reduce_bucket_size", REDUCE_BUCKET)),
+        sub_group_numel=int(settings.get("sub_group_size", SUB_GROUP)),
+        step=step,
+        logits_bytes=2**20 * block_size(module.head.logits_mib, sized_as),
+        hf_sequences=engine.max_sequences if rlt and isinstance(engine, HFEngine) else 0,
+        recompute_teacher=bool(rlt and recomputes(rlt, rollouts)),
+        worker=worker,
+        mfu=options.mfu,
+        checkpointing=module.gradient_checkpointing,
+        push_bandwidth=1e9 * (options.push_gb_s or PUSH_GB_S.get(push_backend(engine), 1.0)),
+        decode_rate=options.decode_tokens_per_s,
+        notes=notes,
+    )
+
+
+def count_devices(devices: Any, on_cpu: bool, notes: list[str]) -> int:
+    """Processes on one machine, as trainer.devices says it."""
+    if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
+        devices = int(devices)
+    if devices in ("auto", -1):
+        found = 1 if on_cpu else max(1, torch.cuda.device_count())
+        notes.append(f"trainer.devices is {devices}: planned for {found}, set it for another number")
+        return found
+    return devices if isinstance(devices, int) else len(gpu_ids(devices))
+
+
+def gpu_ids(devices: Any) -> list[int]:
+    """The ids of a list, or of a text such as "0,1"."""
+    words = devices.split(",") if isinstance(devices, str) else devices
+    return [int(word) for word in words if str(word).strip()]
+
+
+def sharding_named(strategy: Any, num_processes: int) -> tuple[Sharding, dict[str, Any]]:
+    """How a strategy lays weights out, and its settings.
+
+    Raises:
+        InputError: For one that is not known here.
+    """
+    if isinstance(strategy, str):
+        if strategy == "auto":
+            return ("ddp" if num_processes > 1 else "whole"), {}
+        if strategy.startswith("ddp"):
+            return "ddp", {}
+    else:
+        settings = dict(strategy.get("init_args") or {}) | dict(strategy.get("dict_kwargs") or {})
+        name = str(strategy.get("class_path")).rpartition(".")[2]
+        if name == "FSDP2":
+            return "fsdp2", settings
+        if name == "DeepSpeed":
+            return ZERO[int(settings.get("stage", 3))], settings
+        if name in ("DDPStrategy", "SingleDeviceStrategy"):
+            return ("ddp" if name == "DDPStrategy" else "whole"), {}
+    raise InputError(
+        "rlt plan knows the strategies auto, ddp, rlt_lightning.strategies.FSDP2 and "
+        f"rlt_lightning.strategies.DeepSpeed, but trainer.strategy is {strategy}. Use one of them."
+    )
+
+
+def device_of(
+    options: PlanOptions, on_cpu: bool, per_node: int, mixed: bool, reserved: float, notes: list[str]
+) -> Device:
+    """What one process computes on."""
+    name = "cpu" if on_cpu else "H100" if options.device == "auto" else options.device
+    if on_cpu:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        gib, bandwidth = pages * size / GIB / per_node, CPU_BANDWIDTH
+        dtype = torch.bfloat16 if mixed else torch.float32
+        peak = 1e12 * options.tflops if options.tflops else matmul_rate(torch.device("cpu"), dtype)
+    else:
+        gib, peak, bandwidth = GPUS[name]
+        peak = 1e12 * options.tflops if options.tflops else peak
+    if options.device == "auto" and not on_cpu:
+        notes.append("trainer.accelerator is not cpu and plan.device not set: planned for an H100")
+    return Device(
+        name=name,
+        memory=GIB * (options.device_gib or gib),
+        flops=peak,
+        bandwidth=1e9 * options.bandwidth_gb_s if options.bandwidth_gb_s else bandwidth,
+        reserved=reserved,
+    )
+
+
+def resident_bytes() -> float:
+    """Memory that this process has, with all that a run imports; 0.5 GiB where the system does not tell."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0.5 * GIB
+    [line] = [line for line in status.read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) * 1024
+
+
+def sequence_lengths(
+    rlt: RLTModule | None,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    options: PlanOptions,
+    notes: list[str],
+) -> tuple[int, int, int, int]:
+    """Longest prompt and completion, and the means of both, tokens.
+
+    Rows that lie on this machine are read and tokenised; else the limits are taken for the longest.
+    """
+    limit = rollouts.sampling.max_completion_length if rlt else 0
+    if options.prompt_length is None and (data.source == ARITHMETIC or Path(data.source).exists()):
+        data.setup("fit")
+        if rlt:
+            prompts, rests = [len(p.teacher_prompt) for p in data.problems], [limit]
+        else:
+            examples = [example for example in data.items if isinstance(example, SFTExample)]
+            rests = [sum(example.loss_mask) for example in examples]
+            prompts = [len(example.token_ids) - n for example, n in zip(examples, rests, strict=True)]
+        longest, mean = max(prompts), round(sum(prompts) / len(prompts))
+        rest, mean_rest = max(rests), max(1, round(sum(rests) / len(rests)))
+        source = f"read from the {len(prompts)} rows of {data.source}"
+    else:
+        limit_of_prompts = data.max_prompt_length if rlt else 0
+        longest = limit_of_prompts if options.prompt_length is None else options.prompt_length
+        rest = limit or data.max_length - longest
+        mean, mean_rest = round(options.mean_frac * longest), max(1, round(options.mean_frac * rest))
+        source = "given" if options.prompt_length is not None else "the settings' limits"
+    if rlt or options.completion_length is not None:
+        rest = options.completion_length or rest
+        mean_rest = max(1, round(options.mean_frac * rest))
+    notes.append(
+        f"prompts of up to {longest} tokens, {mean} on average ({source}); completions of up to {rest}, "
+        f"{mean_rest} on average"
+    )
+    return longest, rest, mean, mean_rest
+
+
+def recomputes(module: RLTModule, rollouts: RolloutCallback) -> bool:
+    """Whether the teacher runs once more to be scored; see `StudentScorer`."""
+    reward = module.reward
+    return (
+        module.teacher_log_probs == "recompute"
+        or reward.kl_estimator == "exact"
+        or not rollouts.engine.reports_log_probs
+        or rollouts.sampling.truncates
+        or rollouts.sampling.temperature != reward.teacher_temperature
+    )
+
+
+def push_backend(engine: Any) -> str:
+    """How weights travel to the engine."""
+    return engine.push.backend if isinstance(engine, VLLMEngine) else ""
+
+
+def worker_of(
+    engine: VLLMEngine, policy: LanguageModel, devices: Any, options: PlanOptions, notes: list[str]
+) -> Worker:
+    """The vLLM workers, as far as they are known."""
+    launch, push = engine.launch, engine.push
+    push_dtype = getattr(push, "dtype", None)
+    push_bytes = policy.weight_bytes if push_dtype is None else push_dtype.itemsize
+    utilization = options.gpu_memory_utilization
+    if launch is None:
+        size = options.tensor_parallel_size
+        num_gpus, weight_bytes, colocated = len(engine.workers) * size, 2, False
+        notes.append(
+            f"{len(engine.workers)} workers by URL, each on {size} GPUs of its own, all alike, in bfloat16"
+        )
+    else:
+        size = launch.tensor_parallel_size
+        num_gpus = launch.num_workers * size * launch.data_parallel_size
+        weight_bytes = DTYPE_BYTES.get(launch.dtype, 2)
+        words = [word for argument in launch.arguments for word in argument.split("=")]
+        if "--gpu-memory-utilization" in words:
+            utilization = float(words[words.index("--gpu-memory-utilization") + 1])
+        own = set(gpu_ids(devices)) if not isinstance(devices, int) and "," in str(devices) else None
+        taken = {gpu for ids in launch.gpus or [[0]] for gpu in ids}
+        trained_on = own if own is not None else set(range(count_devices(devices, False, [])))
+        colocated = bool(taken & trained_on)
+    return Worker(
+        num_gpus=num_gpus,
+        tensor_parallel_size=size,
+        weight_bytes=weight_bytes,
+        gpu_memory_utilization=utilization,
+        max_sequences=engine.max_sequences,
+        push_bytes=push_bytes,
+        bucket_bytes=push.gather_bytes,
+        colocated=colocated,
+        sleeps=bool(getattr(engine, "takes_turns", False)),
+    )
+
+
+# The page
+
+
+def page(plan: Plan) -> str:
+    """The plan as text: memory by part and phase, time, what was assumed, and the verdict."""
+    setup, device = plan.setup, plan.setup.device
+    notes = [
+        *setup.notes,
+        f"rows of up to {setup.step.row_tokens} tokens, {len(setup.step.mean_rows)} a step and process",
+        f"products at {setup.mfu:.0%} of {device.flops / 1e12:.3g} TFLOP/s, memory at "
+        f"{device.bandwidth / 1e9:.4g} GB/s",
+        f"runtime {device.reserved / GIB:.2f} GiB, " + ("measured here" if device.is_cpu else "stated"),
+    ]
+    head = f"{setup.num_processes} x {device.name}, {device.memory / GIB:.1f} GiB each"
+    verdict = f"fits: {plan.peak.total / GIB:.1f} GiB of {device.memory / GIB:.1f}, in {plan.peak.name}."
+    sections = [
+        [f"{head}: {LAYOUTS[setup.sharding]}"],
+        memory_table(plan),
+        worker_lines(setup),
+        time_lines(plan),
+        ["Assumed:", *(f"  {note}" for note in notes)],
+        plan.problems() or [verdict],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def memory_table(plan: Plan) -> list[str]:
+    """Parts in rows, phases in columns, the largest one marked; the host's part of the peak at the end."""
+    host = {name: size for phase in plan.phases for name, size in phase.host.items()}
+    names = list(dict.fromkeys(name for phase in plan.phases for name in phase.device))
+    shown = [name for name in names if any(phase.device.get(name) for phase in plan.phases)]
+    columns = [(phase.name, phase.device) for phase in plan.phases]
+    if any(host.values()):
+        columns.append(("host", host))
+        shown += [name for name in host if name not in shown and host[name]]
+    widths = [max(9, len(name) + 2) for name, _ in columns]
+    first = max(len(name) for name in [*shown, "GiB of one process"]) + 1
+
+    def line(title: str, cells: list[str]) -> str:
+        return title.ljust(first) + "".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True))
+
+    lines = [line("GiB of one process", [name for name, _ in columns])]
+    for name in shown:
+        lines.append(line(name, [figure(parts.get(name, 0.0)) for _, parts in columns]))
+    totals = [figure(sum(parts.values())) for _, parts in columns]
+    peak = plan.phases.index(plan.peak)
+    totals[peak] = f"*{totals[peak]}"
+    lines.append(line("total (* the peak)", totals))
+    if any(host.values()):
+        machine = plan.setup.processes_per_machine * sum(host.values()) / GIB
+        lines.append(f"in the host's memory {machine:.0f} GiB a machine, beside libraries; not checked")
+    return lines
+
+
+def figure(size: float) -> str:
+    """GiB, or a dot for nothing."""
+    return f"{size / GIB:.2f}" if size >= 0.005 * GIB else "."
+
+
+def worker_lines(setup: Setup) -> list[str]:
+    """What a vLLM worker holds."""
+    worker = setup.worker
+    if worker is None:
+        return []
+    weights = setup.policy.shape.weights * worker.weight_bytes / worker.tensor_parallel_size
+    if setup.device.is_cpu:
+        return [f"vLLM: {weights / GIB:.2f} GiB of weights, and what it is given for keys and values, apart"]
+    per_token = setup.policy.shape.kv_per_token * worker.weight_bytes
+    where = "on the trainer's GPUs" if worker.colocated else "on GPUs of their own"
+    return [
+        f"vLLM: {worker.num_copies} copies, {worker.num_gpus} GPUs, {where}",
+        f"  takes {worker.gpu_memory_utilization:.0%} of a GPU, {weights / GIB:.1f} GiB of it for weights",
+        f"  a token's keys and values take {per_token / 1024:.0f} KiB: room for "
+        f"{kv_capacity(setup, worker):,.0f} tokens a copy,",
+        f"  {rows_at_once(setup, worker):,.0f} completions of full length at once",
+    ]
+
+
+def time_lines(plan: Plan) -> list[str]:
+    """Seconds of every phase."""
+    total = sum(timing.seconds for timing in plan.timings)
+    lines = [f"A step takes about {total:,.3g} s: estimates from stated rates, nothing of it was measured."]
+    return lines + [f"  {t.name:<9}{t.seconds:>10,.3g} s  {t.reason}" for t in plan.timings]
+
+
+def write_json(plan: Plan, path: str) -> None:
+    """The plan's figures, for a program; bytes and seconds."""
+    content = {
+        "peak_phase": plan.peak.name,
+        "peak_bytes": plan.peak.total,
+        "device_bytes": plan.setup.device.memory,
+        "fits": plan.fits,
+        "problems": plan.problems(),
+        "phases": {p.name: {"device": p.device, "host": p.host, "total": p.total} for p in plan.phases},
+        "seconds": {timing.name: timing.seconds for timing in plan.timings},
+        "setup": asdict(plan.setup),
+    }
+    Path(path).write_text(json.dumps(content, indent=1))
