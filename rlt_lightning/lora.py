@@ -45,17 +45,12 @@ class LoRA:
                 f"model.lora needs rank >= 1, alpha > 0 and targets, but got {self}. Correct it."
             )
 
-    @property
-    def scale(self) -> float:
-        """What B A is multiplied by."""
-        return self.alpha / self.rank
-
 
 def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> Read:
     """Adapt a model in place and freeze all else; A and B are in fp32, whatever type the model has.
 
     Args:
-        model: With weights, or empty.
+        model: With weights, or empty, on the meta device.
         lora: What is adapted.
         seed: Of A's first values. They depend on it and on the layer's name, not on ranks or sharding.
         read: Of an empty model: the value of a weight by its name.
@@ -74,8 +69,9 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         target_modules=lora.targets,
         task_type="CAUSAL_LM",
     )
+    empty = next(model.parameters()).is_meta
     try:
-        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=read is not None)
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
     except ValueError as error:
         raise InputError(
             "model.lora.targets must be all-linear or names of linear layers of the model, but is "
@@ -99,7 +95,7 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         return torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)
 
-    if read is None:
+    if not empty:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if is_adapter(name):

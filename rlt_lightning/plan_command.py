@@ -15,6 +15,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.rows import ARITHMETIC
 from rlt_lightning.engines import VLLMEngine
 from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.meter import GIB, flops, matmul_rate
@@ -135,9 +136,11 @@ def read_setup(
         num_processes, data.prompts_per_step, group_size, *lengths, module.micro_batch_tokens, module.layout
     )
 
-    def language_model(name: str, dtype: str) -> LanguageModel:
+    def language_model(name: str, dtype: str, lora: LoRA | None = None) -> LanguageModel:
         held = meta_model(name, dtype, module.attn_implementation, module.trust_remote_code)
         weight_bytes = next(held.parameters()).element_size()
+        if lora is not None:
+            add_adapter(held, lora, module.seed)
         if in_half:
             held = held.to(torch.bfloat16)
         shared = group_size > 1 and module.layout in ("auto", "shared_prefix")
@@ -157,9 +160,11 @@ def read_setup(
             flops_per_scored=flops(held, 0, 0, 1),
         )
 
-    policy = language_model(module.pretrained, module.dtype_name)
+    policy = language_model(module.pretrained, module.dtype_name, module.lora)
     student = language_model(rlt.student_name, rlt.student_dtype) if rlt else None
     with_reference = bool(rlt and rlt.policy_loss.kl_coef)
+    syncs = any("ReferenceSync" in str(callback.class_path) for callback in trainer.callbacks or [])
+    trained_bytes = 4 if module.lora is not None else policy.weight_bytes  # A and B are in fp32
     engine = rollouts.engine
     worker = None
     if rlt and isinstance(engine, VLLMEngine):
@@ -178,8 +183,10 @@ def read_setup(
         policy=policy,
         student=student,
         with_reference=with_reference,
-        master_bytes=4 if deepspeed else policy.weight_bytes,
-        grad_bytes=4 if deepspeed and mixed else policy.weight_bytes,
+        shares_base=module.lora is not None and not syncs,
+        forwards_per_step=module.forwards_per_step,
+        master_bytes=4 if deepspeed else trained_bytes,
+        grad_bytes=4 if deepspeed and mixed else trained_bytes,
         offload_frozen=bool(rlt and rlt.offload_frozen),
         offload_optimizer=bool(settings.get("offload_optimizer")) and not on_cpu,  # there is one memory
         offload_parameters=bool(settings.get("offload_parameters")) and not on_cpu,
@@ -362,9 +369,10 @@ def worker_of(
         gpu_memory_utilization=utilization,
         max_sequences=engine.max_sequences,
         push_bytes=push_bytes,
+        only_adapter=engine.takes_adapters,
         bucket_bytes=push.gather_bytes,
         colocated=colocated,
-        sleeps=bool(getattr(engine, "takes_turns", False)),
+        sleeps=engine.takes_turns,
     )
 
 

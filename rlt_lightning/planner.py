@@ -75,6 +75,7 @@ class Worker:
     gpu_memory_utilization: float  # part of a GPU's memory that vLLM takes
     max_sequences: int  # in work at a time, per copy
     push_bytes: int  # per number that travels
+    only_adapter: bool  # travels, rather than all weights
     bucket_bytes: int  # gathered from the trainer's ranks at once
     colocated: bool  # with a process of the trainer on one GPU
     sleeps: bool  # while that one trains
@@ -144,6 +145,8 @@ class Setup:
     policy: LanguageModel
     student: LanguageModel | None
     with_reference: bool
+    shares_base: bool  # the reference is the policy without its adapter
+    forwards_per_step: int  # what a forward and its backward count as
     master_bytes: int  # per number, of what the optimizer steps; the moments' too
     grad_bytes: int  # per number, of gradients that wait for the step
     offload_frozen: bool
@@ -283,7 +286,7 @@ def step_workspace(setup: Setup) -> float:
         together = min(own, setup.sub_group_numel) if setup.sharding == "zero3" else own
         return together * setup.master_bytes * (3 if setup.device.is_cpu else 2)
     if setup.device.is_cpu:
-        return 2 * setup.policy.shape.largest * setup.master_bytes / setup.shards
+        return 2 * setup.policy.shape.largest_trained * setup.master_bytes / setup.shards
     return own * setup.master_bytes
 
 
@@ -319,7 +322,8 @@ def phases(setup: Setup) -> Iterator[Phase]:
     policy, student = setup.policy, setup.student
     tokens = setup.step.row_tokens
     scored = tokens - setup.step.prompt_length if tokens > setup.step.prompt_length else tokens
-    reference_weights = weights(setup, policy, frozen=True) if setup.with_reference else 0.0
+    copied = setup.with_reference and not setup.shares_base
+    reference_weights = weights(setup, policy, frozen=True) if copied else 0.0
     always = {
         "runtime": setup.device.reserved,
         "policy weights": weights(setup, policy, frozen=False),
@@ -350,7 +354,9 @@ def phases(setup: Setup) -> Iterator[Phase]:
         yield phase("generate", kv_cache=cache(setup), gathered=gathered(setup, policy, False))
     if setup.worker:
         largest = policy.shape.largest * policy.weight_bytes if setup.shards > 1 else 0
-        bucket = {"gathered": float(max(setup.worker.bucket_bytes, largest))}
+        bucket = {
+            "gathered": float(max(min(setup.worker.bucket_bytes, pushed(setup, setup.worker)), largest))
+        }
         yield Phase("push", merged(sampling, grads, bucket), host)
     if student:
         forwards = [student, policy] if setup.recompute_teacher else [student]
@@ -435,9 +441,11 @@ def host_memory(setup: Setup) -> Sizes:
         return parts
     if setup.offload_frozen:
         parts["student weights"] = student.shape.weights * student.weight_bytes if student else 0.0
-        parts["reference weights"] = setup.with_reference * policy.shape.weights * policy.weight_bytes
+        copied = setup.with_reference and not setup.shares_base
+        parts["reference weights"] = copied * policy.shape.weights * policy.weight_bytes
     if setup.offload_parameters:
-        models = [policy] + ([policy] if setup.with_reference else []) + ([student] if student else [])
+        copied = setup.with_reference and not setup.shares_base
+        models = [policy] + ([policy] if copied else []) + ([student] if student else [])
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
     if setup.offload_optimizer:
         parts["optimizer states"] = optimizer_states(setup)
@@ -451,7 +459,13 @@ def host_memory(setup: Setup) -> Sizes:
 
 def file_buffer(setup: Setup) -> float:
     """Whole tensors of one file that a process holds as it writes a checkpoint."""
-    return min(FILE_BYTES, setup.policy.shape.weights * setup.master_bytes)
+    return min(FILE_BYTES, setup.policy.shape.trained * setup.master_bytes)
+
+
+def pushed(setup: Setup, worker: Worker) -> float:
+    """Of weights, or of an adapter, on their way to a worker."""
+    shape = setup.policy.shape
+    return (shape.trained if worker.only_adapter else shape.weights) * worker.push_bytes
 
 
 def merged(*sizes: Sizes) -> Sizes:
@@ -557,13 +571,13 @@ def timings(setup: Setup) -> list[Timing]:
     if student:
         found.append(generate_timing(setup))
     if setup.worker:
-        size = policy.shape.weights * setup.worker.push_bytes
+        size = pushed(setup, setup.worker)
         reason = f"{size / 1e9:.1f} GB at {setup.push_bandwidth / 1e9:g} GB/s"
         found.append(Timing("push", size / setup.push_bandwidth, reason))
     if student:
         work = forward_flops_of_step(setup, student) + (forward if setup.recompute_teacher else 0.0)
         found.append(Timing("score", work / rate, f"{work / 1e15:.3g} PFLOP"))
-    passes = 3 + setup.checkpointing + setup.with_reference
+    passes = setup.forwards_per_step + setup.checkpointing + setup.with_reference
     reason = f"{passes * forward / 1e15:.3g} PFLOP: {passes} forwards' worth"
     found.append(Timing("train", passes * forward / rate, reason))
     if setup.offload_optimizer:

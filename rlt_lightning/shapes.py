@@ -33,6 +33,7 @@ class Shape:
     num_blocks: int
     outside: int  # not in a block: embedding, last norm, head
     largest: int  # in the largest tensor
+    largest_trained: int  # in the largest that is in the optimizer
     hidden_size: int
     num_words: int  # of the head
     head_trained: int  # in the head's gradient; 0 where it is frozen
@@ -44,16 +45,18 @@ class Shape:
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
         sizes = [p.numel() for p in model.parameters()]
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
         num_heads = getattr(config, "num_attention_heads", None) or 0
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
         kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         return cls(
             weights=sum(sizes),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            trained=sum(trained),
             block=max(per_block),
             num_blocks=len(per_block),
             outside=sum(sizes) - sum(per_block),
             largest=max(sizes),
+            largest_trained=max(trained),
             hidden_size=config.hidden_size,
             num_words=head.out_features,
             head_trained=head.weight.numel() if head.weight.requires_grad else 0,

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlt_lightning import planner
+from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.plan_command import count_devices, sharding_named
 from rlt_lightning.planner import Device, LanguageModel, Setup, Step, Worker, make_plan
@@ -26,8 +27,8 @@ from rlt_lightning.types import InputError
 ROOT = Path(__file__).parents[1]
 # 100 weights: embedding and head of 20 each, 6 blocks of 10. Tied to nothing real, so that sums are easy.
 SHAPE = Shape(
-    weights=100, trained=100, block=10, num_blocks=6, outside=40, largest=20, hidden_size=2, num_words=10,
-    head_trained=20, kv_per_token=12,
+    weights=100, trained=100, block=10, num_blocks=6, outside=40, largest=20, largest_trained=20,
+    hidden_size=2, num_words=10, head_trained=20, kv_per_token=12,
 )  # fmt: skip
 MODEL = LanguageModel(
     "model", SHAPE, weight_bytes=4, product_bytes=4, activations=Activations(1000, 0, 70, 30),
@@ -40,15 +41,15 @@ STEP = Step(
 GPU = Device("H100", memory=10_000, flops=1e6, bandwidth=1e4, reserved=50)
 SETUP = Setup(
     device=GPU, sharding="whole", num_processes=1, processes_per_machine=1, policy=MODEL, student=MODEL,
-    with_reference=True, master_bytes=4, grad_bytes=4, offload_frozen=False, offload_optimizer=False,
-    offload_parameters=False,
+    with_reference=True, shares_base=False, forwards_per_step=3, master_bytes=4, grad_bytes=4,
+    offload_frozen=False, offload_optimizer=False, offload_parameters=False,
     bucket_numel=30, sub_group_numel=10**12, step=STEP, logits_bytes=16, hf_sequences=8,
     recompute_teacher=False, worker=None, mfu=0.5, checkpointing=False, push_bandwidth=100.0,
     decode_rate=None, notes=[],
 )  # fmt: skip
 WORKER = Worker(
     num_gpus=4, tensor_parallel_size=2, weight_bytes=2, gpu_memory_utilization=0.9, max_sequences=256,
-    push_bytes=4, bucket_bytes=64, colocated=False, sleeps=False,
+    push_bytes=4, only_adapter=False, bucket_bytes=64, colocated=False, sleeps=False,
 )  # fmt: skip
 
 
@@ -127,6 +128,24 @@ def test_step_workspace_is_by_device_and_library() -> None:
     assert planner.step_workspace(sharded) == (1 + 1) * 100  # and the flat gradient
     assert planner.step_workspace(replace(sharded, sub_group_numel=10)) == (1 + 1) * 40
     assert planner.step_workspace(replace(sharded, offload_optimizer=True)) == 0
+
+
+def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> None:
+    model = meta_model(llama)
+    before = Shape.of(model)
+    add_adapter(model, LoRA(rank=2, alpha=2.0, targets=["q_proj"]), seed=0)
+    shape = Shape.of(model)
+    per_layer = 2 * sum(model.model.layers[0].self_attn.q_proj.base_layer.weight.shape)  # rank (in + out)
+    assert shape.trained == shape.num_blocks * per_layer == shape.weights - before.weights
+    assert shape.head_trained == 0
+    policy = replace(MODEL, shape=replace(SHAPE, trained=10, largest_trained=5, head_trained=0))
+    lora = replace(SETUP, policy=policy, shares_base=True, forwards_per_step=2)
+    assert planner.gradients(lora) == 4 * 10
+    assert planner.optimizer_states(lora) == 2 * 4 * 10
+    [train] = [phase for phase in planner.phases(lora) if phase.name == "train"]
+    assert train.device["reference weights"] == 0
+    full, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
+    assert [planner.pushed(lora, worker) for worker in (full, adapter)] == [400, 40]
 
 
 def test_head_holds_tiles_states_and_its_gradient() -> None:
