@@ -12,9 +12,11 @@ import torch
 from fake_worker import FakeWorker
 from safetensors.torch import load_file
 
+from rlt_lightning.engines import DiskPush
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.weights import DiskPush, free_port, full_shape, gathered_groups
+from rlt_lightning.engines.weights import free_port
 from rlt_lightning.pretrained import load_model
+from rlt_lightning.sharding import full_shape, gathered_groups
 
 VERSION = "0123abcd-000007"
 

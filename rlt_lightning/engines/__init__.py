@@ -1,10 +1,12 @@
 """What a rollout can come from."""
 
 from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost
+from rlt_lightning.engines.disk import AdapterPush, DiskPush
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
+from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.engines.weights import AdapterPush, DiskPush, GlooPush, NCCLPush, WeightPush
+from rlt_lightning.engines.weights import GlooPush, WeightPush
 
 __all__ = [
     "AdapterPush",

@@ -20,8 +20,9 @@ from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, Worke
 from rlt_lightning.engines.client import Request, WorkerClient, WorkerError
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
-from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, gathered_groups, in_background
+from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
 from rlt_lightning.gloo import LOOPBACK
+from rlt_lightning.sharding import gathered_groups
 from rlt_lightning.types import Completion, InputError
 
 T = TypeVar("T")

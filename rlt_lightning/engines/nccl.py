@@ -1,0 +1,177 @@
+"""Weights into vLLM workers from GPU to GPU, by vLLM's own trainer-side code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.engines.base import EngineError, NamedTensor
+from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
+from rlt_lightning.engines.weights import Failures, WeightPush, free_port, in_background, on_each
+from rlt_lightning.gloo import LOOPBACK
+from rlt_lightning.sharding import full_shape, gathered, gathered_groups
+
+
+class NCCLPush(WeightPush):
+    """Broadcast from GPU to GPU by vLLM's own trainer-side code, which the trainer's environment must hold.
+
+    All workers form one group with the trainer, so one gather and one broadcast serve them all, and the loss
+    of one breaks the group: the push fails for all and they meet anew at the next. A rank that dies within a
+    broadcast makes NCCL wait; after `timeout_s` the run stops.
+
+    Args:
+        bucket_mib: Size of each of the two buffers that NCCL sends from.
+        timeout_s: As in `WeightPush`.
+        host: Address of this machine that the workers can reach.
+        port: Where they meet; 0: any free port.
+    """
+
+    backend = "nccl"
+
+    def __init__(
+        self, bucket_mib: int = 512, timeout_s: float = 600.0, host: str = LOOPBACK, port: int = 0
+    ) -> None:
+        super().__init__(bucket_mib, timeout_s)
+        self.host = host
+        self.port = port
+        self.engine: Any = None
+        self.members: list[tuple[str, int]] = []  # URL and incarnation of those in the group
+
+    @property
+    def gather_bytes(self) -> int:
+        """One tensor at a time: that is how vLLM's code asks for them."""
+        return 0
+
+    def prepare(self, worker: WorkerClient) -> None:
+        """Hold the worker's requests, if this process can send at all."""
+        if not torch.cuda.is_available() or find_spec("vllm") is None:
+            raise WorkerError(
+                "NCCLPush needs a GPU, and vLLM in the trainer's environment, but one of them is missing. "
+                "Install the vllm extra, or use GlooPush.",
+                retryable=False,
+            )
+        super().prepare(worker)
+
+    def transfer(
+        self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
+    ) -> None:
+        """Let vLLM send, in a thread that can be left behind."""
+        if not workers:
+            for _ in gathered_groups(named_tensors, self.gather_bytes):
+                pass  # the other ranks gather
+            return
+        device = torch.cuda.current_device()
+
+        def send() -> None:
+            torch.cuda.set_device(device)  # is a property of the thread
+            self.group_of(named_tensors, workers, version).send_weights()
+
+        try:
+            in_background(send).result(self.timeout_s)
+        except TimeoutError as error:
+            raise EngineError(
+                f"The NCCL push to {', '.join(w.url for w in workers)} must end within {self.timeout_s:g} s, "
+                "but did not: a worker died, or the network is not the one that NCCL chose "
+                "(NCCL_SOCKET_IFNAME). Look at the workers' logs, then go on with --ckpt_path last."
+            ) from error
+        except (RuntimeError, EngineError) as error:
+            self.close()
+            failures.update({worker.url: error for worker in workers})
+
+    def group_of(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> Any:
+        """The group of these workers, formed anew if one has changed."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        members = [(worker.url, worker.incarnation) for worker in workers]
+        if self.engine is None or members != self.members:
+            self.close()
+            info = NCCLTrainerInitInfo(
+                master_address=self.host,
+                master_port=self.port or free_port(self.host),
+                world_size=1 + sum(worker.num_ranks for worker in workers),
+                packed_buffer_size_bytes=self.bucket_bytes,
+                rank=0,
+            )
+            self.engine = WeightTransferTrainerFactory.trainer_init(
+                info, client=SyncClient(self, workers), source=ModuleSource(WholeTensors(named_tensors))
+            )
+            self.members = members
+        self.engine.client.version = version
+        return self.engine
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.engine is not None:
+            self.engine.shutdown()
+        self.engine, self.members = None, []
+
+
+class SyncClient:
+    """The four calls by which vLLM's trainer-side code drives workers, made to several servers at once."""
+
+    def __init__(self, push: WeightPush, workers: list[WorkerClient]) -> None:
+        self.push = push
+        self.workers = workers
+        self.version = ""
+
+    def init_weight_transfer_engine(self, init_info: JSON) -> None:
+        """Give each server the ranks that follow those of the servers before it."""
+        offsets = dict.fromkeys((worker.url for worker in self.workers), int(init_info["rank_offset"]))
+        for before, worker in zip(self.workers, self.workers[1:], strict=False):
+            offsets[worker.url] = offsets[before.url] + before.num_ranks
+
+        def init(worker: WorkerClient) -> None:
+            info = init_info | {"rank_offset": offsets[worker.url]}
+            self.push.post(worker, "/init_weight_transfer_engine", {"init_info": info})
+
+        self._on_all(init)
+
+    def start_weight_update(self) -> None:
+        """Begin the update everywhere."""
+        self._on_all(self.push.start)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive everywhere; returns when all have."""
+        self._on_all(lambda w: self.push.post(w, "/update_weights", {"update_info": update_info}))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update everywhere, with the version that is being pushed."""
+        self._on_all(lambda worker: self.push.finish(worker, self.version))
+
+    def _on_all(self, function: Callable[[WorkerClient], Any]) -> None:
+        failures: Failures = {}
+        on_each(self.workers, function, failures)
+        if failures:
+            raise EngineError("; ".join(map(str, failures.values())))
+
+
+class WholeTensors:
+    """Looks like a module to vLLM's ModuleSource, and gathers a partitioned tensor when it is asked for."""
+
+    def __init__(self, named_tensors: list[NamedTensor]) -> None:
+        self.named_tensors = named_tensors
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Names with tensors, or with what becomes one by `full_tensor()`."""
+        for name, tensor in self.named_tensors:
+            yield name, Partitioned(tensor) if hasattr(tensor, "ds_id") else tensor
+
+
+class Partitioned:
+    """A tensor under DeepSpeed ZeRO-3."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.dtype = tensor.dtype
+        self.shape = full_shape(tensor)
+
+    def full_tensor(self) -> Tensor:
+        """Gather it from all ranks, to be freed when the caller drops it."""
+        with gathered([self.tensor]) as [tensor]:
+            return tensor.detach().clone()
