@@ -26,8 +26,7 @@ from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_i
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.export import export_checkpoint
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.plan_command import PlanOptions, page, read_setup, write_json
-from rlt_lightning.planner import make_plan
+from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
 from rlt_lightning.rank_failures import MISTAKES
 from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlt_lightning import planner
 from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.numerics.log_probs import linear_log_probs
-from rlt_lightning.plan_command import count_devices, sharding_named
-from rlt_lightning.planner import Device, LanguageModel, Setup, Step, Worker, make_plan
+from rlt_lightning.planner import make_plan, memory, timing
+from rlt_lightning.planner.settings import count_devices, sharding_named
+from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Step, Worker
+from rlt_lightning.planner.shapes import Activations, LiveBytes, Shape, activations
 from rlt_lightning.pretrained import meta_model
-from rlt_lightning.shapes import Activations, LiveBytes, Shape, activations
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -78,56 +78,56 @@ def test_each_strategy_divides_what_it_shards(
     sharding: str, weights: float, grads: float, states: float, buckets: float
 ) -> None:
     setup = on(half(SETUP) if sharding.startswith("zero") else SETUP, sharding)
-    assert planner.weights(setup, setup.policy, frozen=False) == weights
-    assert planner.gradients(setup) == grads
-    assert planner.optimizer_states(setup) == states
-    assert planner.buckets(setup) == buckets
+    assert memory.weights(setup, setup.policy, frozen=False) == weights
+    assert memory.gradients(setup) == grads
+    assert memory.optimizer_states(setup) == states
+    assert memory.buckets(setup) == buckets
 
 
 def test_zero3_in_fp32_steps_its_weights_themselves() -> None:
-    assert planner.optimizer_states(on(SETUP, "zero3")) == 2 * 4 * 100 / 4
-    assert planner.optimizer_states(on(SETUP, "zero1")) == 3 * 4 * 100 / 4  # these keep a copy
+    assert memory.optimizer_states(on(SETUP, "zero3")) == 2 * 4 * 100 / 4
+    assert memory.optimizer_states(on(SETUP, "zero1")) == 3 * 4 * 100 / 4  # these keep a copy
 
 
 def test_frozen_models_and_states_can_wait_on_the_host() -> None:
     offloaded = replace(SETUP, offload_frozen=True)
-    assert planner.weights(offloaded, MODEL, frozen=True) == 0
-    assert planner.host_memory(offloaded) == {"student weights": 400, "reference weights": 400}
-    train = next(p for p in planner.phases(offloaded) if p.name == "train")
-    score = next(p for p in planner.phases(offloaded) if p.name == "score")
+    assert memory.weights(offloaded, MODEL, frozen=True) == 0
+    assert memory.host_memory(offloaded) == {"student weights": 400, "reference weights": 400}
+    train = next(p for p in memory.phases(offloaded) if p.name == "train")
+    score = next(p for p in memory.phases(offloaded) if p.name == "score")
     assert (train.device["student weights"], score.device["student weights"]) == (0, 400)
     states = replace(on(half(SETUP), "zero3"), offload_optimizer=True)
-    host = planner.host_memory(states)
+    host = memory.host_memory(states)
     assert host["optimizer states"] == 300
-    assert planner.gradients(states) == 0
-    assert planner.weights(replace(states, offload_parameters=True), MODEL, frozen=False) == 0
-    assert planner.host_memory(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
+    assert memory.gradients(states) == 0
+    assert memory.weights(replace(states, offload_parameters=True), MODEL, frozen=False) == 0
+    assert memory.host_memory(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
 
 
 def test_fsdp2_gathers_the_outside_and_some_blocks() -> None:
     # Outside 40 * 4 = 160, twice as it arrives; three blocks of 40 would be less. A backward: 160 + 2 * 40.
     setup = on(SETUP, "fsdp2")
-    assert planner.gathered(setup, MODEL, backward=False) == 320
-    assert planner.gathered(setup, MODEL, backward=True) == 560
-    assert planner.gathered(SETUP, MODEL, backward=True) == 0
+    assert memory.gathered(setup, MODEL, backward=False) == 320
+    assert memory.gathered(setup, MODEL, backward=True) == 560
+    assert memory.gathered(SETUP, MODEL, backward=True) == 0
 
 
 def test_zero3_gathers_no_more_than_its_limit() -> None:
     setup, large = on(half(SETUP), "zero3"), replace(SHAPE, weights=7 * 10**9)
     model = replace(MODEL, shape=large, product_bytes=2)
-    assert planner.gathered(setup, model, backward=False) == 2 * 1.05e9
-    assert planner.gathered(setup, setup.policy, backward=False) == 200
-    assert planner.gathered(setup, setup.policy, backward=True) == 200 + 20 * 2 + 30 * 4  # a bucket is sent
+    assert memory.gathered(setup, model, backward=False) == 2 * 1.05e9
+    assert memory.gathered(setup, setup.policy, backward=False) == 200
+    assert memory.gathered(setup, setup.policy, backward=True) == 200 + 20 * 2 + 30 * 4  # a bucket is sent
 
 
 def test_step_workspace_is_by_device_and_library() -> None:
     cpu = replace(SETUP, device=replace(GPU, name="cpu"))
-    assert planner.step_workspace(SETUP) == 400  # roots of all second moments
-    assert planner.step_workspace(cpu) == 2 * 20 * 4  # twice the largest tensor
+    assert memory.step_workspace(SETUP) == 400  # roots of all second moments
+    assert memory.step_workspace(cpu) == 2 * 20 * 4  # twice the largest tensor
     sharded = on(half(SETUP), "zero3")
-    assert planner.step_workspace(sharded) == (1 + 1) * 100  # and the flat gradient
-    assert planner.step_workspace(replace(sharded, sub_group_numel=10)) == (1 + 1) * 40
-    assert planner.step_workspace(replace(sharded, offload_optimizer=True)) == 0
+    assert memory.step_workspace(sharded) == (1 + 1) * 100  # and the flat gradient
+    assert memory.step_workspace(replace(sharded, sub_group_numel=10)) == (1 + 1) * 40
+    assert memory.step_workspace(replace(sharded, offload_optimizer=True)) == 0
 
 
 def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> None:
@@ -140,19 +140,19 @@ def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> 
     assert shape.head_trained == 0
     policy = replace(MODEL, shape=replace(SHAPE, trained=10, largest_trained=5, head_trained=0))
     lora = replace(SETUP, policy=policy, shares_base=True, forwards_per_step=2)
-    assert planner.gradients(lora) == 4 * 10
-    assert planner.optimizer_states(lora) == 2 * 4 * 10
-    [train] = [phase for phase in planner.phases(lora) if phase.name == "train"]
+    assert memory.gradients(lora) == 4 * 10
+    assert memory.optimizer_states(lora) == 2 * 4 * 10
+    [train] = [phase for phase in memory.phases(lora) if phase.name == "train"]
     assert train.device["reference weights"] == 0
     full, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
-    assert [planner.pushed(lora, worker) for worker in (full, adapter)] == [400, 40]
+    assert [memory.pushed(lora, worker) for worker in (full, adapter)] == [400, 40]
 
 
 def test_head_holds_tiles_states_and_its_gradient() -> None:
-    assert planner.head_forward(SETUP, MODEL, 3) == 3 * 2 * 4 + 4 * 16
-    assert planner.head_backward(SETUP, 3) == 88 + 3 * 2 * 4 + 20 * 4
+    assert memory.head_forward(SETUP, MODEL, 3) == 3 * 2 * 4 + 4 * 16
+    assert memory.head_backward(SETUP, 3) == 88 + 3 * 2 * 4 + 20 * 4
     frozen = replace(MODEL, shape=replace(SHAPE, head_trained=0))  # only adapters are trained
-    assert planner.head_backward(replace(SETUP, policy=frozen), 3) == 88 + 24
+    assert memory.head_backward(replace(SETUP, policy=frozen), 3) == 88 + 24
 
 
 def test_head_needs_what_its_trace_shows() -> None:
@@ -169,8 +169,8 @@ def test_head_needs_what_its_trace_shows() -> None:
     model = replace(MODEL, shape=shape)
     setup = replace(SETUP, policy=model, logits_bytes=8 * 2**20)
     states = 8192 * 64 * 4  # were there before
-    assert 0.75 < forward / (planner.head_forward(setup, model, 8192) - states) <= 1
-    assert 0.75 < live.peak / (planner.head_backward(setup, 8192) - states) <= 1
+    assert 0.75 < forward / (memory.head_forward(setup, model, 8192) - states) <= 1
+    assert 0.75 < live.peak / (memory.head_backward(setup, 8192) - states) <= 1
 
 
 def test_rows_are_full_or_as_long_as_the_longest_sequence() -> None:
@@ -184,14 +184,14 @@ def test_rows_are_full_or_as_long_as_the_longest_sequence() -> None:
 
 def test_train_needs_most_where_activations_and_gradients_meet() -> None:
     # Mean lengths: 4 families of 4 + 2 * 5 = 14 tokens, two in a row of 40: rows of 28 and 28.
-    phases = {phase.name: phase for phase in planner.phases(SETUP)}
+    phases = {phase.name: phase for phase in memory.phases(SETUP)}
     train = phases["train"].device
     assert train["gradients"] == 400  # there from the first row on
     # The second row's head: states of 40 - 8 tokens in fp32, their gradients, the weight's, and tiles.
     head = 2 * 32 * 2 * 4 + 20 * 4 + 4 * 16
     assert train["activations"] + train["head"] == max(1000 + head, 1070 + 32 * 2 * 4)
     alone = replace(SETUP, step=replace(STEP, prompts=1))  # one row, in which gradients come into being
-    single = next(phase for phase in planner.phases(alone) if phase.name == "train").device
+    single = next(phase for phase in memory.phases(alone) if phase.name == "train").device
     assert single["gradients"] < 400
     assert phases["step"].device["step workspace"] == 400
     assert phases["generate"].device["gradients"] == 400  # of the step before
@@ -200,10 +200,10 @@ def test_train_needs_most_where_activations_and_gradients_meet() -> None:
 def test_stages_1_and_2_have_gradients_only_from_backward_to_step() -> None:
     alone = replace(SETUP, step=replace(STEP, prompts=1), device=replace(GPU, name="cpu"))
     for sharding, between in (("zero2", 0), ("zero3", 100), ("ddp", 400)):
-        phases = {phase.name: phase.device for phase in planner.phases(on(alone, sharding))}
+        phases = {phase.name: phase.device for phase in memory.phases(on(alone, sharding))}
         assert phases["generate"]["gradients"] == between
         assert phases["step"]["gradients"] == (400 if sharding == "ddp" else 100)
-    worst = next(p for p in planner.phases(on(alone, "zero2")) if p.name == "train").device
+    worst = next(p for p in memory.phases(on(alone, "zero2")) if p.name == "train").device
     assert worst["activations"] >= 1000
     assert worst["gradient buckets"] == 0  # a CPU has not written to them when most is kept
 
@@ -211,12 +211,12 @@ def test_stages_1_and_2_have_gradients_only_from_backward_to_step() -> None:
 def test_time_is_work_by_rate() -> None:
     # Per process: 4 families of 4 + 10 tokens; pairs 4 * 5 / 2 + 2 * (5 * 6 / 2 + 5 * 4) = 80; 10 are scored.
     forward = 4 * (120 * 14 + 2 * 80 + 40 * 10)
-    assert planner.forward_flops_of_step(SETUP, MODEL) == forward
-    by_name = {timing.name: timing.seconds for timing in planner.timings(SETUP)}
+    assert timing.forward_flops_of_step(SETUP, MODEL) == forward
+    by_name = {timing.name: timing.seconds for timing in timing.timings(SETUP)}
     assert by_name["score"] == pytest.approx(forward / 0.5e6)
     assert by_name["train"] == pytest.approx(4 * forward / 0.5e6)  # the reference's, and a backward is two
     with_worker = replace(SETUP, worker=WORKER)
-    pushed = {timing.name: timing.seconds for timing in planner.timings(with_worker)}
+    pushed = {timing.name: timing.seconds for timing in timing.timings(with_worker)}
     assert pushed["push"] == 100 * 4 / 100
 
 
@@ -229,21 +229,21 @@ def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
     families = ((0, 1), (2, 3))
     model = meta_model(tiny_model)
     counted = forward_flops(model, PackedSequences.from_sequences(sequences, families))
-    pairs = planner.pairs_of(row_of(families, step.mean_sequences), step.mean_sequences)
+    pairs = timing.pairs_of(row_of(families, step.mean_sequences), step.mean_sequences)
     assert flops(model, 28, pairs, 20) == pytest.approx(counted)
 
 
 def test_worker_holds_what_fits_beside_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "WORKER_OVERHEAD", 1000)
+    monkeypatch.setattr(timing, "WORKER_OVERHEAD", 1000)
     setup = replace(SETUP, worker=WORKER)
     # 2 GPUs * (0.9 * 10000 - 1000) - 100 weights * 2 = 15800 bytes; a token takes 12 * 2.
-    assert planner.kv_capacity(setup, WORKER) == pytest.approx(15800 / 24)
+    assert timing.kv_capacity(setup, WORKER) == pytest.approx(15800 / 24)
     # A completion of 10 tokens and half of a prompt of 8: 47 fit; each of 2 copies has 4 of a step's 8.
-    assert planner.rows_at_once(setup, WORKER) == 4
+    assert timing.rows_at_once(setup, WORKER) == 4
     many = replace(setup, step=replace(STEP, prompts=1000))
-    assert planner.rows_at_once(many, WORKER) == pytest.approx(15800 / 24 / 14)
+    assert timing.rows_at_once(many, WORKER) == pytest.approx(15800 / 24 / 14)
     # A step of decoding reads 100 weights and 3 * 7 * 12 keys and values of 2 bytes, at 1e4 bytes/s and GPU.
-    assert planner.decode_seconds(setup, 2, 2, rows=3, length=7) == pytest.approx((100 + 252) * 2 / 1e4 / 2)
+    assert timing.decode_seconds(setup, 2, 2, rows=3, length=7) == pytest.approx((100 + 252) * 2 / 1e4 / 2)
 
 
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:
@@ -267,7 +267,7 @@ def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
         for sleeps, plan in plans.items()
     }
     assert taken[False]["train"] == taken[False]["push"] == taken[True]["push"] == 9000
-    assert taken[True]["train"] == planner.ASLEEP
+    assert taken[True]["train"] == memory.ASLEEP
     assert plans[True].phases[0].host["sleeping worker"] == 100 * 2 / 2  # its weights, by two GPUs
     assert not plans[False].fits
 
