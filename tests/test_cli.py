@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import ROOT, rlt
 from fake_worker import worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -23,12 +24,7 @@ from rlt_lightning.cli import require_known_strategy
 from rlt_lightning.strategies import FSDP2, DeepSpeed
 from rlt_lightning.types import InputError
 
-ROOT = Path(__file__).parents[1]
 RLT = [sys.executable, "-m", "rlt_lightning"]
-
-
-def rlt(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RLT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
 def small_fit(model: str, folder: Path, *options: str) -> list[str]:

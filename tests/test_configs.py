@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
 from rlt_lightning.engines import Launch
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
 TINY = [  # whatever the experiment, at a size that runs here
@@ -83,8 +81,7 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
         options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
     if verb_of(config) == "fit":
         options += ["--trainer.max_steps=1", *([] if is_sft else SHORT)]
-    command = [sys.executable, "-m", "rlt_lightning", verb_of(config), *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = rlt(verb_of(config), *options)
     assert result.returncode == 0, result.stderr
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert resolved["model"]["class_path"] == settings["model"]["class_path"]
@@ -112,11 +109,9 @@ def test_the_released_recipes_figures_are_in_the_configs() -> None:
 
 
 def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", "validate", "--config=configs/quickstart.yaml", *TINY]
+    command = ["validate", "--config=configs/quickstart.yaml", *TINY]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
-    result = subprocess.run(
-        [*command, f"--output_dir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True
-    )
+    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     assert "reward/val_mean" in result.stdout
     assert "rollout/val_closed_frac" in (tmp_path / "run" / "metrics.csv").read_text()
@@ -135,10 +130,10 @@ def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) ->
     ]
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "rlt_lightning", "predict", "--config=configs/score.yaml"]
+    command = ["predict", "--config=configs/score.yaml"]
     command += [f"--data.source={source}", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = rlt(*command)
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").open()]
     assert [{name: score[name] for name in row} for row, score in zip(rows, scores, strict=True)] == rows

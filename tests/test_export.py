@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import rlt
 from safetensors.torch import load_file
 from test_strategies import largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,17 +17,12 @@ from rlt_lightning.export import export_checkpoint
 from rlt_lightning.types import InputError
 
 
-def rlt_export(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlt_lightning", "export", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
 @pytest.mark.parametrize("strategy", ["single", "zero3"])
 def test_a_checkpoint_becomes_an_ordinary_model_folder(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
     checkpoint, folder = runs[strategy] / "checkpoints" / "step=000006.ckpt", tmp_path / "model"
-    result = rlt_export(f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
+    result = rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"Done: {folder}, of {checkpoint}\n"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -88,7 +82,7 @@ def test_what_cannot_be_exported_is_told_in_one_line(
     words = [option.format(run=runs["single"], broken=broken) for option in options]
     if not any(word.startswith("--output_dir") for word in words):
         words.append(f"--output_dir={tmp_path / 'model'}")
-    result = rlt_export(*words)
+    result = rlt("export", *words)
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
     assert line.startswith("rlt: error: ")

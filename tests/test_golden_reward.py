@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import rlt
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
 TEACHER_SYSTEM_PROMPT = CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
@@ -46,12 +44,11 @@ def predict(folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dic
     """Score rows with the command that users run."""
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "rlt_lightning", "predict", "--config", "configs/score.yaml"]
+    command = ["predict", "--config", "configs/score.yaml"]
     command += [f"--data.source={source}", "--model.teacher=smollm2-135m", "--model.student=smollm2-135m"]
     command += [f"--output_dir={folder / 'run'}", f"--data.teacher_system_prompt={TEACHER_SYSTEM_PROMPT}"]
     command += [f"--data.student_system_prompt={STUDENT_SYSTEM_PROMPT}", "--scores.per_token=true", *options]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True)
+    result = rlt(*command)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in (folder / "run" / "scores.jsonl").open()]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
-from test_strategies import ROOT, STOP, largest_difference, weights
+from test_strategies import STOP, largest_difference, weights
 
 HALF = ["fsdp2_bf16", "zero1_bf16", "zero3_bf16"]
 CHECKPOINT = f"checkpoints/step={STEPS:06d}.ckpt/weights/model.safetensors"
@@ -83,14 +81,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: 
 def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
-    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+    command = ["fit", "--config=configs/quickstart.yaml"]
     command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
     command += ["--trainer.precision=bf16-mixed", "--model.student_dtype=bfloat16"]
     command += ["--rollouts.sampling.max_completion_length=8", "--data.num_arithmetic_rows=8"]
     command += ["--data.val_rows=2", f"--output_dir={tmp_path / 'run'}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    result = rlt(*command)
     assert result.returncode == 0, result.stderr[-3000:]
     [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
     kept = load_file(checkpoint / "weights" / "model.safetensors")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import rlt
 from lightning.pytorch import Callback
 from peft import PeftModel
 from ranks import run
@@ -225,20 +224,14 @@ def test_a_checkpoint_of_another_adapter_is_refused(
             run(tiny_model, tmp_path / strategy, strategy, steps=4, checkpoint=checkpoint)
 
 
-def export(checkpoint: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlt_lightning", "export", f"--ckpt_path={checkpoint}"]
-    return subprocess.run(
-        [*command, f"--output_dir={folder}", *options], capture_output=True, text=True, timeout=240
-    )
-
-
 def test_an_adapter_is_exported_merged_and_alone(
     adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
     alone = log_probs(with_peft(tiny_model, adapters["zero3"] / "model"))
     checkpoint = adapters["zero3"] / "checkpoints" / "step=000004.ckpt"
     for adapter in ("merged", "alone"):
-        result = export(checkpoint, tmp_path / adapter, f"--adapter={adapter}")
+        options = [f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / adapter}", f"--adapter={adapter}"]
+        result = rlt("export", *options)
         assert result.returncode == 0, result.stderr
     assert "LoRA | rank 4, alpha 8.0" in (tmp_path / "merged" / "README.md").read_text()
     assert torch.equal(log_probs(with_peft(tiny_model, tmp_path / "alone")), alone)

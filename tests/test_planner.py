@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, rlt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,7 +22,6 @@ from rlt_lightning.planner.shapes import Activations, LiveBytes, Shape, activati
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
-ROOT = Path(__file__).parents[1]
 # 100 weights: embedding and head of 20 each, 6 blocks of 10. Tied to nothing real, so that sums are easy.
 SHAPE = Shape(
     weights=100, trained=100, block=10, num_blocks=6, outside=40, largest=20, largest_trained=20,
@@ -338,13 +335,6 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     assert sharding_named(named, 8) == ("zero1", settings)
     with pytest.raises(InputError, match="knows the strategies"):
         sharding_named("deepspeed", 8)
-
-
-def rlt(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rlt_lightning", *arguments],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
 
 
 def test_an_8_gpu_config_is_planned_anywhere_and_leaves_nothing(llama: str, tmp_path: Path) -> None:

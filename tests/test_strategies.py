@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
 from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STOP = 3
 
@@ -111,7 +108,7 @@ def test_sharded_models_sample_validate_and_export_like_whole_ones(
         ("whole", ["--trainer.devices=1"]),
         ("shards", ["--trainer.devices=2", f"--config=configs/overlays/{strategy}.yaml"]),
     ):
-        command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+        command = ["fit", "--config=configs/quickstart.yaml"]
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
         command += [
             "--rollouts.sampling.max_completion_length=16",
@@ -119,14 +116,7 @@ def test_sharded_models_sample_validate_and_export_like_whole_ones(
             "--data.num_arithmetic_rows=8",
         ]
         command += ["--trainer.val_check_interval=1", f"--output_dir={tmp_path / folder}", *options]
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        result = rlt(*command)
         assert result.returncode == 0, result.stderr[-3000:]
         found[folder] = load_file(tmp_path / folder / "model" / "model.safetensors")
     assert largest_difference(found["shards"], found["whole"]) < 1e-5

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import rlt
 from fake_worker import FakeWorker, worker_of
 from test_vllm_engine import WEIGHTS, generate, launched, start, start_engine, undisturbed
 from test_vllm_engine import token_ids as ids
@@ -20,7 +19,6 @@ from rlt_lightning.engines import EngineError, VLLMEngine
 from rlt_lightning.types import InputError
 
 __all__ = ["start"]  # a fixture
-ROOT = Path(__file__).parents[1]
 
 
 def turns(calls: list[str]) -> str:
@@ -98,7 +96,7 @@ def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path)
 
 def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
-        command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+        command = ["fit", "--config=configs/quickstart.yaml"]
         command += ["--config=configs/overlays/vllm.yaml", "--trainer.max_steps=2"]
         command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
@@ -106,7 +104,7 @@ def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> N
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
         command += ["--rollouts.sampling.max_completion_length=4", "--data.num_arithmetic_rows=8"]
         command += [f"--output_dir={tmp_path / 'run'}"]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        result = rlt(*command)
         assert result.returncode == 0, result.stderr
         assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
         # Step, validation with the weights of after it, step, validation: three versions of the weights.
