@@ -192,7 +192,7 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
-    from rlt_lightning.callbacks.checkpoint import best_checkpoint, newest_checkpoint, write_best
+    from rlt_lightning.checkpoints import best_checkpoint, newest_checkpoint, write_best
     from rlt_lightning.types import InputError
 
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
@@ -343,7 +343,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     ),
     "micro-batch of nothing": (["--model.micro_batch_tokens=0"], "micro_batch_tokens"),
     "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
-    "missing checkpoint": (["--ckpt_path=/no/such.ckpt"], "must be 'last' or a checkpoint that exists"),
+    "missing checkpoint": (["--ckpt_path=/no/such.ckpt"], "must be last, best or a checkpoint that exists"),
     "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
 }
 
