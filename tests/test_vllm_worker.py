@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import rlt
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.engines import (
@@ -292,13 +293,20 @@ LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs b
 
 
 @pytest.mark.parametrize(
-    ("push", "options"), [(GlooPush, []), (DiskPush, []), (GlooPush, LORA), (AdapterPush, LORA)]
+    ("model", "push", "options"),
+    [
+        ("smollm2", GlooPush, []),
+        ("tiny_model", DiskPush, []),
+        ("tiny_model", GlooPush, LORA),
+        ("tiny_model", AdapterPush, LORA),
+        pytest.param("smollm2", AdapterPush, LORA, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
-    push: type, options: list[str], smollm2: str, tmp_path: Path
+    model: str, push: type, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, smollm2, push), *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    config = run_config(tmp_path, request.getfixturevalue(model), push)
+    result = rlt(*config, *options, timeout=500)
     assert result.returncode == 0, result.stderr
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -321,8 +329,8 @@ def test_a_worker_computes_what_an_exported_checkpoint_does(
     runs: dict[str, Path], trainer: Trainer, tmp_path: Path
 ) -> None:
     """From a checkpoint that two processes wrote under ZeRO-3."""
-    command = [sys.executable, "-m", "rlt_lightning", "export", f"--ckpt_path={runs['zero3']}"]
-    subprocess.run([*command, f"--output_dir={tmp_path / 'model'}"], check=True, timeout=240)
+    result = rlt("export", f"--ckpt_path={runs['zero3']}", f"--output_dir={tmp_path / 'model'}")
+    assert result.returncode == 0, result.stderr
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     engine = VLLMEngine(launch=Launch(**LAUNCH))
     engine.start(exported, trainer.tokenizer, tmp_path)
@@ -336,15 +344,15 @@ def test_a_worker_computes_what_an_exported_checkpoint_does(
     assert scores != pytest.approx(trainer.log_probs(text), abs=1e-3)  # the untrained model's
 
 
-@pytest.mark.parametrize(("strategy", "sleep"), [("zero3", False), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("strategy", "sleep"), [pytest.param("zero3", False, marks=pytest.mark.slow), ("fsdp2", True)]
+)
 def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "rlt_lightning"]
-    command += run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
+    command = run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
     command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    result = rlt(*command, timeout=500)
     assert result.returncode == 0, result.stderr
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
