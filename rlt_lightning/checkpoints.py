@@ -110,7 +110,7 @@ def discard(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
         (doomed / STATE).unlink(missing_ok=True)  # from here on it is none
-        shutil.rmtree(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)  # another process may take it back for a moment
 
 
 def recover(folder: Path) -> None:
@@ -124,7 +124,7 @@ def recover(folder: Path) -> None:
 def checkpoints_in(folder: Path) -> list[Path]:
     """All checkpoints by step. Half-written ones have another suffix: never among them."""
     recover(folder)
-    return sorted(folder.glob("step=*.ckpt"))
+    return sorted(folder.glob("step=*.ckpt"), key=lambda path: (len(path.name), path.name))  # by number
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -163,8 +163,11 @@ def best_checkpoint(folder: Path) -> Path:
 def read_best(folder: Path) -> dict[str, Any]:
     """What best.json holds: checkpoint, step, monitor and score; nothing if it is not there."""
     path = folder / BEST
-    best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return best
+    try:
+        best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return best
+    except ValueError as error:
+        raise InputError(f"{path} must be what rlt wrote, but cannot be read. Delete it.") from error
 
 
 def write_best(folder: Path, best: dict[str, Any]) -> None:

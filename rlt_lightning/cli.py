@@ -7,17 +7,20 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import auto_cli
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning import callbacks, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
@@ -46,6 +49,7 @@ RUN_ENTRIES |= {
     "predict",
     "model",
     "model.tmp",
+    "model.old",
     "reference",
     "wandb",
     "lightning_logs",
@@ -77,6 +81,7 @@ class RLTCommandLine(LightningCLI):
     """`rlt fit|validate|predict --config FILE [--config OVERLAY …] [--KEY VALUE …]`."""
 
     status = 0  # of the process, at its end
+    run_folder: Path | None = None
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -103,6 +108,8 @@ class RLTCommandLine(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose and check the run folder, before anything is built."""
         config = self.config[self.subcommand]
+        if config.get("ckpt_path") in CHOICES and not config.output_dir:
+            raise InputError(f"--ckpt_path {config.ckpt_path} needs --output_dir, the run to go on with.")
         folder = Path(config.output_dir or self.default_run_folder(config.config))
         resumes_or_starts = self.subcommand == "fit" and config.overwrite and config.ckpt_path == "last"
         if resumes_or_starts and not checkpoints_in(folder / "checkpoints"):
@@ -115,13 +122,13 @@ class RLTCommandLine(LightningCLI):
                 f"--ckpt_path must be last, best or a checkpoint that exists, but is {config.ckpt_path}."
             )
         config.output_dir = str(folder)
+        RLTCommandLine.run_folder = folder
         if global_rank() == 0:
             ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
             resume = bool(ckpt_path) and self.subcommand == "fit"
             resume = resume and folder.resolve() in Path(ckpt_path).resolve().parents
             open_run_folder(folder, resume, config.overwrite)
         config.trainer.default_root_dir = str(folder)
-        config.checkpoint.dirpath = config.checkpoint.dirpath or str(folder / "checkpoints")
         if "output_dir" in (config.data.get("init_args") or {}):
             config.data.init_args.output_dir = str(folder)
         for logger in as_list(config.trainer.logger):
@@ -158,17 +165,20 @@ class RLTCommandLine(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
+        if not self.trainer.is_global_zero:
+            return
         folder = Path(self.config[self.subcommand].output_dir)
         print(f"\nDone: {self.trainer.global_step} steps.")
         for name, meaning in (
-            ("model", "the trained model, an ordinary Hugging Face folder"),
+            ("model/config.json", "of the trained model, an ordinary Hugging Face folder"),
+            ("model/adapter_config.json", "of the trained adapter, as peft and vLLM read it"),
             ("metrics.csv", "every metric of every step"),
             ("rollouts.jsonl", "every completion with its reward terms"),
-            ("checkpoints", "to go on: --ckpt_path last"),
+            ("checkpoints", f"to go on: --output_dir {folder} --ckpt_path last"),
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists():
+        if (folder / "rollouts.jsonl").exists() and (folder / "model" / "config.json").exists():
             print(f"Next: score explanations of your own (docs/data.md):\n  {self.next_command()}")
 
     def next_command(self) -> str:
@@ -187,7 +197,8 @@ class RLTCommandLine(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the scores are."""
-        print(f"\nDone: {Path(self.config[self.subcommand].output_dir) / 'scores.jsonl'}")
+        if self.trainer.is_global_zero:
+            print(f"\nDone: {Path(self.config[self.subcommand].output_dir) / 'scores.jsonl'}")
 
 
 class PlanCommandLine(RLTCommandLine):
@@ -268,12 +279,24 @@ def run() -> int:
             return fail(str(error))
         rank_failures.fail(error)
         raise
-    except SystemExit as ending:  # Lightning's, after SIGTERM or Ctrl-C
-        if ending.code:
-            rank_failures.fail(ending)
-        raise
+    except SystemExit as ending:
+        terminated = isinstance(ending, SIGTERMException)
+        if not terminated and ending.code != 1:
+            raise
+        rank_failures.fail(ending)
+        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_go_on()}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     rank_failures.leave()
     return command_line.status
+
+
+def how_to_go_on() -> str:
+    """What a stopped run has left, and the words that go on from it."""
+    folder = RLTCommandLine.run_folder
+    if folder is None or not checkpoints_in(folder / "checkpoints"):
+        return "No checkpoint was written."
+    newest = checkpoints_in(folder / "checkpoints")[-1]
+    return f"The newest checkpoint is {newest}. To go on: --output_dir {folder} --ckpt_path last"
 
 
 def fail(message: str) -> int:
@@ -374,6 +397,8 @@ def one_line(message: str) -> str:
 def quiet_third_parties() -> None:
     """Silence what says nothing about the user's run: tips, hardware lists, warnings about workers."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it takes it
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for pattern in (
@@ -386,5 +411,7 @@ def quiet_third_parties() -> None:
         ".*defined a `validation_step` but have no `val_dataloader`.*",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*gradient_checkpointing_enable` is deprecated.*",
+        ".*all_gather_into_tensor.*deprecated.*",  # DeepSpeed's calls
+        ".*reduce_scatter_tensor.*deprecated.*",
     ):
         warnings.filterwarnings("ignore", pattern)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rlt_lightning import __version__
-from rlt_lightning.checkpoints import ALONE, STATE, WEIGHTS, newest_checkpoint, read_state, whole_or_absent
+from rlt_lightning.checkpoints import ALONE, STATE, WEIGHTS, checkpoints_in, read_state, whole_or_absent
 from rlt_lightning.datamodules.formats import ensure_pad_token
 from rlt_lightning.lora import (
     ADAPTER_FILE,
@@ -55,7 +55,10 @@ def export_model(
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
+            generation = copy.deepcopy(model.generation_config)
+            if any(getattr(generation, name, None) is not None for name in ("temperature", "top_p", "top_k")):
+                generation.do_sample = True  # else transformers refuses to write what some models come with
+            generation.save_pretrained(folder)
         else:
             save_adapter_config(model, resolve(facts["pretrained"]), folder)
     if adapter == "merged":
@@ -81,32 +84,44 @@ def export_checkpoint(
         adapter: Of a LoRA: merged into the weights it was trained for, or alone, as peft and vLLM read it.
         overwrite: Replace what lies in output_dir.
     """
-    path, folder = Path(ckpt_path), Path(output_dir)
+    path, folder = Path(ckpt_path), Path(output_dir).resolve()
     if not (path / STATE).exists():
-        path = newest_checkpoint(path / "checkpoints")
+        if not (found := checkpoints_in(path / "checkpoints")):
+            raise InputError(f"--ckpt_path must be a checkpoint, or a run's folder with one, but is {path}.")
+        path = found[-1]
+    for beside in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".tmp", ".old")):
+        if beside.exists():
+            raise InputError(f"{beside} is in the way: an export writes there first. Move it, or delete it.")
+    if folder.is_file():
+        raise InputError(f"--output_dir must be a folder, but {folder} is a file. Choose another.")
     made = folder.exists() and any(folder.iterdir())
-    if made and not (overwrite and (folder / "config.json").exists()):
+    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    if made and not (overwrite and is_model):
         raise InputError(
             f"--output_dir must be empty or new, but {folder} is not. Choose another, or replace a model "
             "that is there with --overwrite true."
         )
     facts = read_state(path)["model"]
+    facts["dtype"] = dtype or facts["dtype"]
     if adapter == "alone" and facts["lora"] is None:
         raise InputError(
             f"--adapter alone needs a run with model.lora, but {path} is of one without. Drop it."
         )
-    model, read = empty_model(facts["pretrained"], dtype or facts["dtype"], None, facts["trust_remote_code"])
-    if facts["lora"] is not None:
-        read = add_adapter(model, LoRA(**facts["lora"]), 0, read)
-    changed, files = trained(model), WeightFiles(str(path / WEIGHTS))
-    tensors = {
-        name: deferred(files if name in changed else read, name, tensor)
-        for name, tensor in stored_once(model).items()
-    }
+    model, tensors = pretrained_tensors(facts)
+    files = WeightFiles(str(path / WEIGHTS))
+    tensors |= {name: deferred(files, name, tensor) for name, tensor in trained(model).items()}
     tokenizer = load_tokenizer(facts["tokenizer"], facts["trust_remote_code"])
     with whole_or_absent(folder, ALONE) as scratch:
         export_model(model, tensors, tokenizer, facts, scratch, adapter)
     print(f"Done: {folder}, of {path}")
+
+
+def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model before its training, empty, and what stands for its weights, which are in files."""
+    model, read = empty_model(facts["pretrained"], facts["dtype"], None, facts["trust_remote_code"])
+    if facts["lora"] is not None:
+        read = add_adapter(model, LoRA(**facts["lora"]), 0, read)
+    return model, {name: deferred(read, name, tensor) for name, tensor in stored_once(model).items()}
 
 
 def deferred(read: Read, name: str, like: Tensor) -> Deferred:

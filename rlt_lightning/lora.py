@@ -62,6 +62,7 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         InputError: If a target is no linear layer of the model, or its head.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(
         r=lora.rank,
@@ -79,6 +80,11 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         ) from error
     if isinstance(model.get_output_embeddings(), adapted_layer_class()):
         raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
+    layers: dict[str, Any] = dict(model.named_modules())
+    for name, layer in layers.items():
+        adapted = isinstance(layer, adapted_layer_class())
+        if adapted and not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
+            raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
     shapes = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):

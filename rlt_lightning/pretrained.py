@@ -110,7 +110,7 @@ def empty_model(
     if model.can_generate():
         with quiet_transformers(), contextlib.suppress(OSError):  # there is none
             model.generation_config = GenerationConfig.from_pretrained(resolve(name))
-    return model, WeightFiles(name)
+    return model, WeightFiles(name, f"{model.base_model_prefix}.")
 
 
 def meta_model(
@@ -150,18 +150,24 @@ def attention_options(name: str, attn_implementation: str | None, trust_remote_c
 
 
 class WeightFiles:
-    """The safetensors files of a model, read tensor by tensor."""
+    """The safetensors files of a model, read tensor by tensor.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: Embedded default, local folder or hub id.
+        prefix: Of names of the model's that some files leave out: those of the model without a head.
+    """
+
+    def __init__(self, name: str, prefix: str = "") -> None:
         from safetensors import SafetensorError, safe_open
         from transformers.utils.hub import cached_file
 
         self.name = name
-        index = cached_file(resolve(name), SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
-        names = [SAFETENSORS]
-        if index is not None:
-            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        self.prefix = prefix
         try:
+            index = cached_file(resolve(name), SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
+            names = [SAFETENSORS]
+            if index is not None:
+                names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
             files = [safe_open(cached_file(resolve(name), file), framework="pt") for file in names]
         except (OSError, SafetensorError) as error:
             raise InputError(
@@ -172,11 +178,11 @@ class WeightFiles:
 
     def __call__(self, key: str) -> Tensor:
         """Read one tensor whole, in the type that it is stored in."""
+        key = key if key in self.file_of else key.removeprefix(self.prefix)
         if key not in self.file_of:
             raise InputError(
-                f"A model that is loaded in shards must store every weight under its name, but '{self.name}' "
-                f"has no '{key}'. Load it once and save it with save_pretrained, or use a strategy that does "
-                "not shard weights."
+                f"Files that are read tensor by tensor must have every weight under its name, but those of "
+                f"'{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
             )
         return self.file_of[key].get_tensor(key)
 

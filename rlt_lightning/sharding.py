@@ -185,7 +185,13 @@ def move_towards(ours: nn.Module, theirs: dict[str, Any], alpha: float) -> None:
 
 
 class Entry(nn.Module):
-    """The one way into a model: `entry(function, *arguments)` returns `function(model, *arguments)`."""
+    """The one way into a model: `entry(function, *arguments)` returns `function(model, *arguments)`.
+
+    Args:
+        model: The model.
+    """
+
+    read: Read | None = None  # what weights were at the start, where they were read tensor by tensor
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

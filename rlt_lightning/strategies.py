@@ -25,7 +25,7 @@ from rlt_lightning.checkpoints import (
     write_checkpoint,
 )
 from rlt_lightning.pretrained import WeightFiles
-from rlt_lightning.sharding import Deferred, fill_in_place, full_shape, set_whole, trained
+from rlt_lightning.sharding import Deferred, Read, fill_in_place, full_shape, set_whole, trained
 from rlt_lightning.types import InputError
 
 # What DeepSpeed's optimizers call this rank's fp32 weights: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
@@ -119,6 +119,11 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
                 "A strategy of DeepSpeed needs its package, but it is not installed. Install the extra: "
                 "pip install -e '.[deepspeed]'; or use configs/overlays/fsdp2.yaml."
             )
+        if kwargs.get("offload_parameters") and stage != 3:
+            raise InputError(
+                f"offload_parameters is for stage 3, which has weights in shards, but stage is {stage}. Use "
+                "offload_optimizer alone, or stage 3."
+            )
         super().__init__(stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, **kwargs)
 
     @override
@@ -138,17 +143,19 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         self.config["gradient_clipping"] = self.lightning_module.optimizer_config.max_grad_norm
         self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]  # token ids
+        policy, read = self.lightning_module.policy, self.lightning_module.entry.read
+        if read is None:
+            read = {name: parameter.data for name, parameter in trained_parameters(policy)}.__getitem__
         super().setup(trainer)
         if self.optimizers and "bf16" in self.config:
-            self.start_from(WeightFiles(self.lightning_module.pretrained))
+            self.start_from(read)
 
-    def start_from(self, files: WeightFiles) -> None:
+    def start_from(self, read: Read) -> None:
         """Undo, in the fp32 weights, the rounding to half precision of those that they were made from."""
-        for name, parameter in self.lightning_module.policy.named_parameters():
-            if parameter.requires_grad and name in files.file_of:
-                whole = files(name)
-                if whole.dtype != torch.bfloat16:
-                    set_state(parameter, whole, None)
+        for name, parameter in trained_parameters(self.lightning_module.policy):
+            whole = read(name)
+            if whole.dtype != torch.bfloat16:
+                set_state(parameter, whole, None)
 
     @override
     def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]

@@ -27,6 +27,15 @@ def rlt(*arguments: str, timeout: float = 300, **environment: str) -> subprocess
         subprocess.TimeoutExpired: With all that the command has started killed.
     """
     global process
+    if environment:  # libc reads its part of it at the start of a process
+        return subprocess.run(
+            [sys.executable, "-m", "rlt_lightning", *arguments],
+            cwd=ROOT,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     if process is None:
         process = subprocess.Popen(
             [sys.executable, __file__],
@@ -40,7 +49,7 @@ def rlt(*arguments: str, timeout: float = 300, **environment: str) -> subprocess
     assert process.stdin is not None
     assert process.stdout is not None
     with TemporaryDirectory() as folder, selectors.DefaultSelector() as selector:
-        job = {"arguments": arguments, "environment": os.environ | environment, "folder": folder}
+        job = {"arguments": arguments, "environment": dict(os.environ), "folder": folder}
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         selector.register(process.stdout, selectors.EVENT_READ)

@@ -18,6 +18,7 @@ from rlt_lightning.callbacks import Checkpoint, ModelExporter, ReferenceSync, Ro
 from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.export import Adapter
 from rlt_lightning.lora import LoRA
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
@@ -130,6 +131,7 @@ def run_job(
     tokens: int = 4096,
     checkpoint: str | None = None,
     lora: bool = False,
+    adapter: Adapter = "alone",
     uneven: bool = False,
     spoil: bool = False,
 ) -> None:
@@ -144,7 +146,8 @@ def run_job(
         steps: Optimizer steps.
         tokens: Of a micro-batch.
         checkpoint: To go on from.
-        lora: Train an adapter, and export it alone.
+        lora: Train an adapter, and export it.
+        adapter: Merged or alone.
         uneven: The second of a step's two prompts, which is rank 1's, gets completions ten times as long.
         spoil: Make a gradient NaN.
     """
@@ -153,7 +156,7 @@ def run_job(
     callbacks: list[Callback] = [
         RolloutCallback(engine=Given(uneven), sampling=Sampling(max_completion_length=128)),
         ReferenceSync(every_n_steps=2),
-        Checkpoint(dirpath=str(folder / "checkpoints"), save_top_k=-1),
+        Checkpoint(save_top_k=-1),
         Keep(folder, spoil),
     ]
     trainer = Trainer(
@@ -167,7 +170,7 @@ def run_job(
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[*callbacks, *([ModelExporter(adapter="alone")] if lora else [])],
+        callbacks=[*callbacks, *([ModelExporter(adapter=adapter)] if lora else [])],
         **STRATEGIES[strategy.removesuffix("_bf16")](),
         precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -496,3 +497,35 @@ def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.Monk
     monkeypatch.setattr("rlt_lightning.strategies.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install -e '\.\[deepspeed\]'"):
         DeepSpeed()
+
+
+def test_validation_is_the_same_however_rows_are_shared(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    found = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        options = ["--data.val_rows=3", "--data.val_batch_size=4", f"--trainer.devices={number}"]
+        options += ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--export.enabled=false"]
+        result = rlt(*small_fit(tiny_model, folder, short_config, *options))
+        assert result.returncode == 0, result.stderr
+        found.append(metrics(folder)[1])
+    names = [name for name in found[0] if "/val_" in name]
+    assert len(names) == 7
+    for name in names:
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5), name
+
+
+def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = small_fit(tiny_model, folder, short_config, "--trainer.max_steps=100000")
+    run = subprocess.Popen([*RLT, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not list(folder.glob("checkpoints/step=*.ckpt")):
+        assert run.poll() is None
+        time.sleep(0.1)
+    run.terminate()
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 143
+    assert re.search(r"rlt: terminated\. The newest checkpoint is .*ckpt\. To go on: --output_dir .*", errors)
+    result = rlt("fit", "--config=configs/quickstart.yaml", "--ckpt_path=last")
+    assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

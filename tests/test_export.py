@@ -62,7 +62,7 @@ def test_weights_are_written_in_several_files_in_the_type_that_is_asked_for(
     ("options", "message"),
     [
         (["--ckpt_path={run}", "--adapter=alone"], "--adapter alone needs a run with model.lora"),
-        (["--ckpt_path={run}/nothing"], "needs a checkpoint in"),
+        (["--ckpt_path={run}/nothing"], "must be a checkpoint, or a run's folder with one"),
         (["--ckpt_path={broken}"], "must be one that rlt wrote"),
         (["--ckpt_path={run}", "--output_dir={run}"], "--output_dir must be empty or new"),
         (
@@ -96,3 +96,12 @@ def test_an_export_is_replaced_only_when_asked(runs: dict[str, Path], tmp_path: 
     with pytest.raises(InputError, match="--overwrite true"):
         export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
     export_checkpoint(str(runs["single"]), str(tmp_path / "model"), overwrite=True)
+
+
+def test_what_lies_beside_an_export_is_left_alone(runs: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.old").mkdir()
+    with pytest.raises(InputError, match=r"model\.old is in the way"):
+        export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"must be a folder, but .* is a file"):
+        export_checkpoint(str(runs["single"]), str(tmp_path / "file"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def test_a_transposed_layer_merges_too() -> None:
         ({"targets": []}, "and targets"),
         ({"targets": ["query"]}, "linear layers of the model"),
         ({"targets": ["lm_head"]}, "language-model head"),
+        ({"targets": ["q_proj", "embed_tokens"]}, "embed_tokens is none"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(lora: dict[str, Any], message: str, tiny_model: str) -> None:
@@ -208,8 +210,6 @@ def test_a_resumed_adapter_is_the_uninterrupted_one(
     strategy: str, adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
     checkpoint = adapters[strategy] / "checkpoints" / "step=000002.ckpt"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "reference").symlink_to(adapters[strategy] / "reference")
     run(tiny_model, tmp_path / "run", strategy, steps=4, checkpoint=checkpoint, lora=True)
     ours, theirs = (load_file(f.with_suffix(".safetensors")) for f in (tmp_path / "run", adapters[strategy]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -239,3 +239,29 @@ def test_an_adapter_is_exported_merged_and_alone(
     assert config["base_model_name_or_path"] == tiny_model
     merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(log_probs(merged_model), alone, atol=2e-5, rtol=0)
+
+
+def test_half_precision_rounds_neither_the_start_nor_the_export(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(tiny_model, folder, "zero3_bf16", steps=2, lora=True, adapter="merged")
+    start = load_model(tiny_model)
+    add_adapter(start, LORA, seed=0)
+    initial = load_file(folder / "initial.ckpt" / "weights" / "model.safetensors")
+    assert all(torch.equal(initial[name], tensor) for name, tensor in trained(start).items())
+    result = rlt("export", f"--ckpt_path={folder}", f"--output_dir={tmp_path / 'model'}")
+    assert result.returncode == 0, result.stderr
+    ours, theirs = (load_file(f / "model.safetensors") for f in (folder / "model", tmp_path / "model"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    changed = ours["model.layers.0.mlp.down_proj.weight"]
+    assert changed.dtype == torch.float32
+    assert not torch.equal(changed, changed.bfloat16().float())
+
+
+def test_an_adapter_does_not_go_on_with_another_base(
+    adapters: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    checkpoint = adapters["single"] / "checkpoints" / "step=000002.ckpt"
+    with pytest.raises(AssertionError, match="goes on with the model that it was trained for"):
+        run(str(other), tmp_path / "run", "single", steps=4, checkpoint=checkpoint, lora=True)

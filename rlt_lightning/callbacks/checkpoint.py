@@ -31,7 +31,6 @@ class Checkpoint(ModelCheckpoint):
     Which is the best stands in `best.json` beside them. A score counts where a checkpoint was written.
 
     Args:
-        dirpath: Folder; the run's `checkpoints/` by default.
         every_n_train_steps: Optimizer steps between checkpoints: what a crash can cost.
         save_top_k: How many of the newest to keep; -1 keeps all.
         train_time_interval: Instead of steps, the time between checkpoints.
@@ -42,7 +41,6 @@ class Checkpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        dirpath: str | None = None,
         every_n_train_steps: int | None = 1,
         save_top_k: int = 1,
         train_time_interval: timedelta | None = None,
@@ -50,7 +48,6 @@ class Checkpoint(ModelCheckpoint):
         mode: Literal["max", "min"] = "max",
     ) -> None:
         super().__init__(
-            dirpath=dirpath,
             filename="step={step:06d}",
             monitor="step" if save_top_k > 1 else None,  # the newest k are those with the largest step
             mode="max",
@@ -66,6 +63,12 @@ class Checkpoint(ModelCheckpoint):
         self.best_mode = mode
         self.best: dict[str, Any] = {}  # what best.json holds
 
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write into the run folder, where `last` and `best` are looked for."""
+        self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+        super().setup(trainer, pl_module, stage)
+
     @property
     def folder(self) -> Path:
         """Where checkpoints lie."""
@@ -75,6 +78,12 @@ class Checkpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what an earlier run left: `last` must not find it once this run has checkpoints."""
         super().on_train_start(trainer, pl_module)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if self.best_metric is not None and not data.val_items:
+            raise InputError(
+                f"checkpoint.monitor {self.best_metric} needs held-out rows, but there are none. Set "
+                "data.val_rows or data.val_source."
+            )
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
         self.best = read_best(self.folder)

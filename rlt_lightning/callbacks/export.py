@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.checkpoints import whole_or_absent
-from rlt_lightning.export import Adapter, export_model
-from rlt_lightning.sharding import stored_once
+from rlt_lightning.export import Adapter, export_model, pretrained_tensors
+from rlt_lightning.sharding import trained
 from rlt_lightning.strategies import NamedCheckpoints
 
 
@@ -33,8 +33,12 @@ class ModelExporter(Callback):
         module: Any = pl_module
         with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
             tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
-            tensors: dict[str, Any] = stored_once(module.policy)
-            if isinstance(trainer.strategy, NamedCheckpoints):  # DeepSpeed trains other weights than it runs
-                tensors |= trainer.strategy.weights(module.policy)
+            facts, policy = module.facts(), module.policy
+            # DeepSpeed computes with other weights than it trains, and rounds the frozen ones too.
+            strategy: Any = trainer.strategy
+            named = isinstance(strategy, NamedCheckpoints)
+            tensors: dict[str, Any] = strategy.weights(policy) if named else trained(policy)
+            if module.lora is not None:
+                tensors = pretrained_tensors(facts)[1] | tensors
             adapter: Adapter = "merged" if module.lora is None else self.adapter
-            export_model(module.policy, tensors, tokenizer, module.facts(), folder, adapter, trainer.strategy)
+            export_model(policy, tensors, tokenizer, facts, folder, adapter, strategy)

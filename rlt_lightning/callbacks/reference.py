@@ -55,13 +55,16 @@ class ReferenceSync(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.synced_at or pl_module.reference is None:
             return
-        folder = self._folder(trainer)
+        own = self._folder(trainer)
+        folder = own if own.is_dir() else self._folder_of(Path(str(trainer.ckpt_path)).parents[1])
         if not folder.is_dir():
             raise InputError(
-                f"Resuming needs the reference of step {self.synced_at} in {folder}, but it is gone. Restore "
-                "it."
+                f"Resuming needs the reference of step {self.synced_at} in {own}, or in {folder}, but it is "
+                "gone. Restore it."
             )
         fill_in_place(stored_once(pl_module.reference.model), WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
+        if folder != own:  # a checkpoint of another run: this one goes on by itself
+            save_folder(pl_module.reference.model, own, trainer.strategy)  # type: ignore[union-attr]
 
     @override
     def on_train_batch_end(
@@ -77,7 +80,10 @@ class ReferenceSync(Callback):
         save_folder(pl_module.reference.model, self._folder(trainer), trainer.strategy)  # type: ignore[union-attr]
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(trainer.default_root_dir) / "reference" / f"step={self.synced_at:06d}"
+        return self._folder_of(Path(trainer.default_root_dir))
+
+    def _folder_of(self, run: Path) -> Path:
+        return run / "reference" / f"step={self.synced_at:06d}"
 
 
 def save_folder(model: Any, folder: Path, strategy: Any) -> None:

@@ -110,6 +110,15 @@ class OptimizerConfig:
             )
 
 
+@dataclass(frozen=True)
+class Validated:
+    """The figures of one held-out batch."""
+
+    means: dict[str, float]
+    count: int  # of what they are means over
+    largest: dict[str, float]
+
+
 class PolicyModule(LightningModule):
     """A trainable language model behind manual optimization: one Lightning batch is one optimizer step.
 
@@ -161,6 +170,7 @@ class PolicyModule(LightningModule):
         self.phase = StepMeter()
         self.peak_flops = 0.0  # per second, measured at the start of the fit
         self.step_metrics: dict[str, Any] = {}  # of the last step
+        self.validated: list[Validated] = []  # batches of this validation, on this rank
         self.entry: Entry | None = None  # into the trained model, made in configure_model
         self.sharding = Whole(None)  # how the strategy lays weights out, known from configure_model on
 
@@ -177,11 +187,7 @@ class PolicyModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse, before anything is loaded, number types that training does not work in."""
         precision = self.trainer.precision
-        if precision not in ("32-true", "bf16-mixed"):
-            raise InputError(
-                f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
-                "precision set model.dtype to bfloat16."
-            )
+        require_precision(str(precision))
         if stage == "fit" and self.dtype_name == "float16":
             raise InputError(
                 "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
@@ -212,7 +218,9 @@ class PolicyModule(LightningModule):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
-            return self.sharding.fill(model, read)
+            entry = self.sharding.fill(model, read)
+            entry.read = read
+            return entry
         model = load_model(*options)
         if lora is not None:
             add_adapter(model, lora, self.seed)
@@ -257,6 +265,12 @@ class PolicyModule(LightningModule):
             raise InputError(
                 f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
                 f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
+            )
+        base = checkpoint["model"]["pretrained"]
+        if ours and base != self.pretrained:
+            raise InputError(
+                f"An adapter goes on with the model that it was trained for, {base}, but this run has "
+                f"{self.pretrained}. Name that one."
             )
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -419,14 +433,38 @@ class PolicyModule(LightningModule):
         """Do not count the time of a validation in the next training step."""
         self.phase.lap()
 
-    def log_validation(self, metrics: dict[str, Any], batch_size: int) -> None:
-        """Log means over the held-out set against the number of optimizer steps taken."""
-        metrics = metrics | {"step": float(self.global_step)}
-        self.log_dict(metrics, batch_size=batch_size, on_step=False, on_epoch=True, sync_dist=True)
+    def log_validation(self, metrics: dict[str, Any], count: int, largest: dict[str, float]) -> None:
+        """Keep a batch's figures: means over `count` of what is validated, and largest values."""
+        means = {name: float(value) for name, value in metrics.items()}
+        self.validated.append(Validated(means, count, largest))
 
-    def log_largest(self, name: str, value: float) -> None:
-        """Log the largest value over the held-out set."""
-        self.log(name, value, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+    def on_validation_epoch_end(self) -> None:
+        """Log the figures of the whole held-out set, however ranks have shared it."""
+        parts: list[Any] = [self.validated]
+        if self.trainer.world_size > 1:
+            parts = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, self.validated)
+        batches = [batch for part in parts for batch in part]
+        self.validated = []
+        total = sum(batch.count for batch in batches)
+        figures = {
+            name: sum(batch.means[name] * batch.count for batch in batches) / total
+            for name in (batches[0].means if batches else ())
+        }
+        for batch in batches:
+            for name, value in batch.largest.items():
+                figures[name] = max(value, figures.get(name, value))
+        if figures:
+            self.log_dict(figures | {"step": float(self.global_step)})  # the same on all ranks
+
+
+def require_precision(precision: str) -> None:
+    """Refuse what training does not work in."""
+    if precision not in ("32-true", "bf16-mixed"):
+        raise InputError(
+            f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
+            "precision set model.dtype to bfloat16."
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:

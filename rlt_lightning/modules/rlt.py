@@ -129,7 +129,7 @@ class RLTModule(PolicyModule):
         if self.offload_frozen and self.sharding.sharded:
             raise InputError(
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
-                "DeepSpeed has offload_parameters of its own."
+                "configs/overlays/cpu_offload.yaml keeps shards in main memory."
             )
         self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
         is_base = self.lora is not None and not self.reference_moves  # the policy without its adapter
@@ -310,7 +310,8 @@ class RLTModule(PolicyModule):
 
     def recomputes(self, unknown: bool) -> bool:
         """Whether the teacher runs for its own log-probs, given whether this rank's rollouts lack them."""
-        return self.teacher_log_probs == "recompute" or self.on_any_rank(unknown)
+        together = self.sharding.sharded  # ranks meet in a forward, and have equally many batches
+        return self.teacher_log_probs == "recompute" or (self.on_any_rank(unknown) if together else unknown)
 
     # Validation and prediction
 
@@ -327,9 +328,9 @@ class RLTModule(PolicyModule):
         lengths = rollout_metrics(rollouts)
         metrics["rollout/val_length_mean"] = lengths["rollout/length_mean"]
         metrics["rollout/val_closed_frac"] = lengths["rollout/closed_frac"]
-        self.log_validation(metrics, len(rollouts.rollouts))
-        if (mismatch := self.mismatch(rollouts)).num_tokens:
-            self.log_largest("rollout/val_mismatch_max", mismatch.largest)
+        mismatch = self.mismatch(rollouts)
+        largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
+        self.log_validation(metrics, len(rollouts.rollouts), largest)
 
     @torch.no_grad()
     def mismatch(self, rollouts: Rollouts) -> Mismatch:

@@ -106,7 +106,7 @@ class SFTModule(PolicyModule):
             for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
         ]
         loss = -sum(weight * values.sum() for values, weight in log_probs) / num_tokens
-        self.log_validation({"policy/val_loss": loss}, batch_size=num_tokens)
+        self.log_validation({"policy/val_loss": loss}, num_tokens, largest={})
 
 
 def example_sequence(example: SFTExample) -> ScoredSequence:

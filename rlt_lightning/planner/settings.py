@@ -16,7 +16,7 @@ from rlt_lightning.engines import VLLMEngine
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.meter import GIB, flops, matmul_rate
 from rlt_lightning.numerics.log_probs import block_size
 from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Sharding, Step, Worker
@@ -78,6 +78,20 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", *GPUS):
             raise InputError(f"plan.device must be auto, cpu, {', '.join(GPUS)}, but is {self.device}.")
+        numbers = (
+            "device_gib",
+            "tflops",
+            "bandwidth_gb_s",
+            "prompt_length",
+            "completion_length",
+            "push_gb_s",
+        )
+        for name in (*numbers, "decode_tokens_per_s", "tensor_parallel_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"plan.{name} must be above 0, but is {value}.")
+        if self.json is not None and not Path(self.json).resolve().parent.is_dir():
+            raise InputError(f"plan.json must lie in a folder that exists, but is {self.json}.")
         parts = {"mfu": self.mfu, "mean_frac": self.mean_frac}
         parts["gpu_memory_utilization"] = self.gpu_memory_utilization
         for name, value in parts.items():
@@ -107,7 +121,10 @@ def read_setup(
     per_node = count_devices(trainer.devices, on_cpu, notes)
     num_processes = per_node * int(trainer.num_nodes)
     sharding, settings = sharding_named(trainer.strategy, num_processes)
-    deepspeed, mixed = sharding.startswith("zero"), trainer.precision == "bf16-mixed"
+    precision = {"bf16": "bf16-mixed", "32": "32-true", "None": "32-true"}.get(str(trainer.precision))
+    precision = precision or str(trainer.precision)
+    require_precision(precision)
+    deepspeed, mixed = sharding.startswith("zero"), precision == "bf16-mixed"
     in_half = mixed and (deepspeed or sharding == "fsdp2")  # cast as a whole rather than product by product
     device = device_of(options, on_cpu, per_node, mixed, reserved, notes)
     rlt = module if isinstance(module, RLTModule) else None
@@ -219,13 +236,13 @@ def sharding_named(strategy: Any, num_processes: int) -> tuple[Sharding, dict[st
         name = str(strategy.get("class_path")).rpartition(".")[2]
         if name == "FSDP2":
             return "fsdp2", settings
-        if name == "DeepSpeed":
+        if name == "DeepSpeed" and int(settings.get("stage", 3)) in ZERO:
             return ZERO[int(settings.get("stage", 3))], settings
         if name in ("DDPStrategy", "SingleDeviceStrategy"):
             return ("ddp" if name == "DDPStrategy" else "whole"), {}
     raise InputError(
         "rlt plan knows the strategies auto, ddp, rlt_lightning.strategies.FSDP2 and "
-        f"rlt_lightning.strategies.DeepSpeed, but trainer.strategy is {strategy}. Use one of them."
+        f"rlt_lightning.strategies.DeepSpeed of stage 1 to 3, but trainer.strategy is {strategy}. Use one."
     )
 
 
