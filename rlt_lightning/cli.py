@@ -168,17 +168,19 @@ class RLTCommandLine(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         folder = Path(self.config[self.subcommand].output_dir)
+        adapter = (folder / "model" / "adapter_config.json").exists()
+        model = "the trained model, an ordinary Hugging Face folder"
+        model = "the trained adapter, as peft and vLLM read it" if adapter else model
         print(f"\nDone: {self.trainer.global_step} steps.")
         for name, meaning in (
-            ("model/config.json", "of the trained model, an ordinary Hugging Face folder"),
-            ("model/adapter_config.json", "of the trained adapter, as peft and vLLM read it"),
+            ("model", model),
             ("metrics.csv", "every metric of every step"),
             ("rollouts.jsonl", "every completion with its reward terms"),
             ("checkpoints", f"to go on: --output_dir {folder} --ckpt_path last"),
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "rollouts.jsonl").exists() and (folder / "model" / "config.json").exists():
+        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists() and not adapter:
             print(f"Next: score explanations of your own (docs/data.md):\n  {self.next_command()}")
 
     def next_command(self) -> str:

@@ -82,7 +82,7 @@ def fit(
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[rollouts, witness, Checkpoint(str(folder), every_n_train_steps=every, save_top_k=-1)],
+        callbacks=[rollouts, witness, Checkpoint(every_n_train_steps=every, save_top_k=-1)],
         **options,
     )
     module = RLTModule(
@@ -198,7 +198,7 @@ def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(
         with pytest.raises(KeyError, match="killed"):
             fit(tiny_model, tmp_path, worker, witness=killed)
         asked = len(worker.bodies)
-        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "step=000003.ckpt")
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / "step=000003.ckpt")
         assert len(worker.bodies) == asked + 2  # step 3's came from the checkpoint
     assert_same(killed, resumed, whole=whole)
 
@@ -221,10 +221,10 @@ def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
         stopped = dies_at(2, worker)
         with pytest.raises(EngineError, match="--ckpt_path last"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
-        assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=000002.ckpt"]
+        assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
         worker.restart()
         worker.open()
-        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "step=000002.ckpt")
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / "step=000002.ckpt")
     assert_same(stopped, resumed, whole=whole)
 
 
@@ -237,11 +237,11 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
         stopped = Witness()
         with pytest.raises(EngineError, match="--ckpt_path last"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
-        assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"step={step:06d}.ckpt"]
+        assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == [f"step={step:06d}.ckpt"]
         asked = len(worker.bodies)
         worker.restart()
         worker.open()
-        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / f"step={step:06d}.ckpt")
+        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / f"step={step:06d}.ckpt")
         assert len(worker.bodies) == asked + 1 + 2 * (STEPS - step - 1)  # the answered one is kept
     assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
 
@@ -253,10 +253,12 @@ def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, lo
         stopped = Witness()
         with pytest.raises(EngineError, match="--ckpt_path last"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100, **options)
-        assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=000002.ckpt"]
+        assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
         worker.restart()
         worker.open()
-        resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "step=000002.ckpt", **options)
+        resumed = fit(
+            tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / "step=000002.ckpt", **options
+        )
     assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
 
 
@@ -266,7 +268,7 @@ def test_a_resume_without_workers_leaves_the_checkpoint_alone(
 ) -> None:
     with worker_of(tiny_model) as worker:
         fit(tiny_model, tmp_path, worker, steps=3, asynchronous=asynchronous)
-        checkpoint = tmp_path / "step=000003.ckpt"
+        checkpoint = tmp_path / "checkpoints" / "step=000003.ckpt"
         before = {path: path.read_bytes() for path in checkpoint.rglob("*.*")}
         worker.close()
         for _ in range(2):
