@@ -147,7 +147,10 @@ def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]
 
 @pytest.mark.parametrize(
     ("strategy", "kills"),
-    [("single", [("writing", "all"), ("step", "all")]), ("zero3", [("written", "rank 1")])],
+    [
+        ("single", [("writing", "all"), ("step", "all")]),
+        pytest.param("zero3", [("written", "rank 1")], marks=pytest.mark.slow),
+    ],
 )
 def test_killed_and_resumed_equals_not_stopping(
     strategy: str, kills: list[tuple[str, str]], tiny_model: str, tmp_path: Path

@@ -297,7 +297,7 @@ LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs b
     [
         ("smollm2", GlooPush, []),
         ("tiny_model", DiskPush, []),
-        ("tiny_model", GlooPush, LORA),
+        pytest.param("tiny_model", GlooPush, LORA, marks=pytest.mark.slow),
         ("tiny_model", AdapterPush, LORA),
         pytest.param("smollm2", AdapterPush, LORA, marks=pytest.mark.slow),
     ],
