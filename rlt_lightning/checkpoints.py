@@ -186,11 +186,6 @@ def checkpoint_of(step: int) -> str:
     return f"step={step:06d}.ckpt"
 
 
-def name_of(path: str | Path) -> str:
-    """The last part of a path."""
-    return Path(path).name
-
-
 CHOICES = {"last": newest_checkpoint, "best": best_checkpoint}  # of --ckpt_path
 
 

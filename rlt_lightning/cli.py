@@ -295,16 +295,17 @@ def run() -> int:
 def how_to_go_on() -> str:
     """What a stopped run has left, and the words that go on from it."""
     folder = RLTCommandLine.run_folder
-    if folder is None or not checkpoints_in(folder / "checkpoints"):
+    found = [] if folder is None else checkpoints_in(folder / "checkpoints")
+    if not found:
         return "No checkpoint was written."
-    newest = checkpoints_in(folder / "checkpoints")[-1]
-    return f"The newest checkpoint is {newest}. To go on: --output_dir {folder} --ckpt_path last"
+    return f"The newest checkpoint is {found[-1]}. To go on: --output_dir {folder} --ckpt_path last"
 
 
 def fail(message: str) -> int:
     """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
-    rank_failures.fail(InputError(one_line(message)))
-    print(f"rlt: error: {one_line(message)}", file=sys.stderr)
+    line = one_line(message)
+    rank_failures.fail(InputError(line))
+    print(f"rlt: error: {line}", file=sys.stderr)
     return 2
 
 

@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,7 +101,7 @@ class Line:
         return messages if chunk else None
 
 
-class Watch(threading.Thread):
+class Watch(threading.Thread, ABC):
     """A rank's thread. The main thread reports to it, and leaves the end of a failed process to it.
 
     Args:
@@ -124,9 +125,9 @@ class Watch(threading.Thread):
             print_exc()
             os._exit(1)  # without this thread nobody would notice anything
 
+    @abstractmethod
     def watch(self) -> None:
         """Listen until the run ends."""
-        raise NotImplementedError
 
     def fail(self, failure: Failure) -> NoReturn:
         """End the run on all ranks."""

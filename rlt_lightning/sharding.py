@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -111,6 +112,11 @@ def set_whole(tensor: Any, whole: Tensor) -> None:
         tensor.copy_(whole)
 
 
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those that the optimizer has, by name."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """What training changes of the stored weights: all but what is frozen."""
     once = stored_once(model).items()
@@ -211,10 +217,6 @@ class Whole:
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
-    def fill(self, model: nn.Module, read: Read) -> Entry:
-        """Give an empty model its weights, in shards."""
-        raise NotImplementedError("Whole models are loaded whole.")
-
     def freeze(self, entry: Any) -> Callable[..., Any]:
         """Make a model that is not trained ready to be called."""
         return entry
@@ -233,10 +235,18 @@ class Whole:
         return norm
 
 
-class FullyShard(Whole):
-    """PyTorch's FSDP2: every transformer block, and what is left, lies in shards of its own."""
+class Sharded(ABC):
+    """Every process holds a part of each weight."""
 
     sharded = True
+
+    @abstractmethod
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Give an empty model its weights, in shards."""
+
+
+class FullyShard(Sharded, Whole):
+    """PyTorch's FSDP2: every transformer block, and what is left, lies in shards of its own."""
 
     def fill(self, model: nn.Module, read: Read) -> Entry:
         """Shard the empty model, then keep this rank's part of each tensor."""
@@ -291,10 +301,8 @@ class DeepSpeedZeRO(Whole):
         return torch.tensor(norm if norm >= 0 else torch.nan)  # DeepSpeed calls one that is not finite -1
 
 
-class ZeRO3(DeepSpeedZeRO):
+class ZeRO3(Sharded, DeepSpeedZeRO):
     """DeepSpeed ZeRO-3: weights lie in shards too."""
-
-    sharded = True
 
     def fill(self, model: nn.Module, read: Read) -> Entry:
         """Let rank 0 read the tensors, a group at a time; the group is broadcast and sharded."""

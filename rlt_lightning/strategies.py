@@ -25,7 +25,15 @@ from rlt_lightning.checkpoints import (
     write_checkpoint,
 )
 from rlt_lightning.pretrained import WeightFiles
-from rlt_lightning.sharding import Deferred, Read, fill_in_place, full_shape, set_whole, trained
+from rlt_lightning.sharding import (
+    Deferred,
+    Read,
+    fill_in_place,
+    full_shape,
+    set_whole,
+    trained,
+    trained_parameters,
+)
 from rlt_lightning.types import InputError
 
 # What DeepSpeed's optimizers call this rank's fp32 weights: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
@@ -262,11 +270,6 @@ class FSDP2(NamedCheckpoints, ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
-
-
-def trained_parameters(policy: Any) -> Iterator[tuple[str, Any]]:
-    """Those that the optimizer has, by name."""
-    return ((name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad)
 
 
 def fp32_state(parameter: Tensor, full_tensor: Callable[[], Tensor]) -> Deferred:

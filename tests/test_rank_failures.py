@@ -11,6 +11,7 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_kills import ROOT, processes
@@ -84,44 +85,25 @@ def fault(rank: int, hook: str, kind: str) -> str:
     return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
 
 
+def slow(*values: Any) -> Any:
+    """A case for the slow proofs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("strategy", "rank", "hook", "kind", "status", "message"),
     [
         ("ddp", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
-        pytest.param(
-            "ddp",
-            0,
-            "on_train_batch_end",
-            "bug",
-            1,
-            "rank 0: ZeroDivisionError: made on rank 0",
-            marks=pytest.mark.slow,
-        ),
+        slow("ddp", 0, "on_train_batch_end", "bug", 1, "rank 0: ZeroDivisionError: made on rank 0"),
         ("ddp", 1, "setup", "mistake", 2, "rank 1: The test must pass, but rank 1 was told"),
         ("ddp", 1, "init", "kill", 1, "rank 1: .* gone without a word"),
         ("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
         ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* gone without a word"),
         ("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
-        pytest.param(
-            "ddp",
-            0,
-            "on_train_batch_end",
-            "bug while the other sleeps",
-            1,
-            "rank 0: ZeroDivisionError",
-            marks=pytest.mark.slow,
-        ),
+        slow("ddp", 0, "on_train_batch_end", "bug while the other sleeps", 1, "rank 0: ZeroDivisionError"),
         ("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
         ("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
-        pytest.param(
-            "zero3",
-            1,
-            "on_train_batch_start",
-            "kill",
-            1,
-            "rank 1: .* gone without a word",
-            marks=pytest.mark.slow,
-        ),
+        slow("zero3", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
     ],
 )
 def test_all_ranks_end_within_seconds_with_the_message_of_the_one_that_failed(
@@ -148,7 +130,7 @@ def ddp_with_timeout(seconds: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("late", "waiting"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("late", "waiting"), [(1, 0), slow(0, 1)])
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     late: int, waiting: int, tiny_model: str, tmp_path: Path
 ) -> None:

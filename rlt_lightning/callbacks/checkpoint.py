@@ -17,7 +17,6 @@ from rlt_lightning.checkpoints import (
     checkpoint_of,
     discard,
     discard_unfinished,
-    name_of,
     read_best,
     write_best,
 )
@@ -132,13 +131,13 @@ class Checkpoint(ModelCheckpoint):
         self.best |= {"monitor": self.best_metric, "score": score}
         if trainer.is_global_zero:
             write_best(self.folder, self.best)
-            newest = [name for name in (self.best_model_path, *self.best_k_models) if name]
-            if previous and self.save_top_k != -1 and previous["checkpoint"] not in map(name_of, newest):
+            newest = [Path(path).name for path in (self.best_model_path, *self.best_k_models)]
+            if previous and self.save_top_k != -1 and previous["checkpoint"] not in newest:
                 discard(self.folder / previous["checkpoint"])
 
     @override
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if name_of(filepath) != self.best.get("checkpoint"):
+        if Path(filepath).name != self.best.get("checkpoint"):
             super()._remove_checkpoint(trainer, filepath)
 
     @override

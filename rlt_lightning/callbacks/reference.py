@@ -70,14 +70,14 @@ class ReferenceSync(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if pl_module.reference is None or step % self.every_n_steps or step == self.synced_at:
-            return
         module: Any = pl_module
+        step = trainer.global_step
+        if module.reference is None or step % self.every_n_steps or step == self.synced_at:
+            return
         merged = dict(merged_weights(module.policy, dict(module.policy.named_parameters())))
         move_towards(module.reference.model, merged, self.alpha)
         self.synced_at = step
-        save_folder(pl_module.reference.model, self._folder(trainer), trainer.strategy)  # type: ignore[union-attr]
+        save_folder(module.reference.model, self._folder(trainer), trainer.strategy)
 
     def _folder(self, trainer: Trainer) -> Path:
         return self._folder_of(Path(trainer.default_root_dir))

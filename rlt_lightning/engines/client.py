@@ -68,6 +68,11 @@ class WorkerClient:
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
 
+    @property
+    def sampled_model(self) -> str | None:
+        """What requests name: the adapter, if there is one, or the model."""
+        return self.adapter or self.model
+
     async def call(
         self, method: str, path: str, body: JSON | None, deadline_s: float, in_words: bool = False
     ) -> JSON:
@@ -171,7 +176,7 @@ class WorkerClient:
         raw one is not.
         """
         body: JSON = {
-            "model": self.adapter or self.model,
+            "model": self.sampled_model,
             "prompt": [token_id],
             "max_tokens": 1,
             "logprobs": 0,
@@ -186,7 +191,7 @@ class WorkerClient:
         """Sample a request's completions. Their log-probs are as the worker reports them."""
         sampling = request.sampling
         body = {
-            "model": self.adapter or self.model,
+            "model": self.sampled_model,
             "prompt": request.prompt,
             "n": request.num_sampled,
             "seed": request.seed,
@@ -210,7 +215,7 @@ class WorkerClient:
     async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
         """Log-probs of all tokens but the first under the worker's weights at temperature 1, nats."""
         body = {
-            "model": self.adapter or self.model,
+            "model": self.sampled_model,
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 0,

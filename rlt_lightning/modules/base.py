@@ -27,7 +27,7 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.pretrained import empty_model, load_model
-from rlt_lightning.sharding import Entry, Whole, full_shape, sharding_of
+from rlt_lightning.sharding import Entry, Sharded, Whole, full_shape, sharding_of, trained_parameters
 from rlt_lightning.types import InputError
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -214,7 +214,7 @@ class PolicyModule(LightningModule):
     def load(self, name: str, dtype: Dtype, lora: LoRA | None = None) -> Entry:
         """Load a model with this module's options, adapted if asked for, sharded as the strategy says."""
         options = name, dtype, self.attn_implementation, self.trust_remote_code
-        if self.sharding.sharded:
+        if isinstance(self.sharding, Sharded):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
@@ -324,7 +324,7 @@ class PolicyModule(LightningModule):
         from transformers import get_scheduler
 
         config = self.optimizer_config
-        trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        trained = list(trained_parameters(self.policy))
         matrices = [(name, p) for name, p in trained if len(full_shape(p)) > 1]
         vectors = [(name, p) for name, p in trained if len(full_shape(p)) <= 1]
         groups = [

@@ -88,14 +88,21 @@ def reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
+def resident_bytes(field: str = "VmRSS") -> int | None:
+    """This process's memory as Linux tells it, now or, by VmHWM, at its peak; None elsewhere."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    [line] = [line for line in status.read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
 def peak_memory(device: torch.device) -> int:
     """Most memory in use since the last reset, bytes: allocated on the GPU, or resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) * 1024
+    if peak_resident := resident_bytes("VmHWM"):
+        return peak_resident
     import resource
     import sys
 

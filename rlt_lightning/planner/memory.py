@@ -153,8 +153,7 @@ def phases(setup: Setup) -> Iterator[Phase]:
     policy, student = setup.policy, setup.student
     tokens = setup.step.row_tokens
     scored = tokens - setup.step.prompt_length if tokens > setup.step.prompt_length else tokens
-    copied = setup.with_reference and not setup.shares_base
-    reference_weights = weights(setup, policy, frozen=True) if copied else 0.0
+    reference_weights = weights(setup, policy, frozen=True) if setup.copies_reference else 0.0
     always = {
         "runtime": setup.device.reserved,
         "policy weights": weights(setup, policy, frozen=False),
@@ -272,11 +271,9 @@ def host_memory(setup: Setup) -> Sizes:
         return parts
     if setup.offload_frozen:
         parts["student weights"] = student.shape.weights * student.weight_bytes if student else 0.0
-        copied = setup.with_reference and not setup.shares_base
-        parts["reference weights"] = copied * policy.shape.weights * policy.weight_bytes
+        parts["reference weights"] = setup.copies_reference * policy.shape.weights * policy.weight_bytes
     if setup.offload_parameters:
-        copied = setup.with_reference and not setup.shares_base
-        models = [policy] + ([policy] if copied else []) + ([student] if student else [])
+        models = [policy] + ([policy] if setup.copies_reference else []) + ([student] if student else [])
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
     if setup.offload_optimizer:
         parts["optimizer states"] = optimizer_states(setup)

@@ -17,7 +17,7 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
-from rlt_lightning.modules.meter import GIB, flops, matmul_rate
+from rlt_lightning.modules.meter import GIB, flops, matmul_rate, resident_bytes
 from rlt_lightning.numerics.log_probs import block_size
 from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Sharding, Step, Worker
 from rlt_lightning.planner.shapes import Shape, activations
@@ -117,7 +117,9 @@ def read_setup(
     """
     notes: list[str] = []
     on_cpu = options.device == "cpu" or (options.device == "auto" and trainer.accelerator == "cpu")
-    reserved = resident_bytes() if on_cpu else CUDA_GIB * GIB  # before shapes are traced, which takes memory
+    reserved = (
+        (resident_bytes() or 0.5 * GIB) if on_cpu else CUDA_GIB * GIB
+    )  # before shapes are traced, which takes memory
     per_node = count_devices(trainer.devices, on_cpu, notes)
     num_processes = per_node * int(trainer.num_nodes)
     sharding, settings = sharding_named(trainer.strategy, num_processes)
@@ -268,15 +270,6 @@ def device_of(
         bandwidth=1e9 * options.bandwidth_gb_s if options.bandwidth_gb_s else bandwidth,
         reserved=reserved,
     )
-
-
-def resident_bytes() -> float:
-    """Memory that this process has, with all that a run imports; 0.5 GiB where the system does not tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0.5 * GIB
-    [line] = [line for line in status.read_text().splitlines() if line.startswith("VmRSS")]
-    return int(line.split()[1]) * 1024
 
 
 def sequence_lengths(

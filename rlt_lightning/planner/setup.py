@@ -150,6 +150,11 @@ class Setup:
     notes: list[str]  # what was assumed
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether the reference has weights of its own."""
+        return self.with_reference and not self.shares_base
+
+    @property
     def shards(self) -> int:
         """In how many parts weights lie."""
         return self.num_processes if self.sharding in ("fsdp2", "zero3") else 1
