@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import yaml
 from jsonargparse import auto_cli
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -97,6 +98,12 @@ class RLTCommandLine(LightningCLI):
         parser.add_argument(
             "--overwrite", type=bool, default=False, help="Replace the run that lies in output_dir."
         )
+        parser.add_argument(
+            "--resume",
+            type=bool,
+            default=False,
+            help="Go on with the run in output_dir from what it has finished; start it if there is none.",
+        )
         parser.add_lightning_class_args(callbacks.RolloutCallback, "rollouts")
         parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
         parser.add_lightning_class_args(callbacks.ModelExporter, "export")
@@ -110,7 +117,11 @@ class RLTCommandLine(LightningCLI):
         config = self.config[self.subcommand]
         if config.get("ckpt_path") in CHOICES and not config.output_dir:
             raise InputError(f"--ckpt_path {config.ckpt_path} needs --output_dir, the run to go on with.")
+        if config.resume and not config.output_dir:
+            raise InputError("--resume needs --output_dir, the run to go on with.")
         folder = Path(config.output_dir or self.default_run_folder(config.config))
+        if self.subcommand == "fit" and config.resume:
+            config.ckpt_path, config.overwrite = "last", True
         resumes_or_starts = self.subcommand == "fit" and config.overwrite and config.ckpt_path == "last"
         if resumes_or_starts and not checkpoints_in(folder / "checkpoints"):
             config.ckpt_path = None
@@ -127,6 +138,9 @@ class RLTCommandLine(LightningCLI):
             ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
             resume = bool(ckpt_path) and self.subcommand == "fit"
             resume = resume and folder.resolve() in Path(ckpt_path).resolve().parents
+            if self.subcommand != "fit" and config.resume and (folder / "config.yaml").exists():
+                resume = True
+                require_same_run(folder, yaml.safe_load(self._parser(self.subcommand).dump(config)))
             open_run_folder(folder, resume, config.overwrite)
         config.trainer.default_root_dir = str(folder)
         if "output_dir" in (config.data.get("init_args") or {}):
@@ -337,6 +351,33 @@ def require_known_strategy(strategy: Any) -> None:
         )
 
 
+def require_same_run(folder: Path, config: dict[str, Any]) -> None:
+    """Check that a run which goes on finds the settings that its rows were made with.
+
+    Raises:
+        InputError: Naming the first that differs. Trainer and engine may change: they leave the rows alone.
+    """
+    before = yaml.safe_load((folder / "config.yaml").read_text())
+
+    def flat(value: Any, name: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {} if value is None else {name: value}
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
+
+    def that_count(settings: dict[str, Any]) -> dict[str, Any]:
+        found = flat({name: settings.get(name) for name in ("model", "data", "rollouts")})
+        free = (".rollouts.engine", ".data.init_args.output_dir")
+        return {name: value for name, value in found.items() if not name.startswith(free)}
+
+    old, new = that_count(before), that_count(config)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise InputError(
+                f"A run that goes on must have the settings that it began with, but {name[1:]} was "
+                f"{old.get(name)} and is {new.get(name)}. Restore it, or choose another --output_dir."
+            )
+
+
 def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
     """Make the run folder, or refuse to mix two runs in one.
 
@@ -350,7 +391,7 @@ def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
             if not overwrite:
                 raise InputError(
                     f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace "
-                    "what is there (--overwrite true), or go on with its training (rlt fit --ckpt_path last)."
+                    "what is there (--overwrite true), or go on with it (--resume true)."
                 )
             if strangers := sorted(entries - RUN_ENTRIES):
                 raise InputError(

@@ -64,12 +64,8 @@ class Rollout:
     completion: Completion
     num_body: int  # completion tokens before the closing tag: what is copied into the student's context
     num_think: int  # of those, the tokens that r_KL scores: without the separator before the closing tag
-    text: str  # the explanation, for people
-
-    @property
-    def closed(self) -> bool:
-        """Whether the teacher wrote the end tag."""
-        return self.completion.finish_reason == "stop"
+    text: str  # the explanation, or a student's whole answer, for people
+    closed: bool  # whether it was ended as it must be: an explanation by its tag, an answer by its eos
 
     @property
     def body(self) -> list[int]:
@@ -97,6 +93,7 @@ class Scores:
     """The reward of N rollouts, its terms, and the tokens behind them."""
 
     terms: RewardTerms  # each (N,)
+    # Empty where no model was asked:
     solution_log_probs: list[Tensor]  # N of (S,), nats, at the student's temperature
     kl: list[Tensor]  # N of (K,), nats: KL of the think tokens, the given separator included
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import override
 
+from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
 from rlt_lightning.types import InputError, PromptBatch, Scores
-
-Row = dict[str, Any]
-TERMS = (
-    "reward",
-    "solution_log_prob_mean",
-    "solution_log_prob_min",
-    "kl_mean",
-    "kl_max",
-    "format_reward",
-    "solution_log_prob_reward",
-    "kl_reward",
-)
 
 
 class RolloutRecorder(Callback):
@@ -41,8 +27,11 @@ class RolloutRecorder(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop what a killed run wrote past the checkpoint: those iterations are made again."""
+        path = self._path(trainer)
         if trainer.is_global_zero:
-            drop_rows_after(self._path(trainer), trainer.global_step)
+            kept = (line for line, row in whole_rows(path) if row["step"] <= trainer.global_step)
+            if path.exists():
+                rewrite(path, kept)
 
     @override
     def on_train_batch_end(
@@ -124,9 +113,8 @@ def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
 
 def score_rows(scores: Scores) -> list[dict[str, float]]:
     """The reward and its terms, one dictionary per rollout."""
-    columns: dict[str, Tensor] = {f.name: getattr(scores.terms, f.name) for f in fields(scores.terms)}
-    values = [columns[name].tolist() for name in TERMS]
-    return [dict(zip(TERMS, row, strict=True)) for row in zip(*values, strict=True)]
+    columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
@@ -138,22 +126,3 @@ def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
     )
     torch.distributed.gather_object(rows, gathered, dst=0)
     return [row for part in gathered or [] for row in part]
-
-
-def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a JSONL file in one write, so that a kill leaves at most one torn last line."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
-
-
-def drop_rows_after(path: Path, step: int) -> None:
-    """Keep the rows of a JSONL file up to a step, without a torn last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.open(encoding="utf-8"):  # splitlines() would also split inside JSON texts
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(kept), encoding="utf-8")
-    scratch.replace(path)

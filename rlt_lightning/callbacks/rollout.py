@@ -30,6 +30,7 @@ from rlt_lightning.modules.base import mix_seed
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import model_config
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollouts
 
@@ -139,6 +140,8 @@ class RolloutCallback(Callback):
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         problems: list[Problem] = trainer.datamodule.problems  # type: ignore[attr-defined]
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
+            if model is None:
+                continue
             config = model_config(str(model), bool(pl_module.trust_remote_code)).get_text_config()
             context = getattr(config, "max_position_embeddings", sys.maxsize)  # some have no limit
             require_room(problems, role, context, longest)
@@ -149,10 +152,11 @@ class RolloutCallback(Callback):
                 "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
                 "a group are all alike. Set it, the released recipe uses 0.7."
             )
-        if module.reward.teacher_temperature != self.sampling.temperature:
+        reward = module.reward
+        if isinstance(reward, RLTReward) and reward.teacher_temperature != self.sampling.temperature:
             rank_zero_warn(
                 f"sampling.temperature is {self.sampling.temperature}, but reward.teacher_temperature is "
-                f"{module.reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
+                f"{reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
             )
         if self.asynchronous and module.max_staleness < 1:
             raise InputError(
@@ -279,7 +283,7 @@ class RolloutCallback(Callback):
             torch.distributed.all_gather_object(parts, jobs)
             jobs = [job for part in parts for job in part]
         rows, prompts, seeds = (list(column) for column in zip(*jobs, strict=True))
-        stop = trainer.datamodule.format.end_tag  # type: ignore[attr-defined]
+        stop = trainer.datamodule.stop  # type: ignore[attr-defined]
         version = module.global_step
         return Order(rows, prompts, seeds, version, self.sampling, module.group_size, stop)
 
@@ -298,9 +302,9 @@ class RolloutCallback(Callback):
             with module.phase("generate"):
                 self._on_rank_zero(trainer, self.engine.rest)  # no rank trains before all workers sleep
         order.finished = self._on_rank_zero(trainer, lambda: order.finished)
-        chat_format = trainer.datamodule.format  # type: ignore[attr-defined]
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         rollouts = [
-            chat_format.rollout(problem, completion)
+            data.rollout(problem, completion)
             for i, problem in zip(own, batch.problems, strict=True)
             for completion in order.finished[i]
         ]

@@ -228,6 +228,18 @@ class ChatFormat:
             columns=columns or {},
         )
 
+    def student_problem(
+        self,
+        row_number: int,
+        question: str,
+        solution: str,
+        student_system_prompt: str | None = None,
+        columns: dict[str, Any] | None = None,
+    ) -> Problem:
+        """Tokenise one question that the trained model is to answer alone; arguments as of `problem`."""
+        prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
+        return Problem(row_number, question, solution, prompt, [], [], [], [], columns=columns or {})
+
     def teacher_chat(self, question: str) -> str:
         """Render the teacher's conversation up to the assistant's text."""
         return self.render(self.teacher_system_prompt, question)
@@ -292,7 +304,14 @@ class ChatFormat:
         elif completion.finish_reason == "eos":
             body = body[:-1]
         num_think = len(body) - self._num_separator_tokens(body)
-        return Rollout(problem, completion, len(body), num_think, self._decode(body).strip())
+        closed = completion.finish_reason == "stop"
+        return Rollout(problem, completion, len(body), num_think, self._decode(body).strip(), closed)
+
+    def student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """Attach a student's own answer, tags included, to its problem."""
+        closed = completion.finish_reason == "eos"
+        body = completion.token_ids[:-1] if closed else completion.token_ids
+        return Rollout(problem, completion, len(body), len(body), self._decode(body).strip(), closed)
 
     # Supervised fine-tuning
 

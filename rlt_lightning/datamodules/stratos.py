@@ -24,9 +24,18 @@ from rlt_lightning.datamodules.rows import (
     read_rows,
     write_reports,
 )
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts, SFTBatch, SFTExample
+from rlt_lightning.types import (
+    Completion,
+    InputError,
+    Problem,
+    PromptBatch,
+    Rollout,
+    Rollouts,
+    SFTBatch,
+    SFTExample,
+)
 
-Task = Literal["rlt", "teacher_sft", "student_sft", "score"]
+Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
 Item = Problem | SFTExample
 
 
@@ -40,7 +49,8 @@ class StratosDataModule(LightningDataModule):
         source: "arithmetic" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub id.
         split: Split of the source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
-            teacher or the student, or given completions to be scored (score).
+            teacher or the student, given completions to be scored (score), or questions that the trained
+            model answers alone (student_rl).
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
@@ -181,10 +191,20 @@ class StratosDataModule(LightningDataModule):
         """Make a batch; completions that the rows bring are attached as rollouts."""
         if self.task in ("teacher_sft", "student_sft"):
             return SFTBatch(items)
-        if self.task == "rlt":
+        if self.task in ("rlt", "student_rl"):
             return PromptBatch(items)
-        rollouts = [self.format.rollout(problem, problem.given_completion) for problem in items]
+        rollouts = [self.rollout(problem, problem.given_completion) for problem in items]
         return PromptBatch(items, Rollouts(rollouts, group_size=1, policy_version=0, temperature=1.0))
+
+    @property
+    def stop(self) -> str:
+        """The text in which a completion ends; '' where it ends with an end-of-sequence token alone."""
+        return "" if self.task == "student_rl" else self.format.end_tag
+
+    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """Attach a completion to its problem."""
+        of_student = self.task == "student_rl"
+        return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
 
     @property
     def problems(self) -> list[Problem]:
@@ -220,7 +240,7 @@ class StratosDataModule(LightningDataModule):
     def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
         """Read a source and make its usable rows into items."""
         rows = read_rows(source, split, self.num_arithmetic_rows, self.seed)[: self.max_rows]
-        needs_trace = self.task != "rlt"
+        needs_trace = self.task not in ("rlt", "student_rl")
         check_columns(rows, source, needs_trace, self.task == "score")
         report = BadRowReport(source, len(rows))
         items: list[Item] = []
@@ -241,8 +261,15 @@ class StratosDataModule(LightningDataModule):
             "score": self._scored_problem,
             "teacher_sft": self._teacher_example,
             "student_sft": self._student_example,
+            "student_rl": self._student_problem,
         }
         return makers[self.task]
+
+    def _student_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+        system = self._student_prompt(row)
+        problem = self.format.student_problem(number, row.question, row.solution, system, columns)
+        require_length(BadRowReason.PROMPT_TOO_LONG, len(problem.teacher_prompt), self.max_prompt_length)
+        return problem
 
     def _problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
         problem = self.format.problem(number, row.question, row.solution, self._student_prompt(row), columns)

@@ -114,7 +114,8 @@ class Engine(Protocol):
             prompts: P prompts, token ids.
             sampling: Temperature and limits.
             num_completions: Completions per prompt, the group size.
-            stop: The end tag. A completion ends with the token in which this text ends.
+            stop: The end tag. A completion ends with the token in which this text ends; '': only with an
+                end-of-sequence token.
             seeds: One per prompt. The same seed gives the same random numbers, whatever else is in the batch.
 
         Returns:

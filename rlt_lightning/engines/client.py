@@ -201,7 +201,7 @@ class WorkerClient:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "stop": [request.stop],
+            "stop": [request.stop] if request.stop else [],
             "stop_token_ids": list(request.eos_token_ids),
             "skip_special_tokens": False,  # the end tag may be one
             "logprobs": 0,  # of the sampled token alone
@@ -282,7 +282,7 @@ def finish_reason(choice: JSON, request: Request) -> FinishReason:
     reason, detail = choice["finish_reason"], choice.get("stop_reason")
     if reason == "length":
         return "length"
-    if reason == "stop" and detail == request.stop:
+    if reason == "stop" and request.stop and detail == request.stop:
         return "stop"
     if reason == "stop" and (detail is None or detail in request.eos_token_ids):
         return "eos"

@@ -297,7 +297,8 @@ class StopWatcher:
             return "eos"
         if last not in self.may_end:
             text = self._text([last])
-            self.may_end[last] = self.stop[-1] in text or "\ufffd" in text  # or a part of a character
+            # its text may be a part of a character
+            self.may_end[last] = bool(self.stop) and (self.stop[-1] in text or "\ufffd" in text)
         if self.may_end[last] and self.stop in self._text(token_ids[-self.window :]):
             return "stop"
         return "length"

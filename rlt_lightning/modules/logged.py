@@ -18,17 +18,8 @@ def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
         "reward/std": terms.reward.std(),
         "reward/group_std": groups.std(dim=1).mean(),
         "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
-        "reward/solution": terms.solution_log_prob_reward.mean(),
-        "reward/kl": terms.kl_reward.mean(),
-        "reward/format": terms.format_reward.mean(),
-        "reward/solution_log_prob_mean": terms.solution_log_prob_mean.mean(),
-        "reward/solution_log_prob_min": terms.solution_log_prob_min.mean(),
-        "reward/kl_mean": terms.kl_mean.mean(),
-        "reward/kl_max": terms.kl_max.mean(),
-        "student/solution_log_prob_mean": terms.raw_solution_log_prob_mean.mean(),
-        "student/solution_log_prob_min": terms.raw_solution_log_prob_min.mean(),
-        "student/kl_mean": terms.raw_kl_mean.mean(),
-        "student/kl_max": terms.raw_kl_max.mean(),
+        **{f"reward/{name}": values.mean() for name, values in terms.parts().items()},
+        **{name: values.mean() for name, values in terms.details().items()},
     }
 
 

@@ -17,11 +17,12 @@ from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
 from rlt_lightning.modules.scoring import StudentScorer, scored_end
+from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence, to_padded
-from rlt_lightning.numerics.rewards import RLTReward, require_finite
+from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
 from rlt_lightning.pretrained import EMBEDDED_MODEL
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
@@ -31,9 +32,10 @@ class RLTModule(PolicyModule):
 
     Args:
         teacher: Model to train: embedded default, local folder or hub id.
-        student: Frozen model that scores the explanations; it shares the teacher's vocabulary.
+        student: Frozen model that scores the explanations; it shares the teacher's vocabulary. None for a
+            reward that needs none.
         group_size: Completions per problem, G; 64 in the paper.
-        reward: The RLT reward and its options.
+        reward: The RLT reward and its options, or a TextReward: CorrectnessReward makes this traditional RL.
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
@@ -64,9 +66,9 @@ class RLTModule(PolicyModule):
     def __init__(
         self,
         teacher: str = EMBEDDED_MODEL,
-        student: str = EMBEDDED_MODEL,
+        student: str | None = EMBEDDED_MODEL,
         group_size: int = 8,
-        reward: RLTReward = RLTReward(),
+        reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
@@ -104,6 +106,10 @@ class RLTModule(PolicyModule):
                 f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
                 "so every advantage would be zero. Raise it; the paper uses 64."
             )
+        if isinstance(reward, TextReward) != (student is None):
+            name = type(reward).__name__
+            needed = f"null, since {name} asks none" if student else f"a model, which {name} asks"
+            raise InputError(f"model.student must be {needed}, but is {student}. Set it.")
         self.student_name = student
         self.group_size = group_size
         self.reward = reward
@@ -131,7 +137,8 @@ class RLTModule(PolicyModule):
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
                 "configs/overlays/cpu_offload.yaml keeps shards in main memory."
             )
-        self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
+        if self.student_name is not None:
+            self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
         is_base = self.lora is not None and not self.reference_moves  # the policy without its adapter
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
             self.reference = FrozenModel(self.load(self.pretrained, self.dtype_name), self.offload_frozen)
@@ -143,7 +150,9 @@ class RLTModule(PolicyModule):
         for frozen in (self.student, self.reference):
             if frozen is not None:
                 frozen.place(self.device, self.sharding)
-        assert self.student is not None
+        if self.student is None:
+            return
+        assert self.student_name is not None
         with self.student.on(self.device) as student:
             chosen = self.attn_implementation is not None
             self.layout = verified_layout(student, self.student_name, self.layout, chosen)
@@ -151,7 +160,9 @@ class RLTModule(PolicyModule):
     def facts(self) -> dict[str, Any]:
         """See `PolicyModule.facts`."""
         facts = super().facts()
-        facts["training"] |= {"frozen student": self.student_name, "group size": self.group_size}
+        facts["training"] |= {"reward": type(self.reward).__name__, "group size": self.group_size}
+        if self.student_name is not None:
+            facts["training"]["frozen student"] = self.student_name
         return facts
 
     # Training
@@ -293,7 +304,12 @@ class RLTModule(PolicyModule):
             return [run(log_probs_of, packed, temperature, self.head)[0] for packed in packed_rows]
 
     def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
-        """Compute the RLT reward of every rollout with the student."""
+        """Compute the reward of every rollout, the RLT reward with the student."""
+        if isinstance(self.reward, TextReward):
+            terms = self.reward(rollouts.rollouts, self.trainer.datamodule.format.tags)  # type: ignore[attr-defined]
+            require_finite(terms.reward, "reward", [r.problem.row for r in rollouts.rollouts])
+            return Scores(terms.to(self.device), [], [])
+        assert isinstance(self.reward, RLTReward)
         assert self.student is not None
         with self.student.on(self.device) as student:
             scorer = StudentScorer(
@@ -319,12 +335,8 @@ class RLTModule(PolicyModule):
         """Held-out reward, its terms, completion length and the fraction of closed explanations."""
         rollouts = self.require_rollouts(batch)
         terms = self.score(rollouts).terms
-        metrics: dict[str, Any] = {
-            "reward/val_mean": terms.reward.mean(),
-            "reward/val_solution": terms.solution_log_prob_reward.mean(),
-            "reward/val_kl": terms.kl_reward.mean(),
-            "reward/val_format": terms.format_reward.mean(),
-        }
+        metrics: dict[str, Any] = {"reward/val_mean": terms.reward.mean()}
+        metrics |= {f"reward/val_{name}": values.mean() for name, values in terms.parts().items()}
         lengths = rollout_metrics(rollouts)
         metrics["rollout/val_length_mean"] = lengths["rollout/length_mean"]
         metrics["rollout/val_closed_frac"] = lengths["rollout/closed_frac"]

@@ -32,8 +32,10 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import (
     NonFiniteError,
+    Reward,
     RewardTerms,
     RLTReward,
+    RLTRewardTerms,
     masked_mean,
     require_finite,
     student_kl_penalty,
@@ -59,6 +61,8 @@ __all__ = [
     "PackedSequences",
     "PolicyLoss",
     "RLTReward",
+    "RLTRewardTerms",
+    "Reward",
     "RewardTerms",
     "ScoredSequence",
     "Segments",

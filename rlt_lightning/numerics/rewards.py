@@ -1,8 +1,8 @@
 """The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -81,13 +81,35 @@ def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """The reward of each completion and what it is made of; all (N,).
+    """The reward of each completion; a subclass adds what it is made of. All (N,)."""
 
-    `reward` is the sum of the three terms below it. Means, minima and maxima over tokens are given as they
+    reward: Tensor
+
+    def parts(self) -> dict[str, Tensor]:
+        """What is logged beside the reward, as means, in training and validation: reward/NAME."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+    def details(self) -> dict[str, Tensor]:
+        """What is logged in training alone, as means, by its whole name."""
+        return {}
+
+    def recorded(self) -> dict[str, Tensor]:
+        """What is written down for every completion."""
+        return {"reward": self.reward, **self.parts()}
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class RLTRewardTerms(RewardTerms):
+    """The RLT reward of each completion and what it is made of; all (N,).
+
+    `reward` is the sum of the first three terms. Means, minima and maxima over tokens are given as they
     entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
     """
 
-    reward: Tensor
     solution_log_prob_reward: Tensor  # w_SS * r_SS
     kl_reward: Tensor  # -lambda * r_KL
     format_reward: Tensor  # 0, or the format penalty
@@ -100,9 +122,32 @@ class RewardTerms:
     raw_kl_mean: Tensor
     raw_kl_max: Tensor
 
+    def parts(self) -> dict[str, Tensor]:
+        """See `RewardTerms.parts`."""
+        terms = (self.solution_log_prob_reward, self.kl_reward, self.format_reward)
+        return dict(zip(("solution", "kl", "format"), terms, strict=True))
+
+    def details(self) -> dict[str, Tensor]:
+        """See `RewardTerms.details`."""
+        names = ("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max")
+        processed = {f"reward/{name}": getattr(self, name) for name in names}
+        return processed | {f"student/{name}": getattr(self, f"raw_{name}") for name in names}
+
+    def recorded(self) -> dict[str, Tensor]:
+        """See `RewardTerms.recorded`: the reward, its terms, and what entered them."""
+        names = [
+            *("reward", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
+            *("format_reward", "solution_log_prob_reward", "kl_reward"),
+        ]
+        return {name: getattr(self, name) for name in names}
+
+
+class Reward:
+    """What a completion is worth: an RLTReward, which two models compute, or a TextReward."""
+
 
 @dataclass(frozen=True)
-class RLTReward:
+class RLTReward(Reward):
     """The reward of an explanation; its defaults are the recipe that the paper's authors released.
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
@@ -165,7 +210,7 @@ class RLTReward:
         kl: Tensor,
         kl_mask: Tensor,
         format_ok: Tensor,
-    ) -> RewardTerms:
+    ) -> RLTRewardTerms:
         """Return the reward of each completion and its terms.
 
         Args:
@@ -189,7 +234,7 @@ class RLTReward:
         solution = self.solution_weight * student_solution_reward(log_probs, solution_mask, self.min_coef)
         penalty = -self.kl_weight * student_kl_penalty(processed_kl, kl_mask, self.max_coef)
         format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
-        return RewardTerms(
+        return RLTRewardTerms(
             reward=solution + penalty + format_reward,
             solution_log_prob_reward=solution,
             kl_reward=penalty,

@@ -19,6 +19,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.meter import GIB, flops, matmul_rate, resident_bytes
 from rlt_lightning.numerics.log_probs import block_size
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Sharding, Step, Worker
 from rlt_lightning.planner.shapes import Shape, activations
 from rlt_lightning.pretrained import meta_model
@@ -161,7 +162,7 @@ def read_setup(
         )
 
     policy = language_model(module.pretrained, module.dtype_name, module.lora)
-    student = language_model(rlt.student_name, rlt.student_dtype) if rlt else None
+    student = language_model(rlt.student_name, rlt.student_dtype) if rlt and rlt.student_name else None
     with_reference = bool(rlt and rlt.policy_loss.kl_coef)
     syncs = any("ReferenceSync" in str(callback.class_path) for callback in trainer.callbacks or [])
     trained_bytes = 4 if module.lora is not None else policy.weight_bytes  # A and B are in fp32
@@ -314,7 +315,7 @@ def sequence_lengths(
 def recomputes(module: RLTModule, rollouts: RolloutCallback) -> bool:
     """Whether the teacher runs once more to be scored; see `StudentScorer`."""
     reward = module.reward
-    return (
+    return isinstance(reward, RLTReward) and (
         module.teacher_log_probs == "recompute"
         or reward.kl_estimator == "exact"
         or not rollouts.engine.reports_log_probs

@@ -101,7 +101,7 @@ def timings(setup: Setup) -> list[Timing]:
     rate = setup.num_processes * setup.device.flops * setup.mfu
     forward = forward_flops_of_step(setup, policy)
     found = []
-    if student:
+    if setup.hf_sequences or setup.worker:
         found.append(generate_timing(setup))
     if setup.worker:
         size = pushed(setup, setup.worker)

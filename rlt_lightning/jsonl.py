@@ -1,0 +1,34 @@
+"""JSONL files that a killed run leaves behind and a resumed one goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows in one write, so that a kill leaves at most one torn last line."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+
+
+def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield every line that was written to its end, and its row; nothing if there is no file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:  # a kill may tear a character too
+        for line in file:  # splitlines() would also split inside JSON texts
+            if line.endswith("\n"):
+                yield line, json.loads(line)
+
+
+def rewrite(path: Path, lines: Iterable[str]) -> None:
+    """Put these lines in place of a file, at once."""
+    scratch = path.with_suffix(".tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+    scratch.replace(path)
