@@ -60,6 +60,7 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: Tokens of a prompt; longer rows are kept out.
         max_solution_length: Tokens of a solution; None for no limit.
         max_length: Tokens of a whole sequence; longer rows are kept out.
+        student_context: Tokens of the students that generated traces are for; None for no limit.
         val_source: Source of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
@@ -87,6 +88,7 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: int = 16384,
         max_solution_length: int | None = None,
         max_length: int = 16384,
+        student_context: int | None = None,
         val_source: str | None = None,
         val_split: str = "test",
         val_rows: int = 0,
@@ -111,6 +113,7 @@ class StratosDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.max_solution_length = max_solution_length
         self.max_length = max_length
+        self.student_context = student_context
         self.val_source = val_source
         self.val_split = val_split
         self.val_rows = val_rows
@@ -121,6 +124,7 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
+        self.num_finished = 0  # items that an interrupted prediction is done with
         self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
@@ -130,6 +134,7 @@ class StratosDataModule(LightningDataModule):
             "max_prompt_length": self.max_prompt_length,
             "max_solution_length": self.max_solution_length,
             "max_length": self.max_length,
+            "student_context": self.student_context,
             "val_batch_size": self.val_batch_size,
             "max_rows": self.max_rows,
             "num_arithmetic_rows": self.num_arithmetic_rows,
@@ -184,8 +189,8 @@ class StratosDataModule(LightningDataModule):
         return self._ordered(self.val_items) if self.val_items else []
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
-        """All rows of the source, in its order."""
-        return self._ordered(self.items)
+        """All rows of the source that are not finished, in its order."""
+        return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch; completions that the rows bring are attached as rollouts."""
@@ -205,6 +210,26 @@ class StratosDataModule(LightningDataModule):
         """Attach a completion to its problem."""
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
+
+    def student_length(self, rollout: Rollout) -> int:
+        """Tokens of the example that stage 4 makes of an explanation."""
+        problem, thought = rollout.problem, self.format.tags.wrap(rollout.text)
+        system = problem.student_system_prompt
+        turn = (problem.row, problem.question, thought, problem.solution, system)
+        return len(self.format.student_sft_example(*turn).token_ids)
+
+    def fits_student(self, rollout: Rollout) -> bool:
+        """Whether a student can be trained on an explanation as a whole."""
+        limit = self.student_context
+        return rollout.closed and (limit is None or self.student_length(rollout) <= limit)
+
+    def recipe(self) -> dict[str, Any]:
+        """What the rows are and how they are presented, for a data card."""
+        return {
+            "source": f"{self.source} ({len(self.items)} usable rows)",
+            "tags": self.tags if isinstance(self.tags, str) else "of its own",
+            "student's context": self.student_context or "no limit",
+        }
 
     @property
     def problems(self) -> list[Problem]:
