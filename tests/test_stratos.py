@@ -193,6 +193,25 @@ def test_an_unreachable_hub_id_names_the_choices():
     assert logging.getLogger("huggingface_hub").level != logging.ERROR
 
 
+def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The library takes a folder in the working directory for the data set of that name.
+    folder = tmp_path / "lab/sums"
+    folder.mkdir(parents=True)
+    for name in ("main", "socratic"):
+        write_jsonl(folder / f"{name}.jsonl", [custom_row(name)])
+    parts = [
+        f"- {{config_name: {name}, data_files: [{{split: test, path: {name}.jsonl}}]}}\n"
+        for name in ("main", "socratic")
+    ]
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert read_rows("lab/sums:main", "test") == [(1, custom_row("main"))]
+    assert read_rows("lab/sums:socratic", "test") == [(1, custom_row("socratic"))]
+    with pytest.raises(InputError, match=r"'lab/sums:none', split 'test'.*'none' not found.*'main'"):
+        read_rows("lab/sums:none", "test")
+
+
 # Understanding rows
 
 

@@ -20,7 +20,8 @@ from rlt_lightning.types import InputError
 ARITHMETIC = "arithmetic"
 CHOICES = (
     f"'{ARITHMETIC}' (embedded default), a .jsonl, .json, .parquet or .csv file, a folder of such files, or "
-    "a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k'"
+    "a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k', or with a configuration "
+    "'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 SHOWN_ROWS = 5  # row numbers per reason in messages
@@ -124,7 +125,7 @@ def read_rows(source: str, split: str = "train", num_arithmetic_rows: int = 1000
     """Read all rows of a source.
 
     Args:
-        source: The embedded default, a file, a folder or a hub id.
+        source: The embedded default, a file, a folder, a hub id or `ID:CONFIGURATION`.
         split: Of a hub data set, a saved data set, the embedded default, or a folder whose files carry the
             names of splits.
         num_arithmetic_rows: Size of the embedded default.
@@ -151,7 +152,7 @@ def _numbered_rows(source: str, split: str, num_arithmetic_rows: int, seed: int)
         yield from _read_folder(path, split)
     elif path.is_file():
         yield from _read_file(path)
-    elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
+    elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
         raise InputError(f"The file or folder '{source}' must exist, but does not. Use {CHOICES}.")
     else:
         yield from _read_hub(source, split)
@@ -291,7 +292,7 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"The saved data set {folder} must be loadable, but is not ({_first_line(error)}). Save it anew, "
+            f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it anew, "
             f"or use {CHOICES}."
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
@@ -304,17 +305,18 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
     yield from enumerate(dataset.to_list(), start=1)
 
 
-def _read_hub(name: str, split: str) -> Iterator[Row]:
+def _read_hub(source: str, split: str) -> Iterator[Row]:
     import datasets
 
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
+    name, _, configuration = source.partition(":")
     try:
-        dataset = datasets.load_dataset(name, split=split)
+        dataset = datasets.load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
-            f"The data set '{name}', split '{split}', could not be loaded ({_first_line(error)}). "
+            f"The data set '{source}', split '{split}', could not be loaded ({_one_line(error)}). "
             f"Use {CHOICES}."
         ) from error
     finally:
@@ -322,9 +324,8 @@ def _read_hub(name: str, split: str) -> Iterator[Row]:
     yield from enumerate(dataset.to_list(), start=1)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # Understanding
