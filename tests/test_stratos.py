@@ -49,7 +49,7 @@ def make_data(smollm2: str, tmp_path: Path) -> MakeData:
 
     def make(rows: list[Any] | str = "arithmetic", stage: str = "fit", **options: Any) -> StratosDataModule:
         source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
-        options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_arithmetic_rows": 20, **options}
+        options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
         data = StratosDataModule(source, **options)
         data.setup(stage)
         return data
@@ -276,6 +276,7 @@ BAD_ROWS = [
     (custom_row(question="long " * 400), BadRowReason.PROMPT_TOO_LONG),
     (custom_row(solution="long " * 60), BadRowReason.SOLUTION_TOO_LONG),
     (custom_row(trace="long " * 600), BadRowReason.TOO_LONG),
+    ({"nums": [2, 3], "target": 99}, BadRowReason.UNSOLVABLE),
 ]
 
 
@@ -471,7 +472,7 @@ class Counter(LightningModule):
 @pytest.mark.parametrize("val_rows", [0, 5])
 def test_lightning_runs_on_it(smollm2: str, tmp_path: Path, val_rows: int):
     data = StratosDataModule(
-        tokenizer=smollm2, num_arithmetic_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
+        tokenizer=smollm2, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
     )
     module = Counter()
     trainer = Trainer(
