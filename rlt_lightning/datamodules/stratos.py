@@ -46,7 +46,8 @@ class StratosDataModule(LightningDataModule):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub id.
+        source: "arithmetic" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub
+            id.
         split: Split of the source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
@@ -67,9 +68,9 @@ class StratosDataModule(LightningDataModule):
         val_batch_size: Rows per batch of validation and prediction, over all processes; None:
             prompts_per_step.
         max_rows: Rows read of the source at most, from its start.
-        num_arithmetic_rows: Size of the embedded source.
+        num_embedded_rows: Size of an embedded source.
         max_bad_frac: Part of the rows that may be unusable.
-        seed: Of order, held-out rows and the embedded source.
+        seed: Of order, held-out rows and embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
     """
@@ -94,7 +95,7 @@ class StratosDataModule(LightningDataModule):
         val_rows: int = 0,
         val_batch_size: int | None = None,
         max_rows: int | None = None,
-        num_arithmetic_rows: int = 1000,
+        num_embedded_rows: int = 1000,
         max_bad_frac: float = 0.01,
         seed: int = 0,
         output_dir: str | None = None,
@@ -119,7 +120,7 @@ class StratosDataModule(LightningDataModule):
         self.val_rows = val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
         self.max_rows = max_rows
-        self.num_arithmetic_rows = num_arithmetic_rows
+        self.num_embedded_rows = num_embedded_rows
         self.max_bad_frac = max_bad_frac
         self.seed = seed
         self.output_dir = output_dir
@@ -137,7 +138,7 @@ class StratosDataModule(LightningDataModule):
             "student_context": self.student_context,
             "val_batch_size": self.val_batch_size,
             "max_rows": self.max_rows,
-            "num_arithmetic_rows": self.num_arithmetic_rows,
+            "num_embedded_rows": self.num_embedded_rows,
         }
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -264,7 +265,7 @@ class StratosDataModule(LightningDataModule):
 
     def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
         """Read a source and make its usable rows into items."""
-        rows = read_rows(source, split, self.num_arithmetic_rows, self.seed)[: self.max_rows]
+        rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
         needs_trace = self.task not in ("rlt", "student_rl")
         check_columns(rows, source, needs_trace, self.task == "score")
         report = BadRowReport(source, len(rows))
