@@ -112,7 +112,6 @@ class RLTCommandLine(LightningCLI):
         parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")
         parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
         parser.add_lightning_class_args(callbacks.DistillationWriter, "distillation")
-        parser.link_arguments("rollouts.num_traces", "distillation.num_traces")
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
 

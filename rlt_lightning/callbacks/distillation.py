@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.recorder import require_one_process, score_rows
+from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.data_card import data_card
 from rlt_lightning.jsonl import Row, append_rows, rewrite, to_line, whole_rows
 from rlt_lightning.types import InputError, PromptBatch
@@ -31,12 +32,10 @@ class DistillationWriter(Callback):
         select: Traces of a problem that are taken: its first; that of the best reward; all; or, of those that
             are closed and fit into data.student_context, that of the best reward, and where none does the
             shortest.
-        num_traces: Traces per problem; linked from rollouts.num_traces.
     """
 
-    def __init__(self, select: Selection = "fits_context", num_traces: int = 1) -> None:
+    def __init__(self, select: Selection = "fits_context") -> None:
         self.select: Selection = select
-        self.num_traces = num_traces
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -45,20 +44,21 @@ class DistillationWriter(Callback):
         if stage != "predict" or data.task != "rlt":
             return
         require_one_process(trainer)
+        num_traces = sampler_of(trainer).num_traces
         path = self._folder(trainer) / TRACES
         lines, rows = [], []
         for line, row in whole_rows(path):
             lines.append(line)
             rows.append(row["row"])
-        num_finished = len(rows) // self.num_traces
+        num_finished = len(rows) // num_traces
         problems = data.items[:num_finished]
-        if rows[:: self.num_traces][:num_finished] != [problem.row for problem in problems]:
+        if rows[::num_traces][:num_finished] != [problem.row for problem in problems]:
             raise InputError(
                 f"A run that goes on must have the rows that it began with, but {path} has traces of others. "
                 "Restore data.source, or choose another --output_dir."
             )
         if path.exists():
-            rewrite(path, lines[: num_finished * self.num_traces])
+            rewrite(path, lines[: num_finished * num_traces])
         data.num_finished = num_finished
 
     @override
@@ -87,8 +87,8 @@ class DistillationWriter(Callback):
         selected = list(self.selected(rows, context))
         rewrite(folder / SELECTED, map(to_line, selected))
         write_parquet(folder / SELECTED, folder / TABLE)
-        recipe = pl_module.recipe() | data.recipe()  # type: ignore[operator]
-        recipe |= {"traces per problem": self.num_traces, "selection": self.select}
+        recipe = pl_module.recipe() | data.recipe() | sampler_of(trainer).recipe()  # type: ignore[operator]
+        recipe["selection"] = self.select
         (folder / CARD).write_text(data_card(recipe, rows, selected, SELECTED, len(data.items), context))
 
     def selected(self, rows: Iterable[Row], context: int | None) -> Iterator[Row]:
@@ -108,6 +108,12 @@ class DistillationWriter(Callback):
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir)
+
+
+def sampler_of(trainer: Trainer) -> RolloutCallback:
+    """The callback that brings the traces."""
+    found = [callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback)]  # type: ignore[attr-defined]
+    return found[0]
 
 
 def fits(row: Row, context: int | None) -> bool:

@@ -306,6 +306,18 @@ class RolloutCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.engine.close()
 
+    def recipe(self) -> dict[str, Any]:
+        """How traces are sampled, for a data card."""
+        defaults, changed = vars(Sampling()), vars(self.sampling)
+        named = ("temperature", "max_completion_length")
+        settings = [f"{n} {v}" for n, v in changed.items() if n in named or v != defaults[n]]
+        return {
+            "sampling": ", ".join([*settings, f"seed {self.seed}"]),
+            "engine": type(self.engine).__name__,
+            "traces per problem": self.num_traces,
+            "sampled anew at most": self.max_resamples,
+        }
+
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start it once the weights are where they will be trained, a restored checkpoint included."""
         if not isinstance(pl_module, RLTModule):
