@@ -1,6 +1,7 @@
 """What a rollout can come from."""
 
-from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost
+from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost, generate_patiently
+from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, generate_with_budget
 from rlt_lightning.engines.disk import AdapterPush, DiskPush
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
@@ -10,6 +11,8 @@ from rlt_lightning.engines.weights import GlooPush, WeightPush
 
 __all__ = [
     "AdapterPush",
+    "BudgetForcing",
+    "BudgetedCompletion",
     "DiskPush",
     "Engine",
     "EngineError",
@@ -21,4 +24,6 @@ __all__ = [
     "VLLMEngine",
     "WeightPush",
     "WorkersLost",
+    "generate_patiently",
+    "generate_with_budget",
 ]

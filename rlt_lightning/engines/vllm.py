@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
@@ -379,13 +380,28 @@ class VLLMEngine:
     # Completions
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
-        require_context(max(map(len, prompts)) + sampling.max_completion_length, self.max_model_len)
+        limits = limits or [sampling.max_completion_length] * len(prompts)
+        require_context(max(map(add, map(len, prompts), limits)), self.max_model_len)
         requests = [
-            Request(prompt, num_completions, sampling, stop, self.stop_ids, self.vocab_size, seed & SEED_MASK)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(
+                prompt,
+                num_completions,
+                replace(sampling, max_completion_length=limit),
+                stop,
+                self.stop_ids,
+                self.vocab_size,
+                seed & SEED_MASK,
+            )
+            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
         ]
         finished = self._run(self._complete_all(requests))
         if len(finished) < len(prompts):
