@@ -189,7 +189,7 @@ class ChatFormat:
 
     @property
     def answer_opening(self) -> list[int]:
-        """Tokens that cut a thought short: closing thought through opening solution tag, as between letters."""
+        """Tokens that cut a thought short, as between letters: closing thought through opening solution."""
         tags = self.tags
         between = tags.thought_close + BLOCK_BREAK + tags.solution_open
         pieces = [SENTINEL, tags.separator + between + tags.separator, SENTINEL]

@@ -7,7 +7,7 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.engines.weights import GlooPush, WeightPush
+from rlt_lightning.engines.weights import GlooPush, NoPush, WeightPush
 
 __all__ = [
     "AdapterPush",
@@ -20,6 +20,7 @@ __all__ = [
     "HFEngine",
     "Launch",
     "NCCLPush",
+    "NoPush",
     "Sampling",
     "VLLMEngine",
     "WeightPush",

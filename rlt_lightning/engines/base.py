@@ -100,7 +100,7 @@ class Engine(Protocol):
         """Get ready to serve; safe to call twice.
 
         Args:
-            model: The trainer's teacher.
+            model: The trainer's teacher; None where workers serve weights of their own (NoPush).
             tokenizer: Its tokenizer.
             folder: The run folder, for logs and what else the engine writes.
         """
