@@ -184,7 +184,7 @@ def run_job(
     )
     data = StratosDataModule(
         source="arithmetic",
-        num_arithmetic_rows=8,
+        num_embedded_rows=8,
         tokenizer=model,
         student_tokenizer=model,
         prompts_per_step=2,

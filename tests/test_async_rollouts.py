@@ -95,7 +95,7 @@ def fit(
     )
     datamodule = StratosDataModule(
         source="arithmetic",
-        num_arithmetic_rows=8 + (data or {}).get("val_rows", 0),
+        num_embedded_rows=8 + (data or {}).get("val_rows", 0),
         tokenizer=model,
         student_tokenizer=model,
         prompts_per_step=2,

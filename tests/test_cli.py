@@ -37,7 +37,7 @@ def small_fit(model: str, folder: Path, *options: str) -> list[str]:
         f"--model.student={model}",
         "--model.group_size=2",
         "--model.optimizer.lr=1e-3",
-        "--data.num_arithmetic_rows=10",
+        "--data.num_embedded_rows=10",
         f"--output_dir={folder}",
         *options,
     ]
@@ -268,7 +268,7 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
         f"--model.pretrained={tiny_model}",
         "--model.optimizer.lr=3e-3",
         "--data.source=arithmetic",
-        "--data.num_arithmetic_rows=24",
+        "--data.num_embedded_rows=24",
         "--data.prompts_per_step=4",
         "--data.val_rows=4",
         "--trainer.precision=32-true",

@@ -27,7 +27,7 @@ def names_of(*sections: str) -> set[str]:
 
 
 def data(model: str, **options: object) -> StratosDataModule:
-    size = {"num_arithmetic_rows": 6, "prompts_per_step": 2}
+    size = {"num_embedded_rows": 6, "prompts_per_step": 2}
     return StratosDataModule(tokenizer=model, student_tokenizer=model, **(size | options))  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
 
 def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Path) -> None:
     teacher = RLTModule(teacher=tiny_model, student=tiny_model)
-    scoring = data(tiny_model, task="score", num_arithmetic_rows=2)
+    scoring = data(tiny_model, task="score", num_embedded_rows=2)
     trainer(tmp_path / "run", ScoreWriter(per_token=True)).predict(teacher, scoring, return_predictions=False)
 
     row = first_row(tmp_path / "run" / "scores.jsonl")

@@ -85,7 +85,7 @@ def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, t
     command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
     command += ["--trainer.precision=bf16-mixed", "--model.student_dtype=bfloat16"]
-    command += ["--rollouts.sampling.max_completion_length=8", "--data.num_arithmetic_rows=8"]
+    command += ["--rollouts.sampling.max_completion_length=8", "--data.num_embedded_rows=8"]
     command += ["--data.val_rows=2", f"--output_dir={tmp_path / 'run'}"]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -31,7 +31,7 @@ def fit(model: str, folder: Path, strategy: str, num_steps: int) -> subprocess.P
     """Start the one command that begins a run and goes on with it."""
     command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
     command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
-    command += ["--model.optimizer.lr=1e-3", "--data.num_arithmetic_rows=10"]
+    command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
     command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
     command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true"]

@@ -40,7 +40,7 @@ class Ended:
             "--config=configs/quickstart.yaml",
         ]
         command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
-        command += ["--data.num_arithmetic_rows=8", "--rollouts.sampling.max_completion_length=6"]
+        command += ["--data.num_embedded_rows=8", "--rollouts.sampling.max_completion_length=6"]
         command += ["--trainer.max_steps=3", "--trainer.devices=2", f"--output_dir={folder}", *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         paths = [str(ROOT / "tests"), str(ROOT), environment.get("PYTHONPATH", "")]

@@ -31,7 +31,7 @@ TEMPERATURE = 0.7
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
     return StratosDataModule(
         source="arithmetic",
-        num_arithmetic_rows=8,
+        num_embedded_rows=8,
         tokenizer=model,
         student_tokenizer=model,
         prompts_per_step=2,

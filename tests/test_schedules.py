@@ -36,7 +36,7 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule(
     rates = LearningRates()
     optimizer = OptimizerConfig(lr=2e-3, scheduler=scheduler, warmup_frac=0.25)  # type: ignore[arg-type]
     data = StratosDataModule(
-        task="teacher_sft", tokenizer=tiny_model, num_arithmetic_rows=8, prompts_per_step=2
+        task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2
     )
     Trainer(
         default_root_dir=tmp_path,
@@ -53,7 +53,7 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule(
 
 def test_a_run_without_length_is_refused(tiny_model: str, tmp_path: Path) -> None:
     data = StratosDataModule(
-        task="teacher_sft", tokenizer=tiny_model, num_arithmetic_rows=8, prompts_per_step=2
+        task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2
     )
     trainer = Trainer(
         default_root_dir=tmp_path,
@@ -88,7 +88,7 @@ def test_architectures_that_run_one_by_one_are_trained(
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
     name = str(tmp_path / "model")
-    data = StratosDataModule(task="teacher_sft", tokenizer=name, num_arithmetic_rows=4, prompts_per_step=2)
+    data = StratosDataModule(task="teacher_sft", tokenizer=name, num_embedded_rows=4, prompts_per_step=2)
     sft = SFTModule(pretrained=name)
     trainer = Trainer(
         default_root_dir=tmp_path,

@@ -113,7 +113,7 @@ def test_sharded_models_sample_validate_and_export_like_whole_ones(
         command += [
             "--rollouts.sampling.max_completion_length=16",
             "--data.val_rows=2",
-            "--data.num_arithmetic_rows=8",
+            "--data.num_embedded_rows=8",
         ]
         command += ["--trainer.val_check_interval=1", f"--output_dir={tmp_path / folder}", *options]
         result = rlt(*command)

@@ -49,7 +49,7 @@ def make_data(smollm2: str, tmp_path: Path) -> MakeData:
 
     def make(rows: list[Any] | str = "arithmetic", stage: str = "fit", **options: Any) -> StratosDataModule:
         source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
-        options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_arithmetic_rows": 20, **options}
+        options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
         data = StratosDataModule(source, **options)
         data.setup(stage)
         return data
@@ -193,6 +193,25 @@ def test_an_unreachable_hub_id_names_the_choices():
     assert logging.getLogger("huggingface_hub").level != logging.ERROR
 
 
+def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The library takes a folder in the working directory for the data set of that name.
+    folder = tmp_path / "lab/sums"
+    folder.mkdir(parents=True)
+    for name in ("main", "socratic"):
+        write_jsonl(folder / f"{name}.jsonl", [custom_row(name)])
+    parts = [
+        f"- {{config_name: {name}, data_files: [{{split: test, path: {name}.jsonl}}]}}\n"
+        for name in ("main", "socratic")
+    ]
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert read_rows("lab/sums:main", "test") == [(1, custom_row("main"))]
+    assert read_rows("lab/sums:socratic", "test") == [(1, custom_row("socratic"))]
+    with pytest.raises(InputError, match=r"'lab/sums:none', split 'test'.*'none' not found.*'main'"):
+        read_rows("lab/sums:none", "test")
+
+
 # Understanding rows
 
 
@@ -257,6 +276,7 @@ BAD_ROWS = [
     (custom_row(question="long " * 400), BadRowReason.PROMPT_TOO_LONG),
     (custom_row(solution="long " * 60), BadRowReason.SOLUTION_TOO_LONG),
     (custom_row(trace="long " * 600), BadRowReason.TOO_LONG),
+    ({"nums": [2, 3], "target": 99}, BadRowReason.UNSOLVABLE),
 ]
 
 
@@ -452,7 +472,7 @@ class Counter(LightningModule):
 @pytest.mark.parametrize("val_rows", [0, 5])
 def test_lightning_runs_on_it(smollm2: str, tmp_path: Path, val_rows: int):
     data = StratosDataModule(
-        tokenizer=smollm2, num_arithmetic_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
+        tokenizer=smollm2, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
     )
     module = Counter()
     trainer = Trainer(

@@ -281,7 +281,7 @@ def run_config(folder: Path, model: str, push: type[WeightPush], **rollouts: Any
     return [
         *("fit", "--config=configs/quickstart.yaml", f"--config={path}", f"--output_dir={folder / 'run'}"),
         *(f"--model.teacher={model}", f"--model.student={model}", "--data.val_rows=1"),
-        "--data.num_arithmetic_rows=9",
+        "--data.num_embedded_rows=9",
     ]
 
 

@@ -52,7 +52,7 @@ def arithmetic_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[
             if repeats > MAX_REPEATS:
                 raise InputError(
                     f"The arithmetic source has about {len(rows)} different rows, but {num_rows} were asked "
-                    "for. Lower data.num_arithmetic_rows."
+                    "for. Lower data.num_embedded_rows."
                 )
             continue
         repeats = 0

@@ -10,17 +10,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlt_lightning.datamodules.arithmetic import arithmetic_rows
+from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row, countdown_rows
 from rlt_lightning.datamodules.formats import STRATOS, TagStyle
 from rlt_lightning.types import InputError
 
 ARITHMETIC = "arithmetic"
+EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of their size, a seed and a split
+    ARITHMETIC: arithmetic_rows,
+    "countdown": countdown_rows,
+}
 CHOICES = (
-    f"'{ARITHMETIC}' (embedded default), a .jsonl, .json, .parquet or .csv file, a folder of such files, or "
-    "a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k'"
+    f"'{ARITHMETIC}' (embedded default), 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a "
+    "folder of such files, or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with "
+    "a configuration, 'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 SHOWN_ROWS = 5  # row numbers per reason in messages
@@ -39,6 +46,7 @@ class BadRowReason(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     SOLUTION_TOO_LONG = "solution_too_long"
     TOO_LONG = "too_long"
+    UNSOLVABLE = "unsolvable"
 
 
 class BadRowError(Exception):
@@ -120,15 +128,22 @@ def write_reports(path: Path, reports: list[BadRowReport]) -> None:
 # Reading
 
 
-def read_rows(source: str, split: str = "train", num_arithmetic_rows: int = 1000, seed: int = 0) -> list[Row]:
-    """Read all rows of a source.
+def read_rows(
+    source: str,
+    split: str = "train",
+    num_embedded_rows: int = 1000,
+    seed: int = 0,
+    max_rows: int | None = None,
+) -> list[Row]:
+    """Read the rows of a source; Countdown problems get their question and solution.
 
     Args:
-        source: The embedded default, a file, a folder or a hub id.
-        split: Of a hub data set, a saved data set, the embedded default, or a folder whose files carry the
+        source: An embedded source, a file, a folder, a hub id or `ID:CONFIGURATION`.
+        split: Of a hub data set, a saved data set, an embedded source, or a folder whose files carry the
             names of splits.
-        num_arithmetic_rows: Size of the embedded default.
-        seed: Of the embedded default.
+        num_embedded_rows: Size of an embedded source.
+        seed: Of an embedded source.
+        max_rows: How many to read at most, from the start; None for all.
 
     Returns:
         Row numbers from 1 (line numbers of a JSONL file) with their columns, or with the reason why a row has
@@ -137,21 +152,22 @@ def read_rows(source: str, split: str = "train", num_arithmetic_rows: int = 1000
     Raises:
         InputError: If the source does not exist, cannot be read as a whole, or is empty.
     """
-    rows = list(_numbered_rows(source, split, num_arithmetic_rows, seed))
+    numbered = islice(_numbered_rows(source, split, num_embedded_rows, seed), max_rows)
+    rows = [(number, complete_countdown(columns)) for number, columns in numbered]
     if not rows:
         raise InputError(f"The source must have at least one row, but '{source}' has none. Use {CHOICES}.")
     return rows
 
 
-def _numbered_rows(source: str, split: str, num_arithmetic_rows: int, seed: int) -> Iterator[Row]:
+def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -> Iterator[Row]:
     path = Path(source).expanduser()
-    if source == ARITHMETIC:
-        yield from enumerate(arithmetic_rows(num_arithmetic_rows, seed, split), start=1)
+    if source in EMBEDDED:
+        yield from enumerate(EMBEDDED[source](num_embedded_rows, seed, split), start=1)
     elif path.is_dir():
         yield from _read_folder(path, split)
     elif path.is_file():
         yield from _read_file(path)
-    elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
+    elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
         raise InputError(f"The file or folder '{source}' must exist, but does not. Use {CHOICES}.")
     else:
         yield from _read_hub(source, split)
@@ -291,7 +307,7 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"The saved data set {folder} must be loadable, but is not ({_first_line(error)}). Save it anew, "
+            f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it anew, "
             f"or use {CHOICES}."
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
@@ -304,17 +320,18 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
     yield from enumerate(dataset.to_list(), start=1)
 
 
-def _read_hub(name: str, split: str) -> Iterator[Row]:
+def _read_hub(source: str, split: str) -> Iterator[Row]:
     import datasets
 
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
+    name, _, configuration = source.partition(":")
     try:
-        dataset = datasets.load_dataset(name, split=split)
+        dataset = datasets.load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
-            f"The data set '{name}', split '{split}', could not be loaded ({_first_line(error)}). "
+            f"The data set '{source}', split '{split}', could not be loaded ({_one_line(error)}). "
             f"Use {CHOICES}."
         ) from error
     finally:
@@ -322,12 +339,36 @@ def _read_hub(name: str, split: str) -> Iterator[Row]:
     yield from enumerate(dataset.to_list(), start=1)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # Understanding
+
+
+def complete_countdown(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
+    """Add question and solution to a row with only `numbers` (or `nums`) and `target`; keep other rows."""
+    if isinstance(columns, BadRowError):
+        return columns
+    has = {name for name, value in columns.items() if value is not None}
+    is_problem = "target" in has and has & {"numbers", "nums"}
+    if not is_problem or has & {*QUESTION_COLUMNS, "solution", "conversations"}:
+        return columns
+    numbers = columns["numbers" if "numbers" in has else "nums"]
+    target = columns["target"]
+    if not isinstance(numbers, list) or not all(map(_is_count, [*numbers, target])):
+        detail = f"numbers and target must be integers, none below 0, but are {numbers} and {target}"
+        return BadRowError(BadRowReason.WRONG_TYPE, detail)
+    if not 1 <= len(numbers) <= MAX_NUMBERS:
+        detail = f"there must be 1 to {MAX_NUMBERS} numbers, but there are {len(numbers)}"
+        return BadRowError(BadRowReason.WRONG_TYPE, detail)
+    if made := countdown_row(numbers, target):
+        return columns | made
+    return BadRowError(BadRowReason.UNSOLVABLE, f"no expression makes {target} of {numbers}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)

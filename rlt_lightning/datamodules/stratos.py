@@ -46,7 +46,8 @@ class StratosDataModule(LightningDataModule):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub id.
+        source: "arithmetic" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub
+            id.
         split: Split of the source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
@@ -60,15 +61,16 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: Tokens of a prompt; longer rows are kept out.
         max_solution_length: Tokens of a solution; None for no limit.
         max_length: Tokens of a whole sequence; longer rows are kept out.
+        student_context: Tokens of the students that generated traces are for; None for no limit.
         val_source: Source of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
         val_batch_size: Rows per batch of validation and prediction, over all processes; None:
             prompts_per_step.
         max_rows: Rows read of the source at most, from its start.
-        num_arithmetic_rows: Size of the embedded source.
+        num_embedded_rows: Size of an embedded source.
         max_bad_frac: Part of the rows that may be unusable.
-        seed: Of order, held-out rows and the embedded source.
+        seed: Of order, held-out rows and embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
     """
@@ -87,12 +89,13 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: int = 16384,
         max_solution_length: int | None = None,
         max_length: int = 16384,
+        student_context: int | None = None,
         val_source: str | None = None,
         val_split: str = "test",
         val_rows: int = 0,
         val_batch_size: int | None = None,
         max_rows: int | None = None,
-        num_arithmetic_rows: int = 1000,
+        num_embedded_rows: int = 1000,
         max_bad_frac: float = 0.01,
         seed: int = 0,
         output_dir: str | None = None,
@@ -111,16 +114,18 @@ class StratosDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.max_solution_length = max_solution_length
         self.max_length = max_length
+        self.student_context = student_context
         self.val_source = val_source
         self.val_split = val_split
         self.val_rows = val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
         self.max_rows = max_rows
-        self.num_arithmetic_rows = num_arithmetic_rows
+        self.num_embedded_rows = num_embedded_rows
         self.max_bad_frac = max_bad_frac
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
+        self.num_finished = 0  # items that an interrupted prediction is done with
         self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
@@ -130,9 +135,10 @@ class StratosDataModule(LightningDataModule):
             "max_prompt_length": self.max_prompt_length,
             "max_solution_length": self.max_solution_length,
             "max_length": self.max_length,
+            "student_context": self.student_context,
             "val_batch_size": self.val_batch_size,
             "max_rows": self.max_rows,
-            "num_arithmetic_rows": self.num_arithmetic_rows,
+            "num_embedded_rows": self.num_embedded_rows,
         }
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -184,8 +190,8 @@ class StratosDataModule(LightningDataModule):
         return self._ordered(self.val_items) if self.val_items else []
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
-        """All rows of the source, in its order."""
-        return self._ordered(self.items)
+        """All rows of the source that are not finished, in its order."""
+        return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch; completions that the rows bring are attached as rollouts."""
@@ -205,6 +211,26 @@ class StratosDataModule(LightningDataModule):
         """Attach a completion to its problem."""
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
+
+    def student_length(self, rollout: Rollout) -> int:
+        """Tokens of the example that stage 4 makes of an explanation."""
+        problem, thought = rollout.problem, self.format.tags.wrap(rollout.text)
+        system = problem.student_system_prompt
+        turn = (problem.row, problem.question, thought, problem.solution, system)
+        return len(self.format.student_sft_example(*turn).token_ids)
+
+    def fits_student(self, rollout: Rollout) -> bool:
+        """Whether a student can be trained on an explanation as a whole."""
+        limit = self.student_context
+        return rollout.closed and (limit is None or self.student_length(rollout) <= limit)
+
+    def recipe(self) -> dict[str, Any]:
+        """What the rows are and how they are presented, for a data card."""
+        return {
+            "source": f"{self.source} ({len(self.items)} usable rows)",
+            "tags": self.tags if isinstance(self.tags, str) else "of its own",
+            "student's context": self.student_context or "no limit",
+        }
 
     @property
     def problems(self) -> list[Problem]:
@@ -239,7 +265,7 @@ class StratosDataModule(LightningDataModule):
 
     def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
         """Read a source and make its usable rows into items."""
-        rows = read_rows(source, split, self.num_arithmetic_rows, self.seed)[: self.max_rows]
+        rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
         needs_trace = self.task not in ("rlt", "student_rl")
         check_columns(rows, source, needs_trace, self.task == "score")
         report = BadRowReport(source, len(rows))

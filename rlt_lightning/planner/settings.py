@@ -11,7 +11,7 @@ import torch
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.rows import ARITHMETIC
+from rlt_lightning.datamodules.rows import EMBEDDED
 from rlt_lightning.engines import VLLMEngine
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.lora import LoRA, add_adapter
@@ -285,7 +285,7 @@ def sequence_lengths(
     Rows that lie on this machine are read and tokenised; else the limits are taken for the longest.
     """
     limit = rollouts.sampling.max_completion_length if rlt else 0
-    if options.prompt_length is None and (data.source == ARITHMETIC or Path(data.source).exists()):
+    if options.prompt_length is None and (data.source in EMBEDDED or Path(data.source).exists()):
         data.setup("fit")
         if rlt:
             prompts, rests = [len(p.teacher_prompt) for p in data.problems], [limit]

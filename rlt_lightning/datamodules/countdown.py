@@ -1,0 +1,244 @@
+"""Countdown: make a target from all of the given numbers. Problems from a seed, and an exact solver."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import count, islice
+from random import Random
+from typing import Any, NamedTuple
+
+from rlt_lightning.types import InputError
+
+OPERATORS = "+-*/"
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "": 3}
+MAX_NUMBERS = 6  # of a problem: searched in under a second
+TABLE_NUMBERS = 4  # all values of so many numbers are held; larger problems are searched from the target back
+TEST_SHARE = 8  # one problem in so many belongs to the test split, by its hash, whatever the seed
+MAX_REPEATS = 1000  # in a row, before we say that there are no more problems
+
+Numbers = tuple[int, ...]  # sorted
+Value = int | Fraction  # exact; never a Fraction that is an integer
+
+
+def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
+    """Make different solved problems of 3 or 4 numbers below 100, the same ones for the same arguments.
+
+    The problems are those of reasoning-gym's CountdownDataset, the solutions those of our solver.
+
+    Args:
+        num_rows: How many.
+        seed: Of the choice.
+        split: "train" or "test"; a problem belongs to one of them only, also across seeds and whatever the
+            order of its numbers.
+
+    Returns:
+        The rows of `countdown_row`.
+
+    Raises:
+        InputError: If the split is neither, reasoning-gym is not installed, or so many different problems do
+            not exist.
+    """
+    if split not in ("train", "test"):
+        raise InputError(
+            f"The Countdown source has the splits train and test, but got '{split}'. Use one of them."
+        )
+    return [solved_row(*problem) for problem in islice(_problems(seed, split), num_rows)]
+
+
+def _problems(seed: int, split: str) -> Iterator[tuple[list[int], int]]:
+    """Numbers and target of problems that differ, without end."""
+    try:
+        from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
+    except ImportError as error:
+        raise InputError(
+            "The Countdown source needs reasoning-gym, which is not installed. Run pip install -e "
+            "'.[countdown]'."
+        ) from error
+    # Their problem i is made from their seed + i: neighbouring seeds would share most problems.
+    start = Random(f"countdown {seed} {split}").getrandbits(48)
+    config = CountdownConfig(
+        min_numbers=3, max_numbers=4, min_value=1, max_value=99, min_target=10, max_target=99, seed=start
+    )
+    dataset = CountdownDataset(config)
+    found: set[str] = set()
+    last_found = 0
+    for index in count():
+        made = dataset[index]["metadata"]
+        key = f"{sorted(made['numbers'])} {made['target']}"
+        if key not in found and (zlib.crc32(key.encode()) % TEST_SHARE == 0) == (split == "test"):
+            found.add(key)
+            last_found = index
+            yield made["numbers"], made["target"]
+        elif index - last_found > MAX_REPEATS:
+            raise InputError(
+                f"The Countdown source has about {len(found)} different rows, but more were asked for. "
+                "Lower data.num_embedded_rows."
+            )
+
+
+def solved_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
+    """Return `countdown_row` of a problem that has a solution."""
+    row = countdown_row(numbers, target)
+    assert row is not None, f"no way from {numbers} to {target}"
+    return row
+
+
+def countdown_row(numbers: Sequence[int], target: int) -> dict[str, Any] | None:
+    """Write a problem and its solution out; None if it has no solution.
+
+    Returns:
+        Columns `question`, `solution` (the steps, then `\\boxed{EXPRESSION}.`), `answer` (the expression),
+        `numbers`, `target` and `kind` ("countdown").
+    """
+    found = solve(numbers, target)
+    if found is None:
+        return None
+    shown = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+    expression = found.text()
+    steps = f"{'; '.join(found.steps())}. " if len(numbers) > 1 else ""
+    return {
+        "question": (
+            f"Make {target} from the numbers {shown}. Use each of the numbers exactly once, with +, -, *, / "
+            "and parentheses. Write the expression, without an equals sign, in \\boxed{}."
+        ),
+        "solution": f"{steps}The expression is \\boxed{{{expression}}}.",
+        "answer": expression,
+        "numbers": list(numbers),
+        "target": target,
+        "kind": "countdown",
+    }
+
+
+class Term(NamedTuple):
+    """A way to a value: a number, or two terms and the operator between them."""
+
+    value: Value
+    operator: str = ""
+    left: Term | None = None
+    right: Term | None = None
+
+    def text(self) -> str:
+        """The expression, with the parentheses that it needs."""
+        if self.left is None or self.right is None:
+            return str(self.value)
+        left, right = self.left.text(), self.right.text()
+        own, inner = PRECEDENCE[self.operator], PRECEDENCE[self.right.operator]
+        if PRECEDENCE[self.left.operator] < own:
+            left = f"({left})"
+        if inner < own or (inner == own and self.operator in "-/"):
+            right = f"({right})"
+        return f"{left} {self.operator} {right}"
+
+    def steps(self) -> list[str]:
+        """One equation per operator, in an order in which each can be worked out."""
+        if self.left is None or self.right is None:
+            return []
+        left, right = (
+            f"({term.value})" if isinstance(term.value, Fraction) else str(term.value)
+            for term in (self.left, self.right)
+        )
+        own = f"{left} {self.operator} {right} = {self.value}"
+        return [*self.left.steps(), *self.right.steps(), own]
+
+
+def solve(numbers: Sequence[int], target: int) -> Term | None:
+    """Find an expression with + - * / that uses every number exactly once and equals the target.
+
+    The search is exhaustive and exact. Ways through whole numbers are looked for before others. No value on
+    the way is negative, which loses nothing: whatever a tree of these operations gives, a tree of the same
+    numbers gives its magnitude without negative values.
+
+    Args:
+        numbers: 1 to MAX_NUMBERS non-negative integers.
+        target: A non-negative integer.
+
+    Returns:
+        The expression, the same one for the same numbers in any order; None if there is none.
+    """
+    assert 1 <= len(numbers) <= MAX_NUMBERS, numbers
+    assert min(*numbers, target, 0) >= 0, (numbers, target)
+    ordered = tuple(sorted(numbers))
+    return Search(whole=True).find(ordered, target) or Search(whole=False).find(ordered, target)
+
+
+class Search:
+    """What has been found out about parts of one problem's numbers.
+
+    Args:
+        whole: Allow whole numbers only.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self.tables: dict[Numbers, dict[Value, Term]] = {}
+        self.found: dict[tuple[Numbers, Value], Term | None] = {}
+
+    def find(self, numbers: Numbers, target: Value) -> Term | None:
+        """Find a way from all of the numbers to the target."""
+        if len(numbers) <= TABLE_NUMBERS:
+            return self.table(numbers).get(target)
+        key = numbers, target
+        if key not in self.found:
+            self.found[key] = next(self._ways(numbers, target), None)
+        return self.found[key]
+
+    def table(self, numbers: Numbers) -> dict[Value, Term]:
+        """A way to every value that all of the numbers give."""
+        if numbers not in self.tables:
+            table: dict[Value, Term] = {numbers[0]: Term(numbers[0])} if len(numbers) == 1 else {}
+            for some, others in partitions(numbers):
+                for left in self.table(some).values():
+                    for right in self.table(others).values():
+                        for term in self._joined(left, right):
+                            table.setdefault(term.value, term)
+            self.tables[numbers] = table
+        return self.tables[numbers]
+
+    def _ways(self, numbers: Numbers, target: Value) -> Iterator[Term]:
+        """Take the values of the smaller part, and look for what must come from the larger one."""
+        for part, other in partitions(numbers):
+            small, large = sorted((part, other), key=len)
+            for known in self.table(small).values():
+                for wanted in self._wanted(known.value, target, large):
+                    if rest := self.find(large, wanted):
+                        yield from (t for t in self._joined(rest, known) if t.value == target)
+
+    def _wanted(self, known: Value, target: Value, others: Numbers) -> Iterator[Value]:
+        """The values that an operation with the known one would take to the target."""
+        yield known + target
+        yield max(known, target) - min(known, target)
+        if known and target:
+            quotients = Fraction(target) / known, Fraction(known) / target
+            yield from (plain(value) for value in quotients if not self.whole or value.denominator == 1)
+            yield plain(known * target)
+        elif target == 0:
+            yield sum(others) if known == 0 else 0  # 0 times anything, as their sum, is 0
+
+    def _joined(self, a: Term, b: Term) -> Iterator[Term]:
+        """What one operation makes of two terms."""
+        large, small = (a, b) if a.value >= b.value else (b, a)
+        yield Term(plain(large.value + small.value), "+", large, small)
+        yield Term(plain(large.value - small.value), "-", large, small)
+        yield Term(plain(large.value * small.value), "*", large, small)
+        for left, right in ((large, small), (small, large)):
+            if right.value:
+                quotient = Fraction(left.value) / right.value
+                if not self.whole or quotient.denominator == 1:
+                    yield Term(plain(quotient), "/", left, right)
+
+
+def plain(value: Value) -> Value:
+    """Make a Fraction that is an integer one."""
+    return value.numerator if value.denominator == 1 else value
+
+
+def partitions(numbers: Numbers) -> list[tuple[Numbers, Numbers]]:
+    """All ways to divide the numbers into two parts, each way once."""
+    found: dict[tuple[Numbers, Numbers], None] = {}  # a set with an order
+    for chosen in range(1, 2 ** (len(numbers) - 1)):  # the last number is never chosen
+        part = tuple(n for i, n in enumerate(numbers) if chosen >> i & 1)
+        other = tuple(n for i, n in enumerate(numbers) if not chosen >> i & 1)
+        found[part, other] = None
+    return list(found)
