@@ -197,17 +197,15 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists() and not adapter:
-            print(f"Next: score explanations of your own (docs/data.md):\n  {self.next_command()}")
+        student = frozen_student(self.config[self.subcommand].model)
+        if student is not None and (folder / "model").exists() and not adapter:
+            print(f"Next: score explanations of your own (docs/data.md):\n  {self.next_command(student)}")
 
-    def next_command(self) -> str:
+    def next_command(self, student: str) -> str:
         """The command that scores explanations with the trained teacher, in the format of its training."""
         config = self.config[self.subcommand]
         program = sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
-        options = {
-            "model.teacher": f"{config.output_dir}/model",
-            "model.student": config.model.init_args.student,
-        }
+        options = {"model.teacher": f"{config.output_dir}/model", "model.student": student}
         formats = {name: config.data.init_args.get(name) for name in FORMAT_SETTINGS}
         options |= {f"data.{name}": value for name, value in formats.items() if isinstance(value, str)}
         words = [program, "predict", "--config", "configs/score.yaml"]

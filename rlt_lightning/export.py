@@ -132,11 +132,11 @@ def deferred(read: Read, name: str, like: Tensor) -> Deferred:
 def model_card(facts: dict[str, Any]) -> str:
     """Say what the model is, what it was trained on and how, from the run itself."""
     pretrained, training = facts["pretrained"], dict(facts["training"])
-    method = (
-        "Reinforcement-Learned Teacher (arXiv:2506.08388)"
-        if "frozen student" in training
-        else "Supervised fine-tuning"
-    )
+    method = "Supervised fine-tuning"
+    if "frozen student" in training:
+        method = "Reinforcement-Learned Teacher (arXiv:2506.08388)"
+    elif "reward" in training:
+        method = f"{training['reward']} and GRPO (arXiv:2402.03300)"
     if facts["lora"] is not None:
         training["LoRA"] = ", ".join(f"{key} {value}" for key, value in facts["lora"].items())
     lines = [

@@ -39,6 +39,11 @@ class Problem:
     columns: dict[str, Any] = field(default_factory=dict)  # the source row as it was read
 
     @property
+    def reference(self) -> dict[str, Any]:
+        """What an answer is judged by: the columns of the row, its solution among them."""
+        return {"solution": self.solution, **self.columns}
+
+    @property
     def teacher_prompt(self) -> list[int]:
         """What the engine is given."""
         return self.teacher_prefix + self.think_prefix

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.ranking import equal_groups, write_comparison, write_groups
 from rlt_lightning.types import InputError, PromptBatch, Scores
 
@@ -72,6 +73,11 @@ class ScoreWriter(Callback):
         if stage != "predict" or data.task != "score":
             return
         require_one_process(trainer)
+        if self.per_token and not isinstance(pl_module.reward, RLTReward):
+            raise InputError(
+                f"scores.per_token needs RLTReward, but model.reward is {type(pl_module.reward).__name__}, "
+                "which asks no model. Set it to false."
+            )
         if self.rank_groups is not None:
             equal_groups([0.0] * len(data.items), self.rank_groups)
         warn_of_foreign_traces(data.items, pl_module)
@@ -125,6 +131,8 @@ class ScoreWriter(Callback):
 def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
     """Say where the sampled estimators of the KL are none: for traces that the teacher has not sampled."""
     reward: Any = module.reward
+    if not isinstance(reward, RLTReward):
+        return
     foreign = sum(problem.columns.get("teacher") != module.pretrained for problem in items)
     if foreign and reward.kl_estimator != "exact":
         rank_zero_warn(

@@ -305,6 +305,8 @@ class RolloutCallback(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.engine.close()
+        if isinstance(pl_module, RLTModule):
+            pl_module.reward.close()  # Lightning tears modules down only after success
 
     def recipe(self) -> dict[str, Any]:
         """How traces are sampled, for a data card."""

@@ -24,13 +24,16 @@ MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
 Worked = tuple[str, str, str]  # question, reasoning trace, answer
 
 
-def arithmetic_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
+def arithmetic_rows(
+    num_rows: int, seed: int = 0, split: str = "train", kind: str | None = None
+) -> list[dict[str, str]]:
     """Make different worked problems, the same ones for the same arguments in every process.
 
     Args:
         num_rows: How many.
         seed: Of the choice.
         split: "train" or "test"; a question belongs to one of them only, also across seeds.
+        kind: One of KINDS; None for a mixture of all that are in TEMPLATES.
 
     Returns:
         Rows with `question`, `solution` (ending in `\\boxed{…}.`), `reasoning_trace` and `answer`.
@@ -43,10 +46,11 @@ def arithmetic_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[
             f"The arithmetic source has the splits train and test, but got '{split}'. Use one of them."
         )
     rng = Random(f"arithmetic {seed} {split}")  # seeded with text: the same in every process
+    templates = TEMPLATES if kind is None else (KINDS[kind],)
     rows: dict[str, dict[str, str]] = {}
     repeats = 0
     while len(rows) < num_rows:
-        question, trace, answer = rng.choice(TEMPLATES)(rng)
+        question, trace, answer = rng.choice(templates)(rng)
         if question in rows or (zlib.crc32(question.encode()) % TEST_SHARE == 0) != (split == "test"):
             repeats += 1
             if repeats > MAX_REPEATS:
@@ -82,6 +86,14 @@ def addition(rng: Random) -> Worked:
         lines.append(f"{name}: {sum_text}" + (f", carry {carry}." if carry and not is_last else "."))
     lines.append(f"So {a} + {b} = {a + b}.")
     return f"What is {a} + {b}?", " ".join(lines), str(a + b)
+
+
+def small_addition(rng: Random) -> Worked:
+    """The sum of two numbers below 100, tens and ones apart."""
+    a, b = rng.randint(11, 99), rng.randint(11, 99)
+    tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
+    trace = f"{a - a % 10} + {b - b % 10} = {tens}, {a % 10} + {b % 10} = {ones}, {tens} + {ones} = {a + b}."
+    return f"What is {a} + {b}?", trace, str(a + b)
 
 
 def subtraction(rng: Random) -> Worked:
@@ -298,3 +310,5 @@ TEMPLATES: tuple[Callable[[Random], Worked], ...] = (
     sharing,
     average,
 )
+
+KINDS = {template.__name__: template for template in (*TEMPLATES, small_addition)}

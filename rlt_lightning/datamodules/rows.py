@@ -7,14 +7,16 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.datamodules.arithmetic import arithmetic_rows
+from rlt_lightning.answers import reference_answer
+from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row, countdown_rows
 from rlt_lightning.datamodules.formats import STRATOS, TagStyle
 from rlt_lightning.types import InputError
@@ -23,11 +25,12 @@ ARITHMETIC = "arithmetic"
 EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of their size, a seed and a split
     ARITHMETIC: arithmetic_rows,
     "countdown": countdown_rows,
+    **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
 }
 CHOICES = (
-    f"'{ARITHMETIC}' (embedded default), 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a "
-    "folder of such files, or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with "
-    "a configuration, 'openai/gsm8k:main'"
+    f"'{ARITHMETIC}' (embedded default; '{ARITHMETIC}:addition' for one kind of it), 'countdown' (embedded), a "
+    ".jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face data set id such as "
+    "'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 SHOWN_ROWS = 5  # row numbers per reason in messages
@@ -43,6 +46,7 @@ class BadRowReason(StrEnum):
     EMPTY_QUESTION = "empty_question"
     EMPTY_SOLUTION = "empty_solution"
     EMPTY_TRACE = "empty_trace"
+    NO_ANSWER = "no_answer"
     PROMPT_TOO_LONG = "prompt_too_long"
     SOLUTION_TOO_LONG = "solution_too_long"
     TOO_LONG = "too_long"
@@ -365,6 +369,34 @@ def complete_countdown(columns: dict[str, Any] | BadRowError) -> dict[str, Any] 
     if made := countdown_row(numbers, target):
         return columns | made
     return BadRowError(BadRowReason.UNSOLVABLE, f"no expression makes {target} of {numbers}")
+
+
+def with_solution(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
+    """Let the answer of a row stand for the solution that it lacks: where answers are judged, it will do."""
+    if isinstance(columns, BadRowError) or columns.get("conversations") or columns.get("solution"):
+        return columns
+    answer = columns.get("answer")
+    return columns if answer is None else columns | {"solution": str(answer)}
+
+
+def require_judgeable(reference: Mapping[str, Any]) -> None:
+    """Keep a row out by which no answer can be judged.
+
+    Raises:
+        BadRowError: With what it lacks.
+    """
+    kind = reference.get("kind", "math")
+    if kind not in ("math", "choice", "countdown"):
+        detail = f"kind must be math, choice or countdown, but is {kind}"
+        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+    if kind == "countdown":
+        numbers, target = reference.get("numbers"), reference.get("target")
+        if not isinstance(numbers, list) or not all(map(_is_count, [*numbers, target])):
+            detail = f"numbers and target must be integers, none below 0, but are {numbers} and {target}"
+            raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+    elif reference_answer(reference) is None:
+        detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
+        raise BadRowError(BadRowReason.NO_ANSWER, detail)
 
 
 def _is_count(value: Any) -> bool:

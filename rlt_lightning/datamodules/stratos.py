@@ -22,6 +22,8 @@ from rlt_lightning.datamodules.rows import (
     check_columns,
     parse_row,
     read_rows,
+    require_judgeable,
+    with_solution,
     write_reports,
 )
 from rlt_lightning.types import (
@@ -46,7 +48,7 @@ class StratosDataModule(LightningDataModule):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub
+        source: "arithmetic" or "countdown" (embedded; "arithmetic:addition" for one kind of it), a JSONL, JSON, Parquet or CSV file, a folder, or a hub
             id.
         split: Split of the source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
@@ -266,6 +268,8 @@ class StratosDataModule(LightningDataModule):
     def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
         """Read a source and make its usable rows into items."""
         rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+        if self.task == "student_rl":
+            rows = [(number, with_solution(columns)) for number, columns in rows]
         needs_trace = self.task not in ("rlt", "student_rl")
         check_columns(rows, source, needs_trace, self.task == "score")
         report = BadRowReport(source, len(rows))
@@ -294,6 +298,7 @@ class StratosDataModule(LightningDataModule):
     def _student_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
         system = self._student_prompt(row)
         problem = self.format.student_problem(number, row.question, row.solution, system, columns)
+        require_judgeable(problem.reference)
         require_length(BadRowReason.PROMPT_TOO_LONG, len(problem.teacher_prompt), self.max_prompt_length)
         return problem
 

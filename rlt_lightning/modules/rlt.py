@@ -108,8 +108,8 @@ class RLTModule(PolicyModule):
             )
         if isinstance(reward, TextReward) != (student is None):
             name = type(reward).__name__
-            needed = f"null, since {name} asks none" if student else f"a model, which {name} asks"
-            raise InputError(f"model.student must be {needed}, but is {student}. Set it.")
+            needed = f"null, since {name} asks no model" if student else f"a model, which {name} asks"
+            raise InputError(f"model.student must be {needed}, but is {student or 'null'}. Set it.")
         self.student_name = student
         self.group_size = group_size
         self.reward = reward
@@ -126,6 +126,22 @@ class RLTModule(PolicyModule):
         self.reference_moves = False  # whether it will be; ReferenceSync says so
 
     # Setting up
+
+    def setup(self, stage: str) -> None:
+        """Check, before any model is loaded, that the reward can judge what the rows are made into."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if stage == "predict" and data.task == "student_rl":
+            raise InputError(
+                "`rlt predict` writes and scores explanations, but data.task is student_rl. Use `rlt validate` "
+                "for the reward of held-out answers, or `rlt test` to evaluate a model."
+            )
+        if data.task not in self.reward.tasks:
+            raise InputError(
+                f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but is "
+                f"{data.task}. Set it, or another model.reward."
+            )
+        if isinstance(self.reward, TextReward):
+            self.reward.check(data.problems)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
@@ -167,9 +183,13 @@ class RLTModule(PolicyModule):
 
     def recipe(self) -> dict[str, Any]:
         """What prediction is made with, for a data card."""
-        options = {name: value for name, value in vars(self.reward).items() if value is not None}
+        options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join(f"{name} {value}" for name, value in options.items())
         return {"teacher": self.pretrained, "student": self.student_name, "reward": reward}
+
+    def teardown(self, stage: str) -> None:
+        """Free what the reward holds; after an exception RolloutCallback does."""
+        self.reward.close()
 
     # Training
 

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.judge import Judge
+from rlt_lightning.judge import Judge, require_reasoning_gym
 from rlt_lightning.numerics.rewards import Reward, RewardTerms
-from rlt_lightning.types import Problem, Rollout
+from rlt_lightning.types import InputError, Problem, Rollout
 
 if TYPE_CHECKING:
     from rlt_lightning.datamodules.formats import TagStyle
 
 
 class TextReward(Reward, ABC):
-    """A reward without models: subclass it for one of your own, and name it as `model.reward`."""
+    """A reward for which no model is asked, chosen by its class: `--model.reward my_package.MyReward`."""
 
     @abstractmethod
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
-        """Return the reward of N rollouts, from their texts and the rows that their problems were read from.
+        """Reward N completions.
 
         Args:
-            rollouts: N of them; a group's lie side by side.
+            rollouts: With their `text` and their `problem`, whose row is `problem.columns`.
             tags: Of the texts.
+
+        Returns:
+            The reward and what it is made of, each (N,), on the CPU.
         """
 
-    def close(self) -> None:
-        """Free what it holds; safe to call twice."""
+    def check(self, problems: Sequence[Problem]) -> None:
+        """Raise an InputError for problems that it cannot judge. Called before a model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class CorrectnessTerms(RewardTerms):
 
     correct: Tensor  # 1 where the answer is right
     formatted: Tensor  # 1 where thought and solution stand between their tags
+    timed_out: Tensor  # 1 where judging was broken off at its limit of time or memory: it counts as wrong
 
 
 class CorrectnessReward(TextReward):
@@ -50,9 +55,19 @@ class CorrectnessReward(TextReward):
         right: Reward of a well-formed right answer.
         wrong: Of a well-formed wrong one.
         unformatted: Of one whose thought and solution are not between their tags, whatever it says.
+
+    Raises:
+        InputError: If a better answer would earn less.
     """
 
+    tasks = ("student_rl",)
+
     def __init__(self, right: float = 1.0, wrong: float = -0.5, unformatted: float = -1.0) -> None:
+        if not unformatted <= wrong < right:
+            raise InputError(
+                "reward.right must be above wrong, and unformatted not above wrong, but they are "
+                f"{right}, {wrong} and {unformatted}. The paper has 1, -0.5 and -1."
+            )
         self.right = right
         self.wrong = wrong
         self.unformatted = unformatted
@@ -62,19 +77,20 @@ class CorrectnessReward(TextReward):
         """See `TextReward`."""
         if self.judge is None:
             self.judge = Judge(tags)
-        verdicts = self.judge.judge_all((r.text, reference_of(r.problem)) for r in rollouts)
+        verdicts = self.judge.judge_all((r.text, r.problem.reference) for r in rollouts)
         correct = torch.tensor([float(verdict.correct) for verdict in verdicts])
         formatted = torch.tensor([float(verdict.formatted) for verdict in verdicts])
+        timed_out = torch.tensor([float(verdict.timed_out) for verdict in verdicts])
         judged = torch.where(correct > 0, self.right, self.wrong)
         reward = torch.where(formatted > 0, judged, self.unformatted)
-        return CorrectnessTerms(reward, correct, formatted)
+        return CorrectnessTerms(reward, correct, formatted, timed_out)
+
+    def check(self, problems: Sequence[Problem]) -> None:
+        """Countdown's checker must be installed where it is needed."""
+        if any(problem.columns.get("kind") == "countdown" for problem in problems):
+            require_reasoning_gym()
 
     def close(self) -> None:
         """End the judge's processes."""
         if self.judge is not None:
             self.judge.close()
-
-
-def reference_of(problem: Problem) -> dict[str, Any]:
-    """What the answers to a problem are judged by: the columns of its row, its solution among them."""
-    return {"solution": problem.solution, **problem.columns}

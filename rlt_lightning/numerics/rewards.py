@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -145,6 +145,11 @@ class RLTRewardTerms(RewardTerms):
 class Reward:
     """What a completion is worth: an RLTReward, which two models compute, or a TextReward."""
 
+    tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")  # of the data that it is made for
+
+    def close(self) -> None:
+        """Free what it holds; safe to call twice."""
+
 
 @dataclass(frozen=True)
 class RLTReward(Reward):
@@ -169,6 +174,8 @@ class RLTReward(Reward):
     Raises:
         ValueError: If an option is out of range.
     """
+
+    tasks = ("rlt", "score")
 
     solution_weight: float = 1.0
     min_coef: float = 0.01
