@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from rlt_lightning.callbacks import MetricsCSV, RolloutCallback, RolloutRecorder, ScoreWriter
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import RLTModule, SFTModule
+from rlt_lightning.modules import CorrectnessReward, RLTModule, SFTModule
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
@@ -59,19 +59,23 @@ def first_row(path: Path) -> dict[str, object]:
 
 
 def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Path) -> None:
-    rlt, sft = tmp_path / "rlt", tmp_path / "sft"
+    rlt, sft, answers = (tmp_path / name for name in ("rlt", "sft", "answers"))
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
     teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2)
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
+    student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
+    own_answers = data(tiny_model, task="student_rl", val_rows=1)
+    trainer(answers, RolloutCallback(sampling=rollouts.sampling), RolloutRecorder()).fit(student, own_answers)
     trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
 
     sections = ("Columns", "reward/", "student/", "policy/", "rollout/", "perf/", "data/")
-    found, named = logged(rlt) | logged(sft), names_of(*sections)
+    found, named = logged(rlt) | logged(answers) | logged(sft), names_of(*sections)
     assert found - named == set(), "logged, but not in docs/metrics.md"
     assert named - found == set(), "in docs/metrics.md, but not logged"
     for prefix in sections[1:]:
         assert all(name.startswith(prefix) for name in names_of(prefix)), prefix
-    assert first_row(rlt / "rollouts.jsonl").keys() == names_of("rollouts.jsonl")
+    written = first_row(rlt / "rollouts.jsonl").keys() | first_row(answers / "rollouts.jsonl").keys()
+    assert written == names_of("rollouts.jsonl")
 
 
 def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Path) -> None:

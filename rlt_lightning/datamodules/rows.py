@@ -28,9 +28,9 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of t
     **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
 }
 CHOICES = (
-    f"'{ARITHMETIC}' (embedded default; '{ARITHMETIC}:addition' for one kind of it), 'countdown' (embedded), a "
-    ".jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face data set id such as "
-    "'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
+    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'countdown' "
+    "(embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face data set "
+    "id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 SHOWN_ROWS = 5  # row numbers per reason in messages

@@ -48,8 +48,8 @@ class StratosDataModule(LightningDataModule):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic" or "countdown" (embedded; "arithmetic:addition" for one kind of it), a JSONL, JSON, Parquet or CSV file, a folder, or a hub
-            id.
+        source: "arithmetic", one kind of it such as "arithmetic:addition", or "countdown" (embedded), a
+            JSONL, JSON, Parquet or CSV file, a folder, or a hub id.
         split: Split of the source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained

@@ -132,13 +132,13 @@ class RLTModule(PolicyModule):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if stage == "predict" and data.task == "student_rl":
             raise InputError(
-                "`rlt predict` writes and scores explanations, but data.task is student_rl. Use `rlt validate` "
-                "for the reward of held-out answers, or `rlt test` to evaluate a model."
+                "`rlt predict` writes and scores explanations, but data.task is student_rl. Use `rlt "
+                "validate` for the reward of held-out answers, or `rlt test` to evaluate a model."
             )
         if data.task not in self.reward.tasks:
             raise InputError(
-                f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but is "
-                f"{data.task}. Set it, or another model.reward."
+                f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but "
+                f"is {data.task}. Set it, or another model.reward."
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
