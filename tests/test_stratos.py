@@ -47,10 +47,15 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
 def make_data(smollm2: str, tmp_path: Path) -> MakeData:
     """Build a datamodule with SmolLM2's tokenizer and set it up for fit."""
 
-    def make(rows: list[Any] | str = "arithmetic", stage: str = "fit", **options: Any) -> StratosDataModule:
+    def make(
+        rows: list[Any] | str = "arithmetic",
+        stage: str = "fit",
+        sources: list[str] | None = None,
+        **options: Any,
+    ) -> StratosDataModule:
         source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
         options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
-        data = StratosDataModule(source, **options)
+        data = StratosDataModule(sources or source, **options)
         data.setup(stage)
         return data
 
@@ -67,7 +72,7 @@ def decode(data: StratosDataModule, token_ids: list[int]) -> str:
 def test_true_rows_of_bespoke_stratos_are_read_as_they_are(make_data: MakeData, shared: Path):
     path = shared / "data/stratos_format/bespoke_true_2.jsonl"
     data = make_data(str(path))
-    assert data.report.bad == []
+    assert data.reports[0].bad == []
     for problem, line in zip(data.items, path.read_text().splitlines(), strict=True):
         row = json.loads(line)
         answer = row["conversations"][1]["value"]
@@ -90,7 +95,7 @@ def test_student_examples_are_the_rows_own_conversation(
     path = shared / f"data/stratos_format/{name}.jsonl"
     folder = smollm2 if tokenizer == "smollm2" else str(shared / "data/tokenizers/Qwen2.5-Instruct")
     data = make_data(str(path), task="student_sft", max_rows=5, tokenizer=folder, prompts_per_step=5)
-    assert data.report.summary().startswith("0 of 5 rows")
+    assert data.reports[0].summary().startswith("0 of 5 rows")
     for example, line in zip(data.items, path.read_text().splitlines(), strict=False):
         row = json.loads(line)
         assert isinstance(example, SFTExample)
@@ -212,6 +217,48 @@ def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.M
         read_rows("lab/sums:none", "test")
 
 
+def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_data: MakeData, tmp_path: Path):
+    stratos = write_jsonl(tmp_path / "stratos.jsonl", ["", stratos_row("a?"), "{", stratos_row("b?")])
+    own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("", "7"), custom_row("d?")])
+    sources = [stratos, "arithmetic", own]
+    options = {"max_rows": 3, "max_bad_frac": 0.4, "output_dir": str(tmp_path / "run")}
+    data = make_data(sources=sources, task="student_sft", **options)
+    assert [item.row for item in data.items] == [2, 4, 5, 6, 7, 8, 10]
+    [reports] = json.loads((tmp_path / "run/data_report.json").read_text()).values()
+    assert [(r["source"], r["first_row"], r["num_rows"], r["num_used"]) for r in reports] == [
+        (stratos, 1, 3, 2),
+        ("arithmetic", 5, 3, 3),
+        (own, 8, 3, 2),
+    ]
+    assert [[bad["row"] for bad in report["bad_rows"]] for report in reports] == [[3], [], [2]]
+    with pytest.raises(InputError, match=rf"max_bad_frac=0\.3.*1 of 3 rows of '{stratos}'"):
+        make_data(sources=sources, task="student_sft", **options | {"max_bad_frac": 0.3})
+
+
+def test_held_out_rows_of_several_sources(make_data: MakeData, tmp_path: Path):
+    own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("d?")])
+    data = make_data(val_source=[own, "arithmetic"], val_rows=3)
+    assert [problem.question for problem in data.problems[20:22]] == ["c?", "d?"]
+    assert [problem.row for problem in data.problems[20:]] == [1, 2, 3]
+    # Held out of all that are mixed, by seed.
+    mixed = make_data(sources=[own, "arithmetic"], val_rows=4)
+    assert {item.row for item in [*mixed.items, *mixed.val_items]} == set(range(1, 23))
+    assert len(mixed.val_items) == 4
+
+
+def test_a_list_of_sources_on_the_command_line():
+    parser = ArgumentParser()
+    parser.add_class_arguments(StratosDataModule, "data")
+    for text, sources in (
+        ("[a.jsonl, lab/set:main]", ["a.jsonl", "lab/set:main"]),
+        ("lab/set:main", ["lab/set:main"]),
+        ("2024", ["2024"]),
+    ):
+        assert parser.instantiate(parser.parse_args([f"--data.source={text}"])).data.sources == sources
+    with pytest.raises(InputError, match=r"data\.source must name at least one source"):
+        StratosDataModule([])
+
+
 # Understanding rows
 
 
@@ -288,7 +335,7 @@ def test_bad_rows_are_counted_with_their_number_and_reason(
     limits = {"max_prompt_length": 400, "max_solution_length": 50, "max_length": 600}
     rows = [custom_row(), row, stratos_row()]
     data = make_data(rows, task=task, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
-    assert data.report.rows_by_reason() == {reason: [2]}
+    assert data.reports[0].rows_by_reason() == {reason: [2]}
     assert [item.row for item in data.items] == [1, 3]
     (report,) = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
     assert (report["num_rows"], report["num_used"], report["reasons"]) == (3, 2, {str(reason): 1})

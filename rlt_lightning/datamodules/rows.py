@@ -67,10 +67,11 @@ class BadRowReport:
 
     source: str
     num_rows: int
+    first_row: int = 1  # what row 1 of this source is called in a run that reads several
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
 
     def add(self, row: int, error: BadRowError) -> None:
-        """Count a bad row."""
+        """Count a bad row, numbered as in its source."""
         self.bad.append((row, error))
 
     @property
@@ -99,6 +100,7 @@ class BadRowReport:
         """Counts, and every bad row with its reason and detail."""
         return {
             "source": self.source,
+            "first_row": self.first_row,
             "num_rows": self.num_rows,
             "num_used": self.num_rows - len(self.bad),
             "num_bad": len(self.bad),

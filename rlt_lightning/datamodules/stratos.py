@@ -19,6 +19,7 @@ from rlt_lightning.datamodules.rows import (
     BadRowReason,
     BadRowReport,
     ParsedRow,
+    Row,
     check_columns,
     parse_row,
     read_rows,
@@ -46,9 +47,9 @@ class StratosDataModule(LightningDataModule):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, or a hub
-            id.
-        split: Split of the source, where it has any.
+        source: "arithmetic" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, a hub
+            id, or a list of these: they are read one after another, and their rows numbered through.
+        split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
             model answers alone (student_rl).
@@ -61,14 +62,14 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: Tokens of a prompt; longer rows are kept out.
         max_solution_length: Tokens of a solution; None for no limit.
         max_length: Tokens of a whole sequence; longer rows are kept out.
-        val_source: Source of held-out rows.
+        val_source: Source or sources of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
         val_batch_size: Rows per batch of validation and prediction, over all processes; None:
             prompts_per_step.
-        max_rows: Rows read of the source at most, from its start.
+        max_rows: Rows read of each source at most, from its start.
         num_embedded_rows: Size of an embedded source.
-        max_bad_frac: Part of the rows that may be unusable.
+        max_bad_frac: Part of each source's rows that may be unusable.
         seed: Of order, held-out rows and embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
@@ -76,7 +77,7 @@ class StratosDataModule(LightningDataModule):
 
     def __init__(
         self,
-        source: str = ARITHMETIC,
+        source: list[str] | str = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
         tokenizer: str | None = None,
@@ -88,7 +89,7 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: int = 16384,
         max_solution_length: int | None = None,
         max_length: int = 16384,
-        val_source: str | None = None,
+        val_source: list[str] | str | None = None,
         val_split: str = "test",
         val_rows: int = 0,
         val_batch_size: int | None = None,
@@ -100,7 +101,7 @@ class StratosDataModule(LightningDataModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        self.source = source
+        self.sources = as_list(source)
         self.split = split
         self.task: Task = task
         self.tokenizer_name = tokenizer
@@ -112,7 +113,7 @@ class StratosDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.max_solution_length = max_solution_length
         self.max_length = max_length
-        self.val_source = val_source
+        self.val_sources = as_list(val_source)
         self.val_split = val_split
         self.val_rows = val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
@@ -138,6 +139,8 @@ class StratosDataModule(LightningDataModule):
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+        if not self.sources:
+            raise InputError("data.source must name at least one source, but is an empty list. Name one.")
         if self.val_rows < 0:
             raise InputError(f"data.val_rows must be at least 0, but is {self.val_rows}. 0 holds none out.")
         if not 0 <= self.max_bad_frac <= 1:
@@ -152,22 +155,21 @@ class StratosDataModule(LightningDataModule):
         if self._prepared_for == stage:
             return
         self.format = self._load_format()
-        self.report, items = self._prepare(self.source, self.split)
-        reports = [self.report]
+        self.reports, items = self._prepare(self.sources, self.split)
         val_items: list[Item] = []
         if stage != "predict":
-            if self.val_source is not None:
-                val_report, val_items = self._prepare(self.val_source, self.val_split)
+            if self.val_sources:
+                val_reports, val_items = self._prepare(self.val_sources, self.val_split)
                 val_items = val_items[: self.val_rows or None]
-                reports.append(val_report)
+                self.reports += val_reports
             elif self.val_rows:
                 items, val_items = self._hold_out(items)
         self.items: list[Item] = items
         self.val_items: list[Item] = val_items
         path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
         if path and self._rank() == 0:
-            write_reports(path, reports)
-        for report in reports:
+            write_reports(path, self.reports)
+        for report in self.reports:
             report.check(self.max_bad_frac, path)
             if report.bad:
                 rank_zero_info(report.summary() + (f"; see {path}" if path else ""))
@@ -238,12 +240,23 @@ class StratosDataModule(LightningDataModule):
             check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
         return ChatFormat(tokenizer, self.tags, self.teacher_system_prompt, self.student_system_prompt)
 
-    def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
-        """Read a source and make its usable rows into items."""
-        rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+    def _prepare(self, sources: list[str], split: str) -> tuple[list[BadRowReport], list[Item]]:
+        """Read sources one after another; their rows are numbered through."""
+        reports: list[BadRowReport] = []
+        items: list[Item] = []
+        first_row = 1
+        for source in sources:
+            rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+            report = BadRowReport(source, len(rows), first_row)
+            items += self._make_items(rows, report)
+            reports.append(report)
+            first_row += rows[-1][0]
+        return reports, items
+
+    def _make_items(self, rows: list[Row], report: BadRowReport) -> list[Item]:
+        """Make the usable rows of a source into items, and report the others."""
         needs_trace = self.task not in ("rlt", "student_rl")
-        check_columns(rows, source, needs_trace, self.task == "score")
-        report = BadRowReport(source, len(rows))
+        check_columns(rows, report.source, needs_trace, self.task == "score")
         items: list[Item] = []
         make_item = self._item_maker()
         for number, columns in rows:
@@ -251,10 +264,10 @@ class StratosDataModule(LightningDataModule):
                 if isinstance(columns, BadRowError):
                     raise columns
                 parsed = parse_row(columns, self.format.tags, needs_trace, self.task == "score")
-                items.append(make_item(number, parsed, columns))
+                items.append(make_item(report.first_row - 1 + number, parsed, columns))
             except BadRowError as error:
                 report.add(number, error)
-        return report, items
+        return items
 
     def _item_maker(self) -> Callable[[int, ParsedRow, dict[str, Any]], Item]:
         makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any]], Item]] = {
@@ -320,6 +333,11 @@ class StratosDataModule(LightningDataModule):
         held_out = set(random.Random(f"held out {self.seed}").sample(range(len(items)), self.val_rows))
         train = [item for i, item in enumerate(items) if i not in held_out]
         return train, [items[i] for i in sorted(held_out)]
+
+
+def as_list(sources: list[str] | str | None) -> list[str]:
+    """Return no, one or several sources as a list."""
+    return [sources] if isinstance(sources, str) else list(sources or [])
 
 
 def require_length(reason: BadRowReason, length: int, limit: int) -> None:

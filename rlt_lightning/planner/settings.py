@@ -285,7 +285,8 @@ def sequence_lengths(
     Rows that lie on this machine are read and tokenised; else the limits are taken for the longest.
     """
     limit = rollouts.sampling.max_completion_length if rlt else 0
-    if options.prompt_length is None and (data.source in EMBEDDED or Path(data.source).exists()):
+    is_local = all(source in EMBEDDED or Path(source).exists() for source in data.sources)
+    if options.prompt_length is None and is_local:
         data.setup("fit")
         if rlt:
             prompts, rests = [len(p.teacher_prompt) for p in data.problems], [limit]
@@ -295,7 +296,7 @@ def sequence_lengths(
             prompts = [len(example.token_ids) - n for example, n in zip(examples, rests, strict=True)]
         longest, mean = max(prompts), round(sum(prompts) / len(prompts))
         rest, mean_rest = max(rests), max(1, round(sum(rests) / len(rests)))
-        source = f"read from the {len(prompts)} rows of {data.source}"
+        source = f"read from the {len(prompts)} rows of {', '.join(data.sources)}"
     else:
         limit_of_prompts = data.max_prompt_length if rlt else 0
         longest = limit_of_prompts if options.prompt_length is None else options.prompt_length
