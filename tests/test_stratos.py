@@ -386,6 +386,43 @@ def test_columns_that_no_row_has_are_named_once(make_data: MakeData):
     make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, task="score")
 
 
+# Rows that are longer than a sequence may be
+
+
+@pytest.mark.parametrize("task", ["teacher_sft", "student_sft"])
+def test_long_traces_are_dropped_or_truncated_to_the_token(
+    make_data: MakeData, tmp_path: Path, caplog: pytest.LogCaptureFixture, task: str
+):
+    rows = [custom_row(), custom_row(trace="long " * 300), custom_row(question="long " * 600), custom_row()]
+    whole = make_data(rows, task=task).items
+    lengths = [len(item.token_ids) for item in whole if isinstance(item, SFTExample)]
+    limit = lengths[1] - 7
+    options = {"task": task, "max_length": limit, "max_bad_frac": 0.5, "output_dir": str(tmp_path / "run")}
+
+    def report() -> tuple[Any, ...]:
+        [report] = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
+        return report["num_used"], report["reasons"], report["num_truncated"], report["truncated_rows"]
+
+    dropped = make_data(rows, **options)
+    assert [item.row for item in dropped.items] == [1, 4]
+    assert report() == (2, {"too_long": 2}, 0, [])
+
+    with caplog.at_level(logging.INFO):
+        data = make_data(rows, long_traces="truncate", **options)
+    assert report() == (3, {"too_long": 1}, 1, [2])  # no prompt is cut
+    assert "1 of 4 rows of" in caplog.text
+    assert "are cut off at data.max_length (row 2); see" in caplog.text
+    assert [item.row for item in data.items] == [1, 2, 4]
+    assert data.items[0] == whole[0]
+    cut, full = data.items[1], whole[1]
+    assert isinstance(cut, SFTExample)
+    assert isinstance(full, SFTExample)
+    assert (cut.row, cut.num_cut) == (2, 7)
+    assert cut.token_ids == full.token_ids[:limit]
+    assert cut.loss_mask == full.loss_mask[:limit]
+    assert cut.loss_mask[-1]
+
+
 # Prompts, tags and vocabularies
 
 

@@ -69,6 +69,7 @@ class BadRowReport:
     num_rows: int
     first_row: int = 1  # what row 1 of this source is called in a run that reads several
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
+    truncated: list[int] = field(default_factory=list)  # rows that are used without their end
 
     def add(self, row: int, error: BadRowError) -> None:
         """Count a bad row, numbered as in its source."""
@@ -90,11 +91,20 @@ class BadRowReport:
         """Counts by reason and the first row numbers, in one line."""
         reasons = []
         for reason, rows in self.rows_by_reason().items():
-            shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
-            reasons.append(f"{reason} {len(rows)} (row{'s' if len(rows) > 1 else ''} {shown})")
+            reasons.append(f"{reason} {len(rows)} ({row_list(rows)})")
         return f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used" + (
             f": {', '.join(reasons)}" if reasons else ""
         )
+
+    def lines(self) -> list[str]:
+        """What a user should know: a line for rows that cannot be used, and one for those cut off."""
+        lines = [self.summary()] if self.bad else []
+        if self.truncated:
+            lines.append(
+                f"{len(self.truncated)} of {self.num_rows} rows of '{self.source}' are cut off at "
+                f"data.max_length ({row_list(self.truncated)})"
+            )
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """Counts, and every bad row with its reason and detail."""
@@ -104,10 +114,12 @@ class BadRowReport:
             "num_rows": self.num_rows,
             "num_used": self.num_rows - len(self.bad),
             "num_bad": len(self.bad),
+            "num_truncated": len(self.truncated),
             "reasons": {reason: len(rows) for reason, rows in self.rows_by_reason().items()},
             "bad_rows": [
                 {"row": row, "reason": str(error.reason), "detail": error.detail} for row, error in self.bad
             ],
+            "truncated_rows": self.truncated,
         }
 
     def check(self, max_bad_frac: float, report_path: Path | None) -> None:
@@ -119,6 +131,12 @@ class BadRowReport:
             f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
             f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
         )
+
+
+def row_list(rows: list[int]) -> str:
+    """Name the first of some rows."""
+    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
+    return f"row{'s' if len(rows) > 1 else ''} {shown}"
 
 
 def write_reports(path: Path, reports: list[BadRowReport]) -> None:

@@ -37,6 +37,7 @@ from rlt_lightning.types import (
 )
 
 Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
+LongTraces = Literal["drop", "truncate"]
 Item = Problem | SFTExample
 
 
@@ -61,7 +62,9 @@ class StratosDataModule(LightningDataModule):
         prompts_per_step: Rows per optimizer step, over all processes.
         max_prompt_length: Tokens of a prompt; longer rows are kept out.
         max_solution_length: Tokens of a solution; None for no limit.
-        max_length: Tokens of a whole sequence; longer rows are kept out.
+        max_length: Tokens of a whole sequence; longer rows are kept out, or as `long_traces` says.
+        long_traces: What fine-tuning does with rows that are longer: "drop" keeps them out, "truncate" keeps
+            their first `max_length` tokens.
         val_source: Source or sources of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
@@ -89,6 +92,7 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: int = 16384,
         max_solution_length: int | None = None,
         max_length: int = 16384,
+        long_traces: LongTraces = "drop",
         val_source: list[str] | str | None = None,
         val_split: str = "test",
         val_rows: int = 0,
@@ -113,6 +117,7 @@ class StratosDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.max_solution_length = max_solution_length
         self.max_length = max_length
+        self.long_traces: LongTraces = long_traces
         self.val_sources = as_list(val_source)
         self.val_split = val_split
         self.val_rows = val_rows
@@ -171,8 +176,8 @@ class StratosDataModule(LightningDataModule):
             write_reports(path, self.reports)
         for report in self.reports:
             report.check(self.max_bad_frac, path)
-            if report.bad:
-                rank_zero_info(report.summary() + (f"; see {path}" if path else ""))
+            for line in report.lines():
+                rank_zero_info(line + (f"; see {path}" if path else ""))
         if stage == "fit":
             self.train_dataloader()  # says now whether a step's rows can be had and shared out
         self._prepared_for = stage
@@ -264,7 +269,10 @@ class StratosDataModule(LightningDataModule):
                 if isinstance(columns, BadRowError):
                     raise columns
                 parsed = parse_row(columns, self.format.tags, needs_trace, self.task == "score")
-                items.append(make_item(report.first_row - 1 + number, parsed, columns))
+                item = make_item(report.first_row - 1 + number, parsed, columns)
+                items.append(item)
+                if isinstance(item, SFTExample) and item.num_cut:
+                    report.truncated.append(number)
             except BadRowError as error:
                 report.add(number, error)
         return items
@@ -316,6 +324,8 @@ class StratosDataModule(LightningDataModule):
         return self._short_enough(example)
 
     def _short_enough(self, example: SFTExample) -> SFTExample:
+        if self.long_traces == "truncate" and any(example.loss_mask[: self.max_length]):
+            return example.truncated(self.max_length)
         require_length(BadRowReason.TOO_LONG, len(example.token_ids), self.max_length)
         return example
 
