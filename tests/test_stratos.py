@@ -266,11 +266,8 @@ def test_turns_may_be_named_in_either_way():
     row = stratos_row()
     question, answer = (turn["value"] for turn in row["conversations"])
     expected = parse_row(row, STRATOS)
-    assert (expected.question, expected.solution, expected.trace) == (
-        "1+6?",
-        "\n\nIt is 7.\n\n",
-        "\n\nCount.\n\n",
-    )
+    assert (expected.question, expected.solution) == ("1+6?", "\n\nIt is 7.\n\n")
+    assert expected.traces == {"reasoning_trace": "\n\nCount.\n\n"}
     renamed = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     assert parse_row({**row, "conversations": renamed}, STRATOS) == expected
     # A table fills the columns that a row does not use with None.
@@ -282,12 +279,12 @@ def test_turns_may_be_named_in_either_way():
 
 def test_rows_with_other_tags_than_the_chosen_ones_are_translated():
     parsed = parse_row(stratos_row(), R1)
-    assert (parsed.solution, parsed.trace) == ("\nIt is 7.\n", "\nCount.\n")
+    assert (parsed.solution, parsed.traces) == ("\nIt is 7.\n", {"reasoning_trace": "\nCount.\n"})
     assert parsed.system == "Think between <think> and </think>."
     r1 = stratos_row()
     r1["conversations"][1]["value"] = "<think>\n\nCount.</think><solution> 7 </solution>"
     parsed = parse_row(r1, R1)
-    assert (parsed.solution, parsed.trace) == (" 7 ", "\n\nCount.")  # as it stands
+    assert (parsed.solution, parsed.traces) == (" 7 ", {"reasoning_trace": "\n\nCount."})  # as it stands
 
 
 def test_the_question_may_have_other_names():
@@ -351,7 +348,7 @@ def test_traces_are_needed_only_by_tasks_that_use_them(make_data: MakeData):
     rows = [custom_row(trace=""), stratos_row(thought=""), {"question": "q", "solution": "s"}]
     assert len(make_data(rows).items) == 3
     with pytest.raises(BadRowError, match="empty_trace"):
-        parse_row(rows[0], STRATOS, needs_trace=True)
+        parse_row(rows[0], STRATOS, ["reasoning_trace"])
 
 
 def test_too_many_bad_rows_stop_the_run(make_data: MakeData, tmp_path: Path):
@@ -384,6 +381,55 @@ def test_columns_that_no_row_has_are_named_once(make_data: MakeData):
     with pytest.raises(InputError, match="lacks reasoning_trace and has question, solution"):
         make_data([{"question": "q", "solution": "s"}] * 3, task="teacher_sft")
     make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, task="score")
+
+
+# Several traces of a row
+
+
+def test_each_trace_of_a_row_is_an_item_of_that_row(make_data: MakeData):
+    rows = [
+        {**custom_row(trace="Count."), "other_trace": " Guess.\n"},
+        {**stratos_row(thought="Add."), "other_trace": "Look up.", "completion": "So seven"},
+    ]
+    both = ["reasoning_trace", "other_trace"]
+    data = make_data(rows, task="score", stage="predict", prompts_per_step=3, trace_columns=both)
+    batches = list(data.predict_dataloader())
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
+    assert [rollout.text for rollout in rollouts] == ["Count.", "Guess.", "So seven", "Look up."]
+    assert [rollout.problem.row for rollout in rollouts] == [1, 1, 2, 2]
+    columns = [{**row, "trace_column": name} for row in rows for name in both]
+    assert [rollout.problem.columns for rollout in rollouts] == columns
+    assert rollouts[0].problem.teacher_prompt == rollouts[1].problem.teacher_prompt
+    other = make_data(rows, task="score", stage="predict", trace_columns=["other_trace"])
+    assert [problem.columns["trace_column"] for problem in other.problems] == ["other_trace"] * 2
+
+
+def test_students_learn_each_trace_and_hold_out_all_of_a_row(make_data: MakeData):
+    rows = [{**custom_row(f"{i}?"), "other_trace": "Guess."} for i in range(6)]
+    options = {"task": "student_sft", "trace_columns": ["reasoning_trace", "other_trace"]}
+    data = make_data(rows, **options, val_rows=2)
+    assert (len(data.items), len(data.val_items)) == (8, 4)
+    assert {item.row for item in data.items}.isdisjoint(item.row for item in data.val_items)
+    first, second = (decode(data, item.token_ids) for item in data.items[:2] if isinstance(item, SFTExample))
+    assert first == second.replace("Guess.", "Count.")
+
+
+def test_rows_need_all_of_the_traces(make_data: MakeData):
+    whole = {**custom_row(), "other_trace": "Guess."}
+    rows = [whole, custom_row(), {**whole, "other_trace": None}, {**whole, "other_trace": 7}]
+    rows += [{**whole, "reasoning_trace": " "}]
+    both = {"task": "score", "trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.8}
+    data = make_data(rows, **both)
+    assert [item.row for item in data.items] == [1, 1]
+    found = [(row, str(error)) for row, error in data.reports[0].bad]
+    assert found == [
+        (2, "missing_column: the row lacks other_trace"),
+        (3, "empty_trace: other_trace has no text"),
+        (4, "wrong_type: other_trace must be text, but is int"),
+        (5, "empty_trace: reasoning_trace has no text"),
+    ]
+    with pytest.raises(InputError, match=r"lacks other_trace and has question, reasoning_trace, solution"):
+        make_data([custom_row()] * 2, **both)
 
 
 # Rows that are longer than a sequence may be
@@ -588,6 +634,11 @@ def test_arguments_out_of_range_are_refused(make_data: MakeData):
         StratosDataModule(val_rows=-1)
     with pytest.raises(InputError, match=r"max_bad_frac must be in \[0, 1\], but is 2"):
         StratosDataModule(max_bad_frac=2)
+    for columns in ([], ["a", "a"]):
+        with pytest.raises(InputError, match=r"trace_columns must name one or several different columns"):
+            StratosDataModule(trace_columns=columns)
+    with pytest.raises(InputError, match=r"trace_columns must name columns of traces, but names completion"):
+        StratosDataModule(trace_columns=["completion"])
     with pytest.raises(InputError, match=r"data\.tokenizer must name"):
         StratosDataModule().setup("fit")
     with pytest.raises(

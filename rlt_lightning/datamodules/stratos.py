@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from rlt_lightning.datamodules.formats import ChatFormat, TagStyle
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.rows import (
     ARITHMETIC,
+    TRACE_COLUMN,
     BadRowError,
     BadRowReason,
     BadRowReport,
@@ -54,6 +55,8 @@ class StratosDataModule(LightningDataModule):
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
             model answers alone (student_rl).
+        trace_columns: Columns of the traces; a row has them all and makes an item of each. Scored rows name
+            theirs as `trace_column`, unless it is `reasoning_trace` alone.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
@@ -83,6 +86,7 @@ class StratosDataModule(LightningDataModule):
         source: list[str] | str = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
+        trace_columns: Sequence[str] = (TRACE_COLUMN,),
         tokenizer: str | None = None,
         student_tokenizer: str | None = None,
         tags: str | TagStyle = "stratos",
@@ -106,8 +110,10 @@ class StratosDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.sources = as_list(source)
+        self.source = ", ".join(self.sources)  # for messages
         self.split = split
         self.task: Task = task
+        self.trace_columns = list(trace_columns)
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
         self.tags = tags
@@ -146,6 +152,16 @@ class StratosDataModule(LightningDataModule):
                 raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
         if not self.sources:
             raise InputError("data.source must name at least one source, but is an empty list. Name one.")
+        if len(set(self.trace_columns)) != len(self.trace_columns) or not self.trace_columns:
+            raise InputError(
+                "data.trace_columns must name one or several different columns, but is "
+                f"{self.trace_columns}. Change it."
+            )
+        if "completion" in self.trace_columns:
+            raise InputError(
+                f"data.trace_columns must name columns of traces, but names completion, which is scored for "
+                f"{TRACE_COLUMN} where a row has it. Name {TRACE_COLUMN} instead."
+            )
         if self.val_rows < 0:
             raise InputError(f"data.val_rows must be at least 0, but is {self.val_rows}. 0 holds none out.")
         if not 0 <= self.max_bad_frac <= 1:
@@ -260,32 +276,35 @@ class StratosDataModule(LightningDataModule):
 
     def _make_items(self, rows: list[Row], report: BadRowReport) -> list[Item]:
         """Make the usable rows of a source into items, and report the others."""
-        needs_trace = self.task not in ("rlt", "student_rl")
-        check_columns(rows, report.source, needs_trace, self.task == "score")
+        needed = [] if self.task in ("rlt", "student_rl") else self.trace_columns
+        allows_completion = self.task == "score"
+        check_columns(rows, report.source, needed, allows_completion)
         items: list[Item] = []
-        make_item = self._item_maker()
         for number, columns in rows:
             try:
                 if isinstance(columns, BadRowError):
                     raise columns
-                parsed = parse_row(columns, self.format.tags, needs_trace, self.task == "score")
-                item = make_item(report.first_row - 1 + number, parsed, columns)
-                items.append(item)
-                if isinstance(item, SFTExample) and item.num_cut:
+                parsed = parse_row(columns, self.format.tags, needed, allows_completion)
+                made = self._items_of(report.first_row - 1 + number, parsed, columns)
+                items += made
+                if any(isinstance(item, SFTExample) and item.num_cut for item in made):
                     report.truncated.append(number)
             except BadRowError as error:
                 report.add(number, error)
         return items
 
-    def _item_maker(self) -> Callable[[int, ParsedRow, dict[str, Any]], Item]:
-        makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any]], Item]] = {
-            "rlt": self._problem,
+    def _items_of(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
+        """Make one item of a row, or one for each of its traces."""
+        if self.task == "rlt":
+            return [self._problem(number, row, columns)]
+        if self.task == "student_rl":
+            return [self._student_problem(number, row, columns)]
+        makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any], str], Item]] = {
             "score": self._scored_problem,
             "teacher_sft": self._teacher_example,
             "student_sft": self._student_example,
-            "student_rl": self._student_problem,
         }
-        return makers[self.task]
+        return [makers[self.task](number, row, columns, name) for name in self.trace_columns]
 
     def _student_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
         system = self._student_prompt(row)
@@ -302,23 +321,25 @@ class StratosDataModule(LightningDataModule):
         require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0), self.max_length)
         return problem
 
-    def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+    def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> Problem:
+        if self.trace_columns != [TRACE_COLUMN]:
+            columns = {**columns, "trace_column": name}
         problem = self._problem(number, row, columns)
-        if row.completion:
+        if row.completion and name == TRACE_COLUMN:
             completion = self.format.completion_from_text(problem, row.completion)
         else:
-            completion = self.format.completion_from_trace(problem, row.trace or "")
+            completion = self.format.completion_from_trace(problem, row.traces[name])
         num_tokens = len(completion.token_ids)
         require_length(BadRowReason.TOO_LONG, longest_sequence(problem, num_tokens), self.max_length)
         return replace(problem, given_completion=completion)
 
-    def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> SFTExample:
+    def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
         problem = self._problem(number, row, columns)
-        return self._short_enough(self.format.teacher_sft_example(problem, row.trace or ""))
+        return self._short_enough(self.format.teacher_sft_example(problem, row.traces[name]))
 
-    def _student_example(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> SFTExample:
-        prompt = self._student_prompt(row)
-        example = self.format.student_sft_example(number, row.question, row.trace or "", row.solution, prompt)
+    def _student_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
+        prompt, thought = self._student_prompt(row), row.traces[name]
+        example = self.format.student_sft_example(number, row.question, thought, row.solution, prompt)
         num_prompt = example.loss_mask.index(True)
         require_length(BadRowReason.PROMPT_TOO_LONG, num_prompt, self.max_prompt_length)
         return self._short_enough(example)
@@ -334,15 +355,16 @@ class StratosDataModule(LightningDataModule):
         return row.system if self.student_system_prompt is None else None
 
     def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
-        """Split items by seed into training and held-out ones, both in the source's order."""
-        if self.val_rows >= len(items):
+        """Split rows by seed into training and held-out ones, both in the source's order."""
+        rows = list(dict.fromkeys(item.row for item in items))
+        if self.val_rows >= len(rows):
             raise InputError(
                 f"data.val_rows must be below the number of usable rows, but is {self.val_rows} of "
-                f"{len(items)}. Lower it, or set data.val_source."
+                f"{len(rows)}. Lower it, or set data.val_source."
             )
-        held_out = set(random.Random(f"held out {self.seed}").sample(range(len(items)), self.val_rows))
-        train = [item for i, item in enumerate(items) if i not in held_out]
-        return train, [items[i] for i in sorted(held_out)]
+        held_out = set(random.Random(f"held out {self.seed}").sample(rows, self.val_rows))
+        train = [item for item in items if item.row not in held_out]
+        return train, [item for item in items if item.row in held_out]
 
 
 def as_list(sources: list[str] | str | None) -> list[str]:

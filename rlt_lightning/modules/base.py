@@ -254,7 +254,7 @@ class PolicyModule(LightningModule):
                 "method": type(self).__name__,
                 "optimizer steps": self.global_step,
                 "peak learning rate": self.optimizer_config.lr,
-                "data": f"{', '.join(data.sources)} ({len(data.items)} rows)",
+                "data": f"{data.source} ({len(data.items)} rows)",
             },
         }
 

@@ -296,7 +296,7 @@ def sequence_lengths(
             prompts = [len(example.token_ids) - n for example, n in zip(examples, rests, strict=True)]
         longest, mean = max(prompts), round(sum(prompts) / len(prompts))
         rest, mean_rest = max(rests), max(1, round(sum(rests) / len(rests)))
-        source = f"read from the {len(prompts)} rows of {', '.join(data.sources)}"
+        source = f"read from the {len(prompts)} rows of {data.source}"
     else:
         limit_of_prompts = data.max_prompt_length if rlt else 0
         longest = limit_of_prompts if options.prompt_length is None else options.prompt_length
