@@ -124,3 +124,24 @@ def test_scoring_goes_on_after_the_last_whole_row(tiny_model: str, source: Path,
     assert result.returncode == 0, result.stderr
     assert "scored batch 5/5" in result.stderr  # what is missing, and no more
     assert scores.read_text() == before
+
+
+def test_two_traces_of_each_problem_are_compared(tiny_model: str, source: Path, tmp_path: Path) -> None:
+    rows = [{**row, "other": "Nobody knows what it is."} for row in ROWS]
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ROWS[0]]))  # the last lacks one
+    folder = tmp_path / "run"
+    options = ["--scores.rank_groups=null", "--data.trace_columns=[reasoning_trace, other]"]
+    options += ["--data.max_bad_frac=0.2", "--data.prompts_per_step=3"]
+    result = rlt(*command("rank", tiny_model, source, folder, *options))
+    assert result.returncode == 0, result.stderr
+    scores = read(folder / "scores.jsonl")
+    rewards = {(row["id"], row["trace_column"]): row["reward"] for row in scores}
+    assert len(scores) == len(rewards) == 18
+    pairs = read(folder / "comparison.jsonl")
+    differences = [pair["difference"] for pair in pairs]
+    assert differences == sorted(differences, reverse=True)
+    assert sorted(differences) == pytest.approx(
+        sorted(rewards[n, "reasoning_trace"] - rewards[n, "other"] for n in range(1, 10))
+    )
+    assert {pair["other"]["trace"] for pair in pairs} == {"Nobody knows what it is."}
+    assert "against `other`" in (folder / "comparison.md").read_text()
