@@ -151,7 +151,6 @@ class Response:
 class EvaluationBatch:
     """Questions of one set. ResponseCallback attaches the responses, the module the judged records."""
 
-    set_name: str
     problems: list[EvaluationProblem]
     responses: list[list[Response]] | None = None  # equally many of each problem
     records: list[dict[str, Any]] = field(default_factory=list)
