@@ -49,7 +49,9 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int) -> 
     engine.start(model, tokenizer, Path())
     sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
     [completions] = engine.generate([problem.teacher_prompt], sampling, num_completions, "</never>", [0])
-    rollouts = [Rollout(problem, c, num_body=length, num_think=length, text="text", closed=True) for c in completions]
+    rollouts = [
+        Rollout(problem, c, num_body=length, num_think=length, text="text", closed=True) for c in completions
+    ]
     return Rollouts(rollouts, num_completions, policy_version=0, temperature=TEMPERATURE)
 
 

@@ -44,6 +44,8 @@ FORMAT_SETTINGS = ("tags", "teacher_system_prompt", "student_system_prompt")  # 
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
 # What a run may leave in its folder: all that --overwrite may delete.
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
+RUN_ENTRIES |= {"traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"}
+RUN_ENTRIES |= {"groups", "groups.json", "groups.svg", "comparison.jsonl", "comparison.md"}
 RUN_ENTRIES |= {
     "checkpoints",
     "validate",
@@ -109,6 +111,7 @@ class RLTCommandLine(LightningCLI):
         parser.add_lightning_class_args(callbacks.ModelExporter, "export")
         parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")
         parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
+        parser.add_lightning_class_args(callbacks.DistillationWriter, "distillation")
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
 
@@ -212,9 +215,29 @@ class RLTCommandLine(LightningCLI):
         return shlex.join([*words, "--data.source", "FILE"])
 
     def after_predict(self) -> None:
-        """Say where the scores are."""
-        if self.trainer.is_global_zero:
-            print(f"\nDone: {Path(self.config[self.subcommand].output_dir) / 'scores.jsonl'}")
+        """Say where the scores, or the traces, are."""
+        folder = Path(self.config[self.subcommand].output_dir)
+        print("\nDone:")
+        for name, meaning in (
+            ("scores.jsonl", "every row with its reward and the terms of it"),
+            (
+                "groups.json",
+                "groups of equal size by reward: rows in groups/, plot in groups.svg",
+            ),
+            ("comparison.md", "where one trace beats the other most; all problems: comparison.jsonl"),
+            ("traces.jsonl", "every trace with every term of its reward"),
+            (
+                "distillation.jsonl",
+                "the traces that were selected; also as distillation.parquet",
+            ),
+            ("README.md", "the data card"),
+        ):
+            if (folder / name).exists():
+                print(f"  {folder / name}: {meaning}")
+        if (folder / "distillation.jsonl").exists():
+            print("Next: train a student on them:")
+            words = ["rlt", "fit", "--config", "configs/student_sft.yaml", "--data.source"]
+            print(f"  {shlex.join([*words, str(folder / 'distillation.jsonl')])}")
 
 
 class PlanCommandLine(RLTCommandLine):

@@ -13,7 +13,12 @@ Row = dict[str, Any]
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append rows in one write, so that a kill leaves at most one torn last line."""
     with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        file.write("".join(map(to_line, rows)))
+
+
+def to_line(row: Row) -> str:
+    """A row as a line; what JSON lacks is written as text."""
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
 def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:

@@ -33,6 +33,7 @@ class Problem:
     student_prefix: list[int]  # through the opening thought tag
     student_suffix: list[int]  # closing thought tag through the opening solution tag
     solution_ids: list[int]  # the S tokens that r_SS scores
+    student_system_prompt: str | None = None  # the row's own; None: the format's
     given_completion: Completion | None = None  # to be scored, when the row carries one
     columns: dict[str, Any] = field(default_factory=dict)  # the source row as it was read
 

@@ -1,6 +1,7 @@
 """Lightning callbacks. RolloutCallback brings the completions; every other one only observes."""
 
 from rlt_lightning.callbacks.checkpoint import Checkpoint
+from rlt_lightning.callbacks.distillation import DistillationWriter
 from rlt_lightning.callbacks.export import ModelExporter
 from rlt_lightning.callbacks.metrics import MetricsCSV
 from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
@@ -9,6 +10,7 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 
 __all__ = [
     "Checkpoint",
+    "DistillationWriter",
     "MetricsCSV",
     "ModelExporter",
     "ReferenceSync",

@@ -103,4 +103,5 @@ class IterationBar(ProgressBar):
         total = trainer.num_predict_batches[dataloader_idx]
         if self.enabled and trainer.is_global_zero:
             source = trainer.datamodule.source  # type: ignore[attr-defined]
-            print(f"scored batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)
+            done = "generated" if trainer.datamodule.task == "rlt" else "scored"  # type: ignore[attr-defined]
+            print(f"{done} batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)

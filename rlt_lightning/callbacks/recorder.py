@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.ranking import equal_groups, write_comparison, write_groups
 from rlt_lightning.types import InputError, PromptBatch, Scores
 
 
@@ -49,22 +51,34 @@ class RolloutRecorder(Callback):
 
 
 class ScoreWriter(Callback):
-    """Write the scored rows of `rlt predict` to `scores.jsonl`, input columns kept, batch by batch.
+    """Write the scores of `rlt predict` to `scores.jsonl`, input columns kept, batch by batch.
+
+    Idle where the teacher is to write the traces. A run that goes on scores what is missing.
 
     Args:
         per_token: Also write `solution_log_probs` and `thought_kl` (nats) of every token.
+        rank_groups: Divide the scored rows by reward into so many groups of equal size, each a file, and plot
+            them.
     """
 
-    def __init__(self, per_token: bool = False) -> None:
+    def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:
         self.per_token = per_token
+        self.rank_groups = rank_groups
 
     @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.world_size > 1:
-            raise InputError(
-                "`rlt predict` must run in one process, so that rows keep their order, but got "
-                f"{trainer.world_size}. Set --trainer.devices 1."
-            )
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out what an earlier run has finished: the rows come in the source's order."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage != "predict" or data.task != "score":
+            return
+        require_one_process(trainer)
+        if self.rank_groups is not None:
+            equal_groups([0.0] * len(data.items), self.rank_groups)
+        warn_of_foreign_traces(data.items, pl_module)
+        if self._path(trainer).exists():
+            lines = [line for line, _ in whole_rows(self._path(trainer))]
+            data.num_finished = len(lines)
+            rewrite(self._path(trainer), lines)
 
     @override
     def on_predict_batch_end(
@@ -76,6 +90,8 @@ class ScoreWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if trainer.datamodule.task != "score":  # type: ignore[attr-defined]
+            return
         scores = batch.scores
         assert scores is not None
         rows = (
@@ -88,7 +104,44 @@ class ScoreWriter(Callback):
                 for s, k in zip(scores.solution_log_probs, scores.kl, strict=True)
             )
             rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
-        append_rows(Path(trainer.default_root_dir) / "scores.jsonl", rows)
+        append_rows(self._path(trainer), rows)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Rank and compare; not called where the run has failed."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage != "predict" or data.task != "score":
+            return
+        rows, folder = [row for _, row in whole_rows(self._path(trainer))], self._path(trainer).parent
+        if self.rank_groups is not None:
+            write_groups(rows, self.rank_groups, folder)
+        if len(data.trace_columns) == 2:
+            write_comparison(rows, data.trace_columns, folder)
+
+    def _path(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir) / "scores.jsonl"
+
+
+def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
+    """Say where the sampled estimators of the KL are none: for traces that the teacher has not sampled."""
+    reward: Any = module.reward
+    foreign = sum(problem.columns.get("teacher") != module.pretrained for problem in items)
+    if foreign and reward.kl_estimator != "exact":
+        rank_zero_warn(
+            f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
+            f"column teacher does not name it). The mean of their log-ratios ({reward.kl_estimator}) is no "
+            "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
+            "configs/rank.yaml; see docs/scoring.md."
+        )
+
+
+def require_one_process(trainer: Trainer) -> None:
+    """Check that rows keep their order."""
+    if trainer.world_size > 1:
+        raise InputError(
+            "`rlt predict` must run in one process, so that rows keep their order, but got "
+            f"{trainer.world_size}. Set --trainer.devices 1."
+        )
 
 
 def rollout_rows(batch: PromptBatch) -> Iterator[Row]:

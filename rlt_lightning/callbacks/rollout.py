@@ -32,10 +32,11 @@ from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import model_config
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollouts
+from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
 
 T = TypeVar("T")
 PROBE_TOKENS = 64  # of a prompt, by which workers are verified
+VALIDATION, PREDICTION = -1, -2  # stand for the optimizer step in seeds
 
 
 @dataclass
@@ -83,6 +84,9 @@ class RolloutCallback(Callback):
         sampling: Temperature and limits of training completions.
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
+        num_traces: Completions per problem of `rlt predict`.
+        max_resamples: How often `rlt predict` samples a trace anew that is left open or does not fit into
+            data.student_context.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
@@ -99,6 +103,8 @@ class RolloutCallback(Callback):
         sampling: Sampling = Sampling(),
         val_sampling: Sampling | None = None,
         val_completions: int = 1,
+        num_traces: int = 1,
+        max_resamples: int = 0,
         asynchronous: bool = False,
         verify_every_n_steps: int = 1,
         deadline_s: float = 14400.0,
@@ -108,6 +114,8 @@ class RolloutCallback(Callback):
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_completions = val_completions
+        self.num_traces = num_traces
+        self.max_resamples = max_resamples
         self.asynchronous = asynchronous
         self.verify_every_n_steps = verify_every_n_steps
         self.deadline_s = deadline_s
@@ -117,6 +125,11 @@ class RolloutCallback(Callback):
         self.order: Order | None = None  # not yet handed over
         self.verified_at: int | None = None  # optimizer step of the last check
         self.probe_log_probs: dict[int, list[float]] = {}  # the trainer's, by policy version; the last two
+        if num_traces < 1 or max_resamples < 0 or (num_traces > 1 and sampling.temperature == 0):
+            raise InputError(
+                "rollouts.num_traces must be at least 1, and 1 at temperature 0, and max_resamples at least "
+                f"0, but are {num_traces} and {max_resamples}. Correct them."
+            )
         if asynchronous and self.engine.takes_turns:
             raise InputError(
                 "rollouts.asynchronous samples while the GPUs train, but the engine's sleep has them do one "
@@ -133,18 +146,18 @@ class RolloutCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
         self.trainer = trainer
-        if stage == "predict" or not isinstance(pl_module, RLTModule):
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(pl_module, RLTModule) or data.task == "score":
             return
         if stage == "fit":
             self._check_sampling(pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        problems: list[Problem] = trainer.datamodule.problems  # type: ignore[attr-defined]
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
             if model is None:
                 continue
             config = model_config(str(model), bool(pl_module.trust_remote_code)).get_text_config()
             context = getattr(config, "max_position_embeddings", sys.maxsize)  # some have no limit
-            require_room(problems, role, context, longest)
+            require_room(data.problems, role, context, longest)
 
     def _check_sampling(self, module: RLTModule) -> None:
         if self.sampling.temperature == 0:
@@ -221,9 +234,44 @@ class RolloutCallback(Callback):
             return
         if self.order is not None:
             self._on_rank_zero(trainer, self.order.wait)  # the engine does one thing at a time
-        order = self._order(trainer, pl_module, batch.problems, -1)  # the same at every validation
+        order = self._order(trainer, pl_module, batch.problems, VALIDATION)  # the same each time
         order.sampling, order.num_completions = self.val_sampling, self.val_completions
         self._attach(trainer, pl_module, batch, order)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.datamodule.task != "score":  # type: ignore[attr-defined]
+            self._start_engine(trainer, pl_module)
+
+    @override
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Sample the traces of a problem; those depend on seed and row alone, however rows are batched."""
+        if not isinstance(pl_module, RLTModule) or batch.rollouts is not None:
+            return
+        order = self._order(trainer, pl_module, batch.problems, PREDICTION)
+        order.num_completions = self.num_traces
+        self._attach(trainer, pl_module, batch, order)
+        assert batch.rollouts is not None
+        data: Any = trainer.datamodule
+        rollouts = batch.rollouts.rollouts
+        for attempt in range(1, self.max_resamples + 1):
+            misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
+            if not misfits:
+                return
+            problems = [rollouts[i].problem for i in misfits]
+            order = self._order(trainer, pl_module, problems, PREDICTION)
+            order.num_completions = 1
+            traces = [i % self.num_traces for i in misfits]
+            order.seeds = [mix_seed(seed, attempt, i) for seed, i in zip(order.seeds, traces, strict=True)]
+            for i, rollout in zip(misfits, self._sampled(trainer, pl_module, problems, order), strict=True):
+                rollouts[i] = rollout
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -258,6 +306,18 @@ class RolloutCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.engine.close()
 
+    def recipe(self) -> dict[str, Any]:
+        """How traces are sampled, for a data card."""
+        defaults, changed = vars(Sampling()), vars(self.sampling)
+        named = ("temperature", "max_completion_length")
+        settings = [f"{n} {v}" for n, v in changed.items() if n in named or v != defaults[n]]
+        return {
+            "sampling": ", ".join([*settings, f"seed {self.seed}"]),
+            "engine": type(self.engine).__name__,
+            "traces per problem": self.num_traces,
+            "sampled anew at most": self.max_resamples,
+        }
+
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start it once the weights are where they will be trained, a restored checkpoint included."""
         if not isinstance(pl_module, RLTModule):
@@ -289,12 +349,21 @@ class RolloutCallback(Callback):
 
     def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
         """Wait for an order and put this rank's part of it into the batch."""
-        first = 0 if self.engine.in_process else trainer.global_rank * len(batch.problems)
-        own = range(first, first + len(batch.problems))
-        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in batch.problems]:
+        rollouts = self._sampled(trainer, module, batch.problems, order)
+        batch.rollouts = Rollouts(
+            rollouts, order.num_completions, order.policy_version, order.sampling.temperature
+        )
+
+    def _sampled(
+        self, trainer: Trainer, module: RLTModule, problems: list[Problem], order: Order
+    ) -> list[Rollout]:
+        """Wait for an order; return this rank's part of it."""
+        first = 0 if self.engine.in_process else trainer.global_rank * len(problems)
+        own = range(first, first + len(problems))
+        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in problems]:
             raise RuntimeError(
                 f"Completions were sampled for rows {order.rows}, but this batch has rows "
-                f"{[p.row for p in batch.problems]}. The loader did not bring what it had announced."
+                f"{[p.row for p in problems]}. The loader did not bring what it had announced."
             )
         while not self._complete(trainer, module, order):
             self._begin(trainer, module, order)
@@ -305,13 +374,11 @@ class RolloutCallback(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         rollouts = [
             data.rollout(problem, completion)
-            for i, problem in zip(own, batch.problems, strict=True)
+            for i, problem in zip(own, problems, strict=True)
             for completion in order.finished[i]
         ]
         module.phase.phases["generate"].tokens += sum(len(r.completion.token_ids) for r in rollouts)
-        batch.rollouts = Rollouts(
-            rollouts, order.num_completions, order.policy_version, order.sampling.temperature
-        )
+        return rollouts
 
     def _complete(self, trainer: Trainer, module: RLTModule, order: Order) -> bool:
         with module.phase("generate"):  # on every rank: metrics must have the same names everywhere

@@ -225,6 +225,7 @@ class ChatFormat:
             student_prefix=student_prefix,
             student_suffix=student_suffix,
             solution_ids=solution_ids,
+            student_system_prompt=student_system_prompt,
             columns=columns or {},
         )
 
@@ -238,7 +239,18 @@ class ChatFormat:
     ) -> Problem:
         """Tokenise one question that the trained model is to answer alone; arguments as of `problem`."""
         prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
-        return Problem(row_number, question, solution, prompt, [], [], [], [], columns=columns or {})
+        return Problem(
+            row=row_number,
+            question=question,
+            solution=solution,
+            teacher_prefix=prompt,
+            think_prefix=[],
+            student_prefix=[],
+            student_suffix=[],
+            solution_ids=[],
+            student_system_prompt=student_system_prompt,
+            columns=columns or {},
+        )
 
     def teacher_chat(self, question: str) -> str:
         """Render the teacher's conversation up to the assistant's text."""
@@ -348,6 +360,17 @@ class ChatFormat:
         return masked_example(
             row_number, prompt, [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id]
         )
+
+    def conversation(self, problem: Problem, thought: str) -> dict[str, Any]:
+        """A thought and its problem as `system` and `conversations`, in the form of Bespoke-Stratos-17k."""
+        system = problem.student_system_prompt
+        system = self.student_system_prompt if system is None else system
+        for name, tag in self.tags.tags().items():
+            system = system.replace(tag, STRATOS.tags()[name])
+        answer = STRATOS.thought_open + STRATOS.wrap(thought) + STRATOS.thought_close + BLOCK_BREAK
+        answer += STRATOS.solution_open + STRATOS.wrap(problem.solution) + STRATOS.solution_close
+        turns = (("user", problem.question), ("assistant", answer))
+        return {"system": system, "conversations": [{"from": role, "value": text} for role, text in turns]}
 
     # Helpers
 

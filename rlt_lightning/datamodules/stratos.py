@@ -68,6 +68,7 @@ class StratosDataModule(LightningDataModule):
         max_length: Tokens of a whole sequence; longer rows are kept out, or as `long_traces` says.
         long_traces: What fine-tuning does with rows that are longer: "drop" keeps them out, "truncate" keeps
             their first `max_length` tokens.
+        student_context: Tokens of the students that generated traces are for; None for no limit.
         val_source: Source or sources of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
@@ -97,6 +98,7 @@ class StratosDataModule(LightningDataModule):
         max_solution_length: int | None = None,
         max_length: int = 16384,
         long_traces: LongTraces = "drop",
+        student_context: int | None = None,
         val_source: list[str] | str | None = None,
         val_split: str = "test",
         val_rows: int = 0,
@@ -124,6 +126,7 @@ class StratosDataModule(LightningDataModule):
         self.max_solution_length = max_solution_length
         self.max_length = max_length
         self.long_traces: LongTraces = long_traces
+        self.student_context = student_context
         self.val_sources = as_list(val_source)
         self.val_split = val_split
         self.val_rows = val_rows
@@ -134,6 +137,7 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
+        self.num_finished = 0  # items that an interrupted prediction is done with
         self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
@@ -143,6 +147,7 @@ class StratosDataModule(LightningDataModule):
             "max_prompt_length": self.max_prompt_length,
             "max_solution_length": self.max_solution_length,
             "max_length": self.max_length,
+            "student_context": self.student_context,
             "val_batch_size": self.val_batch_size,
             "max_rows": self.max_rows,
             "num_embedded_rows": self.num_embedded_rows,
@@ -208,8 +213,8 @@ class StratosDataModule(LightningDataModule):
         return self._ordered(self.val_items) if self.val_items else []
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
-        """All rows of the source, in its order."""
-        return self._ordered(self.items)
+        """All rows of the source that are not finished, in its order."""
+        return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch; completions that the rows bring are attached as rollouts."""
@@ -229,6 +234,26 @@ class StratosDataModule(LightningDataModule):
         """Attach a completion to its problem."""
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
+
+    def student_length(self, rollout: Rollout) -> int:
+        """Tokens of the example that stage 4 makes of an explanation."""
+        problem, thought = rollout.problem, self.format.tags.wrap(rollout.text)
+        system = problem.student_system_prompt
+        turn = (problem.row, problem.question, thought, problem.solution, system)
+        return len(self.format.student_sft_example(*turn).token_ids)
+
+    def fits_student(self, rollout: Rollout) -> bool:
+        """Whether a student can be trained on an explanation as a whole."""
+        limit = self.student_context
+        return rollout.closed and (limit is None or self.student_length(rollout) <= limit)
+
+    def recipe(self) -> dict[str, Any]:
+        """What the rows are and how they are presented, for a data card."""
+        return {
+            "source": f"{self.source} ({len(self.items)} usable rows)",
+            "tags": self.tags if isinstance(self.tags, str) else "of its own",
+            "student's context": self.student_context or "no limit",
+        }
 
     @property
     def problems(self) -> list[Problem]:

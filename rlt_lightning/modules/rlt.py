@@ -165,6 +165,12 @@ class RLTModule(PolicyModule):
             facts["training"]["frozen student"] = self.student_name
         return facts
 
+    def recipe(self) -> dict[str, Any]:
+        """What prediction is made with, for a data card."""
+        options = {name: value for name, value in vars(self.reward).items() if value is not None}
+        reward = ", ".join(f"{name} {value}" for name, value in options.items())
+        return {"teacher": self.pretrained, "student": self.student_name, "reward": reward}
+
     # Training
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:

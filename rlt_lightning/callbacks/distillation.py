@@ -1,0 +1,165 @@
+"""What the trained teacher writes for students: every trace as it comes, and the set that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from rlt_lightning.callbacks.recorder import require_one_process, score_rows
+from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.data_card import data_card
+from rlt_lightning.jsonl import Row, append_rows, rewrite, to_line, whole_rows
+from rlt_lightning.types import InputError, PromptBatch
+
+Selection = Literal["first", "best_reward", "all", "fits_context"]
+TRACES, SELECTED, TABLE, CARD = "traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"
+
+
+class DistillationWriter(Callback):
+    """Write the teacher's traces and make a distillation set of them; idle where rows bring their traces.
+
+    `traces.jsonl` gets every trace with every term of its reward, batch by batch; a run that goes on samples
+    what is missing. At the end `distillation.jsonl`, `distillation.parquet` and a data card are made of it,
+    anew with another `select` if the run is repeated with `--resume true`.
+
+    Args:
+        select: Traces of a problem that are taken: its first; that of the best reward; all; or, of those that
+            are closed and fit into data.student_context, that of the best reward, and where none does the
+            shortest.
+    """
+
+    def __init__(self, select: Selection = "fits_context") -> None:
+        self.select: Selection = select
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage != "predict" or data.task != "rlt":
+            return
+        require_one_process(trainer)
+        num_traces = sampler_of(trainer).num_traces
+        path = self._folder(trainer) / TRACES
+        lines, rows = [], []
+        for line, row in whole_rows(path):
+            lines.append(line)
+            rows.append(row["row"])
+        num_finished = len(rows) // num_traces
+        problems = data.items[:num_finished]
+        if rows[::num_traces][:num_finished] != [problem.row for problem in problems]:
+            raise InputError(
+                f"A run that goes on must have the rows that it began with, but {path} has traces of others. "
+                "Restore data.source, or choose another --output_dir."
+            )
+        if path.exists():
+            rewrite(path, lines[: num_finished * num_traces])
+        data.num_finished = num_finished
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if data.task == "rlt":
+            teacher = pl_module.pretrained
+            append_rows(self._folder(trainer) / TRACES, trace_rows(batch, data, str(teacher)))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the set; not called where the run has failed."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage != "predict" or data.task != "rlt":
+            return
+        folder, context = self._folder(trainer), data.student_context
+        rows = [row for _, row in whole_rows(folder / TRACES)]
+        selected = list(self.selected(rows, context))
+        rewrite(folder / SELECTED, map(to_line, selected))
+        write_parquet(folder / SELECTED, folder / TABLE)
+        recipe = pl_module.recipe() | data.recipe() | sampler_of(trainer).recipe()  # type: ignore[operator]
+        recipe["selection"] = self.select
+        (folder / CARD).write_text(data_card(recipe, rows, selected, SELECTED, len(data.items), context))
+
+    def selected(self, rows: Iterable[Row], context: int | None) -> Iterator[Row]:
+        """Choose among the traces of each problem, which lie together."""
+        for _, group in groupby(rows, key=lambda row: row["row"]):
+            traces = list(group)
+            if self.select == "all":
+                yield from traces
+            elif self.select == "first":
+                yield traces[0]
+            else:
+                fitting = [row for row in traces if self.select == "best_reward" or fits(row, context)]
+                if fitting:
+                    yield max(fitting, key=lambda row: row["reward"])
+                else:
+                    yield min(traces, key=lambda row: row["student_tokens"])
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir)
+
+
+def sampler_of(trainer: Trainer) -> RolloutCallback:
+    """The callback that brings the traces."""
+    found = [callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback)]  # type: ignore[attr-defined]
+    return found[0]
+
+
+def fits(row: Row, context: int | None) -> bool:
+    """Whether a student can be trained on a trace as a whole."""
+    return row["closed"] and (context is None or row["student_tokens"] <= context)
+
+
+def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
+    """One row per trace: the source's columns, the trace, Bespoke-Stratos' form of it, and its scores."""
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
+        problem, completion = rollout.problem, rollout.completion
+        kept = {name: value for name, value in problem.columns.items() if name != "completion"}
+        yield {
+            **kept,
+            "row": problem.row,
+            "trace": i % batch.rollouts.group_size,
+            "question": problem.question,
+            "solution": problem.solution.strip(),
+            "reasoning_trace": rollout.text,
+            **data.format.conversation(problem, rollout.text),
+            **terms,
+            "closed": rollout.closed,
+            "finish_reason": completion.finish_reason,
+            "num_tokens": len(completion.token_ids),
+            "student_tokens": data.student_length(rollout),
+            "seed": completion.seed,
+            "teacher": teacher,
+        }
+
+
+def write_parquet(source: Path, path: Path) -> None:
+    """Make a Parquet file of a JSONL file, whole or not at all."""
+    import datasets
+
+    if not source.stat().st_size:
+        raise InputError(f"The distillation set must have at least one row, but {source} has none.")
+    with TemporaryDirectory(dir=path.parent, prefix=".parquet-") as cache:
+        try:
+            rows = datasets.Dataset.from_json(str(source), cache_dir=cache)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise InputError(
+                f"A table's columns must have one type each, but {source} has some that do not ({error}). "
+                f"It is whole; for {path.name} mend the source's columns and repeat with --resume true."
+            ) from error
+        scratch = path.with_suffix(".tmp")
+        rows.to_parquet(str(scratch))
+    scratch.replace(path)
