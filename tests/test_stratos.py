@@ -164,6 +164,19 @@ def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
     (tmp_path / "broken.json").write_text('[{"question": "q"')
     (tmp_path / "number.json").write_text("7")
     (tmp_path / "broken.parquet").write_text("no table")
+    whole = datasets.Dataset.from_list([custom_row(str(i)) for i in range(5000)])
+    whole.to_parquet(tmp_path / "whole.parquet")
+    table = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "interrupted.parquet").write_bytes(table[: len(table) // 2])
+    (tmp_path / "garbled.parquet").write_bytes(table[:4] + bytes(200) + table[204:])
+    whole.save_to_disk(tmp_path / "interrupted")
+    [arrow] = (tmp_path / "interrupted").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
+    whole.select(range(0)).save_to_disk(tmp_path / "no_rows")
+    whole.select(range(0)).to_parquet(tmp_path / "no_rows.parquet")
+    (tmp_path / "no_rows.json").write_text("[]")
+    (tmp_path / "header.csv").write_text("question,solution\n")
+    (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.csv").write_bytes("question,solution\né,1\n".encode("latin-1"))
@@ -177,7 +190,15 @@ def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
         "mixed": r"holds \.csv, \.jsonl",
         "broken.json": "must be valid JSON",
         "number.json": "must hold a list of objects",
-        "broken.parquet": "must be a Parquet file",
+        "broken.parquet": "must be a whole Parquet file",
+        "interrupted.parquet": "must be a whole Parquet file",
+        "garbled.parquet": "must be readable, but is not",
+        "interrupted": "must be loadable",
+        "no_rows": "at least one row",
+        "no_rows.parquet": "at least one row",
+        "no_rows.json": "at least one row",
+        "header.csv": "at least one row",
+        "nothing.jsonl": "at least one row",
         "notes.txt": r"must be \.jsonl, \.json, \.parquet, \.csv",
         "blank.jsonl": "at least one row",
         "latin.csv": "must be readable",

@@ -203,8 +203,8 @@ def _read_file(path: Path) -> Iterator[Row]:
         yield from READERS[path.suffix](path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The data file {path} must be readable, but is not ({error}). Check its permissions and "
-            "encoding (UTF-8)."
+            f"The data file {path} must be readable, but is not ({_one_line(error)}). Check that it is "
+            "whole, its permissions and its encoding (UTF-8)."
         ) from error
 
 
@@ -246,9 +246,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"The file {path} must be a Parquet file, but is not ({reason}). Write it anew, or use {CHOICES}."
+            f"The file {path} must be a whole Parquet file, but is not ({_one_line(error)}). Write it anew, "
+            f"or use {CHOICES}."
         ) from error
     yield from enumerate(rows, start=1)
 
@@ -326,6 +326,8 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
 
     try:
         dataset = datasets.load_from_disk(str(folder))
+    except IndexError:  # the library fails on a set that was saved without rows
+        return
     except (OSError, ValueError) as error:
         raise InputError(
             f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it anew, "
@@ -338,7 +340,7 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
                 "Set data.split."
             )
         dataset = dataset[split]
-    yield from enumerate(dataset.to_list(), start=1)
+    yield from enumerate(dataset, start=1)
 
 
 def _read_hub(source: str, split: str) -> Iterator[Row]:
@@ -357,7 +359,7 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
         ) from error
     finally:
         hub_log.setLevel(level)
-    yield from enumerate(dataset.to_list(), start=1)
+    yield from enumerate(dataset, start=1)
 
 
 def _one_line(error: Exception) -> str:
