@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rlt_lightning import callbacks, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.chat import chat
 from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_in
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.export import export_checkpoint
@@ -41,6 +43,13 @@ VERBS: dict[str, set[str]] = {
     "validate": {"model", "dataloaders", "datamodule"},
     "predict": {"model", "dataloaders", "datamodule"},
     "test": {"model", "dataloaders", "datamodule"},
+}
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trainer
+    "export": (
+        export_checkpoint,
+        "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
+    ),
+    "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
 }
 FORMAT_SETTINGS = ("tags", "teacher_system_prompt", "student_system_prompt")  # the same in all stages
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
@@ -310,16 +319,8 @@ def run() -> int:
     quiet_third_parties()
     rank_failures.join(global_rank())
     try:
-        if sys.argv[1:2] == ["export"]:
-            auto_cli(
-                export_checkpoint,
-                args=sys.argv[2:],
-                as_positional=False,
-                parser_class=OneLineParser,
-                prog="rlt export",
-                description="Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
-            )
-            return 0
+        if sys.argv[1] in COMMANDS:
+            return run_command(sys.argv[1])
         command_line = (PlanCommandLine if sys.argv[1:2] == ["plan"] else RLTCommandLine)(
             PolicyModule,
             StratosDataModule,
@@ -354,6 +355,23 @@ def run() -> int:
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     rank_failures.leave()
     return command_line.status
+
+
+def run_command(verb: str) -> int:
+    """Run a verb that has no trainer; returns the exit status."""
+    function, description = COMMANDS[verb]
+    try:
+        auto_cli(
+            function,
+            args=sys.argv[2:],
+            as_positional=False,
+            parser_class=OneLineParser,
+            prog=f"rlt {verb}",
+            description=description,
+        )
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
 
 
 def how_to_go_on() -> str:
