@@ -103,6 +103,6 @@ def test_the_page_names_every_figure_of_an_evaluation(tiny_model: str, tmp_path:
     overall = {name for name in found if name.startswith("eval/overall/")}
     assert found - overall - {"step"} == names_of("eval/")
     assert overall == {
-        f"eval/overall/{name}" for name in ("pass_at_1", "pass_at_1_stderr", "pass_at_k", "maj_at_k")
+        f"eval/overall/{name}" for name in ("pass_at_1", "standard_error", "pass_at_k", "maj_at_k")
     }
     assert first_row(run / "responses.jsonl").keys() == names_of("responses.jsonl")

@@ -215,7 +215,7 @@ def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
     assert summary["model"] is None
     assert found["pass_at_1"] == pytest.approx(1 / 2)
     error = math.sqrt(sum((p - 1 / 2) ** 2 for p in accuracies) / (4 * 3))
-    assert found["pass_at_1_stderr"] == pytest.approx(error)
+    assert found["standard_error"] == pytest.approx(error)
     assert found["pass_at"] == pytest.approx({"1": 1 / 2, "2": (1 + 2 / 3 + 0 + 1) / 4, "3": 3 / 4})
     assert found["maj_at_k"] == 2 / 4
     assert (found["formatted_frac"], "tokens_mean" in found) == (0, False)
