@@ -116,6 +116,12 @@ class SFTExample:
     row: int
     token_ids: list[int]
     loss_mask: list[bool]
+    num_cut: int = 0  # tokens that were cut off its end
+
+    def truncated(self, max_length: int) -> SFTExample:
+        """Keep the first tokens."""
+        num_cut = max(0, len(self.token_ids) - max_length)
+        return SFTExample(self.row, self.token_ids[:max_length], self.loss_mask[:max_length], num_cut)
 
 
 @dataclass(frozen=True)

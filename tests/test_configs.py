@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -151,3 +152,40 @@ def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").open()]
     assert [{name: score[name] for name in row} for row, score in zip(rows, scores, strict=True)] == rows
+
+
+def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"{i} + 1?",
+            "solution": str(i + 1),
+            "reasoning_trace": "Add one.",
+            "other_trace": "Guess " * i,
+        }
+        for i in range(1, 4)
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "predict",
+        "--config=configs/score.yaml",
+        f"--data.source={source}",
+        "--data.prompts_per_step=3",
+    ]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    scores: dict[str, list[dict[str, Any]]] = {}
+    for columns in ("reasoning_trace", "other_trace", "reasoning_trace, other_trace"):
+        run = tmp_path / columns.replace(", ", "-")
+        result = rlt(*command, f"--data.trace_columns=[{columns}]", f"--output_dir={run}")
+        assert result.returncode == 0, result.stderr
+        scores[columns] = [json.loads(line) for line in (run / "scores.jsonl").open()]
+    together = scores.pop("reasoning_trace, other_trace")
+    assert [score["trace_column"] for score in together] == ["reasoning_trace", "other_trace"] * 3
+    for name, alone in scores.items():
+        both = [score for score in together if score["trace_column"] == name]
+        for one, other in zip(both, alone, strict=True):
+            terms = {term: value for term, value in other.items() if isinstance(value, float)}
+            assert len(terms) > 5
+            assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
+    rewards = [score["reward"] for score in together]
+    assert abs(rewards[0] - rewards[1]) > 1e-3
