@@ -142,7 +142,7 @@ def result_row(found: dict[str, Any]) -> tuple[str, ...]:
     tokens = found.get("tokens_mean")
     return (
         found["title"],
-        f"{found['num_problems']:.0f}",
+        str(found["num_problems"]),
         str(found["num_samples"]),
         accuracy(found),
         percent(found["pass_at_k"]),
@@ -165,7 +165,7 @@ def beside_paper(summary: dict[str, Any], name: str) -> str:
 
 def accuracy(found: dict[str, Any]) -> str:
     """pass@1 with its standard error, in percent."""
-    error = found["pass_at_1_stderr"]
+    error = found["standard_error"]
     return percent(found["pass_at_1"]) + ("" if error is None else f" ± {percent(error)}")
 
 

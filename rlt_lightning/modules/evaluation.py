@@ -133,8 +133,8 @@ class EvaluationModule(LightningModule):
                 name: sum(part[name] for part in parts) / len(parts)
                 for name in ("pass_at_1", "pass_at_k", "maj_at_k")
             }
-            squares = sum(part["pass_at_1_stderr"] ** 2 for part in parts)
-            found["overall"] = overall | {"pass_at_1_stderr": math.sqrt(squares) / len(parts)}
+            squares = sum(part["standard_error"] ** 2 for part in parts)
+            found["overall"] = overall | {"standard_error": math.sqrt(squares) / len(parts)}
         return found
 
     def teardown(self, stage: str) -> None:
@@ -186,9 +186,9 @@ class SetMetrics(nn.Module):
         """What is logged, by the last part of its name."""
         accuracy, error = self.pass_at_1.compute()
         figures = {
-            "num_problems": float(self.pass_at_1.count),
+            "num_problems": int(self.pass_at_1.count),
             "pass_at_1": float(accuracy),
-            "pass_at_1_stderr": float(error),
+            "standard_error": float(error),
             "pass_at_k": self.pass_at_k()[self.num_samples],
             "maj_at_k": float(self.majority.compute()),
             "formatted_frac": float(self.means["formatted"].compute()),  # type: ignore[operator]
