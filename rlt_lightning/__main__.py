@@ -6,8 +6,9 @@ import sys
 
 from rlt_lightning import __version__
 
-HELP = """usage: rlt {fit,validate,predict,plan} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
+HELP = """usage: rlt {fit,validate,predict,test,plan} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
        rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
+       rlt chat --model.path MODEL [--model.url URL]
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
@@ -16,8 +17,10 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt fit --config configs/teacher_rlt.yaml     stage 2: GRPO with the dense reward of a frozen student
   rlt validate --config configs/teacher_rlt.yaml   held-out reward
   rlt predict --config configs/score.yaml       the reward of explanations that you have
+  rlt test --config configs/evaluate.yaml       accuracy on evaluation sets, beside the paper's
   rlt plan --config configs/teacher_rlt.yaml    the memory and time that `rlt fit` would need
   rlt export --ckpt_path RUN --output_dir DIR   an ordinary model folder from a checkpoint
+  rlt chat --model.path RUN/model               ask a trained student, its thought dimmed
 
 options:
   --output_dir DIR    where a run's files lie; runs/<config>-<time> when not given

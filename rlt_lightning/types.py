@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,3 +129,34 @@ class SFTBatch:
     """The examples of one optimizer step of one rank."""
 
     examples: list[SFTExample]
+
+
+@dataclass(frozen=True)
+class EvaluationProblem:
+    """One question of an evaluation set."""
+
+    id: str  # set/own id
+    set_name: str
+    question: str
+    prompt: list[int]  # through the opening of the assistant's turn; empty where responses are given
+    reference: Mapping[str, Any]  # what the judge compares with
+    private: bool  # whether nothing that could quote it may be written
+
+
+@dataclass(frozen=True)
+class Response:
+    """A model's whole turn in answer to a question, tags included."""
+
+    text: str
+    num_tokens: int | None = None  # sampled; None where the response was given
+    finish_reason: FinishReason | None = None
+    num_thinking_tokens: int | None = None  # where a budget was forced
+
+
+@dataclass
+class EvaluationBatch:
+    """Questions of one set. ResponseCallback attaches the responses, the module the judged records."""
+
+    problems: list[EvaluationProblem]
+    responses: list[list[Response]] | None = None  # equally many of each problem
+    records: list[dict[str, Any]] = field(default_factory=list)

@@ -292,7 +292,7 @@ class FakeWorker:
         ending = choice.pop("ending")
         choice["index"] = number
         choice["finish_reason"] = "length" if ending == "length" else "stop"
-        choice["stop_reason"] = {"stop": body["stop"][0], "eos": EOS, "length": None}[ending]
+        choice["stop_reason"] = {"stop": "".join(body["stop"]), "eos": EOS, "length": None}[ending]
         return choice
 
 
@@ -363,6 +363,7 @@ if __name__ == "__main__":
         port=int(words[words.index("--port") + 1]),
         model=words[words.index("--served-model-name") + 1],
         api_key=os.environ.get("VLLM_API_KEY"),
+        dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         faults=tuple(os.environ.get("FAKE_FAULTS", "").split()),
     )
     Event().wait()

@@ -59,7 +59,13 @@ class SlowEngine(HFEngine):
         self.delay_s = delay_s
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
         time.sleep(self.delay_s)
-        return super().generate(prompts, sampling, num_completions, stop, seeds)
+        return super().generate(prompts, sampling, num_completions, stop, seeds, limits)

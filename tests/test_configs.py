@@ -29,6 +29,12 @@ TINY = [  # whatever the experiment, at a size that runs here
     "--model.head.logits_mib=64",
 ]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
+TINY_EVALUATION = [
+    "--data.sets={arithmetic: null}",
+    "--data.max_rows=2",
+    "--rollouts.sampling.max_completion_length=4",
+    "--trainer.accelerator=cpu",
+]
 
 EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_colocated")
 
@@ -64,10 +70,11 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     base = config if config in CONFIGS else ROOT / "configs" / "quickstart.yaml"
     settings = yaml.safe_load(base.read_text())
     is_sft = settings["model"]["class_path"].endswith("SFTModule")
-    models = ["pretrained"] if is_sft else ["teacher", "student"]
+    is_evaluation = verb_of(config) == "test"
+    models = ["pretrained"] if is_sft or is_evaluation else ["teacher", "student"]
     options = [f"--config={base.relative_to(ROOT)}", *([] if base == config else [f"--config={config}"])]
     options += [
-        *TINY,
+        *(TINY_EVALUATION if is_evaluation else TINY),
         *(f"--model.{name}={tiny_model}" for name in models),
         f"--output_dir={tmp_path / 'run'}",
     ]
@@ -107,6 +114,13 @@ def test_the_released_recipes_figures_are_in_the_configs() -> None:
         "scheduler": "cosine",
         "warmup_frac": 0.05,
     }
+
+
+def test_the_papers_sets_are_evaluated_as_it_was_trained() -> None:
+    settings = yaml.safe_load((ROOT / "configs" / "evaluate.yaml").read_text())
+    recipe = yaml.safe_load((ROOT / "configs" / "teacher_rlt.yaml").read_text())
+    assert settings["data"]["init_args"]["sets"] == dict.fromkeys(["aime24", "math500", "gpqa_diamond"])
+    assert settings["rollouts"]["sampling"] == recipe["rollouts"]["sampling"]
 
 
 def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:

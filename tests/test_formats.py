@@ -414,8 +414,8 @@ def test_finding_the_spans_costs_a_few_tokens_whatever_the_length(smol: Any, mon
     problem = chat.problem(1, "q", SOLUTION)
     token_ids = encode(smol, "step. " * 2000 + f"\n\n{chat.end_tag}")
     lengths = []
-    decode = chat._decode
-    monkeypatch.setattr(chat, "_decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    decode = smol.decode
+    monkeypatch.setattr(smol, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
     rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
     assert rollout.num_body > 3000
     assert sum(lengths) < rollout.num_body + 400  # the body once, for its text

@@ -33,10 +33,12 @@ from rlt_lightning.engines import (
     EngineError,
     GlooPush,
     Launch,
+    NoPush,
     Sampling,
     VLLMEngine,
     WeightPush,
     WorkersLost,
+    generate_patiently,
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.vllm import disagreement
@@ -640,6 +642,99 @@ def test_what_workers_hold_is_unknown_after_closing(start: Any) -> None:
     engine.close()
     assert engine.policy_version == -1
     assert engine.unverified
+
+
+# Workers with weights of their own
+
+
+def test_a_plain_server_is_asked_only_what_every_server_answers(start: Any) -> None:
+    worker = FakeWorker(dev_mode=False, score=lambda ids: TRAINER_SCORES)
+    engine = start(worker, push=NoPush())
+    assert engine.policy_version == 0
+    assert engine.unverified
+    engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+    assert not engine.unverified
+    assert token_ids(generate(engine)) == undisturbed()
+    engine.health()
+    routes = {call.partition(" ")[2] for call in worker.calls}
+    assert routes == {"/health", "/v1/models", "/v1/completions"}
+
+
+def test_a_plain_server_with_another_model_is_found(start: Any) -> None:
+    engine = start(FakeWorker(dev_mode=False, score=lambda ids: [-1.0, -2.0, -4.0]), push=NoPush())
+    with pytest.raises(EngineError, match=r"differ by 0.33 nats per token .* It serves another model"):
+        engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+
+
+def test_training_with_workers_that_are_pushed_nothing_is_refused(start: Any) -> None:
+    engine = start(FakeWorker(dev_mode=False), push=NoPush())
+    engine.update_weights(WEIGHTS, 0)  # a worker that came back
+    with pytest.raises(InputError, match=r"the trainer's have changed. Train with .*GlooPush"):
+        engine.update_weights(WEIGHTS, 1)
+
+
+def test_a_plain_server_needs_no_local_model(start: Any, tmp_path: Path) -> None:
+    endings = ("eos", "length")
+    worker = FakeWorker(dev_mode=False, endings=endings)
+    engine = VLLMEngine([worker.url], push=NoPush())
+    engine.start(None, None, tmp_path)
+    assert engine.policy_version == 0
+    groups = engine.generate(PROMPTS, SAMPLING, 2, "", SEEDS)
+    assert token_ids(groups) == undisturbed(endings=endings)
+    assert {completion.log_probs for group in groups for completion in group} == {None}
+    assert {(len(body["stop"]), len(body["stop_token_ids"])) for body in worker.bodies} == {(0, 0)}
+    engine.close()
+    worker.close()
+    assert engine.policy_version == -1
+
+
+def test_a_plain_server_that_dies_is_waited_for_and_asked_for_the_rest(start: Any) -> None:
+    worker = FakeWorker(dev_mode=False, faults=("", "", "", "die"))
+    engine = start(worker, step=None, push=NoPush(), max_sequences=2, max_retries=0)
+    with pytest.raises(WorkersLost):  # the trainer must say which weights it takes them to hold
+        generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)
+    engine.close()
+    engine.start(None, None, Path())
+    reopening = Thread(target=lambda: eventually(lambda: worker.server is None) and worker.open())
+    reopening.start()
+    assert token_ids(generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)) == undisturbed()
+    reopening.join()
+    assert_each_prompt_once(worker)
+
+
+def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
+    launch = Launch(executable=fake_vllm(tmp_path), model="a/folder", start_deadline_s=20.0)
+    engine = VLLMEngine(launch=launch, push=NoPush())
+    try:
+        engine.start(None, None, tmp_path)
+        [server] = engine.servers.values()
+        assert "a/folder" in server.command
+        assert not [word for word in server.command if "transfer" in word or "extension" in word]
+        assert token_ids(generate(engine)) == undisturbed()
+        assert server.process is not None
+        os.killpg(server.process.pid, signal.SIGKILL)
+        assert token_ids(generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)) == undisturbed()
+    finally:
+        engine.close()
+
+
+def test_what_a_plain_server_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="needs workers that are pushed weights"):
+        VLLMEngine(["http://127.0.0.1:1"], push=NoPush(), sleep=True)
+    with pytest.raises(InputError, match=r"push is GlooPush. Set it to rlt_lightning.engines.NoPush"):
+        VLLMEngine(["http://127.0.0.1:1"]).start(None, None, tmp_path)
+    with pytest.raises(InputError, match=r"launch.model must name what the workers load"):
+        VLLMEngine(launch=Launch(), push=NoPush()).start(None, None, tmp_path)
+
+
+def test_every_prompt_may_have_a_limit_of_its_own(start: Any) -> None:
+    worker = FakeWorker(endings=("length",))
+    engine = start(worker)
+    limits = [1, 2, 3, 4, 5, 6, 7, 2045]
+    groups = engine.generate(PROMPTS, SAMPLING, 1, END, SEEDS, limits)
+    assert [len(completion.token_ids) for (completion,) in groups] == limits
+    with pytest.raises(InputError, match="need 2049"):
+        engine.generate(PROMPTS, SAMPLING, 1, END, SEEDS, [*limits[:-1], 2046])
 
 
 # Workers that are launched

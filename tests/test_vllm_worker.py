@@ -30,10 +30,14 @@ from rlt_lightning.engines import (
     GlooPush,
     HFEngine,
     Launch,
+    NoPush,
     Sampling,
     VLLMEngine,
     WeightPush,
+    generate_patiently,
 )
+from rlt_lightning.engines.launch import LocalServer
+from rlt_lightning.engines.weights import free_port
 from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
@@ -89,9 +93,6 @@ class Trainer:
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
-    from rlt_lightning.engines.launch import LocalServer
-    from rlt_lightning.engines.weights import free_port
-
     port = free_port()
     command = Launch(**LAUNCH).command(0, port, tiny_model, "gloo", "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
@@ -477,3 +478,41 @@ def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: worker_pids(run) == [], 30)
+
+
+@pytest.fixture(scope="module")
+def plain_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`vllm serve FOLDER` as anybody types it, without routes of development or our extension: its URL."""
+    port = free_port()
+    command = [str(EXECUTABLE), "serve", tiny_model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    log = tmp_path_factory.mktemp("plain") / "worker.log"
+    local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
+    local.start()
+    yield f"http://127.0.0.1:{port}"
+    local.stop()
+
+
+def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_model_it_serves(
+    plain_server: str, trainer: Trainer
+) -> None:
+    prompts = [trainer.prompt(text) for text in ("One and two", "A longer prompt, of some more words")]
+    sampling = Sampling(temperature=0.7, max_completion_length=16)
+    engine = VLLMEngine(urls=[plain_server], push=NoPush())
+    engine.start(None, None, trainer.folder)
+    alone = generate_patiently(engine, prompts, sampling, 3, "", [1, 2], limits=[4, 16])
+    engine.close()
+    assert [{len(c.token_ids) for c in group} for group in alone] == [{4}, {16}]
+    assert {completion.log_probs for group in alone for completion in group} == {None}
+
+    engine = VLLMEngine(urls=[plain_server], push=NoPush(), log_probs="trainer")
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.push(engine)
+    text = prompts[1]
+    engine.verify(text, {0: trainer.log_probs(text)})
+    again = engine.generate(prompts, sampling, 3, "", [1, 2], [4, 16])
+    assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in g] for g in alone]
+    trainer.step(size=0.5)
+    with pytest.raises(EngineError, match="It serves another model"):
+        engine.verify(text, {0: trainer.log_probs(text)})
+    engine.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
+from rlt_lightning.tags import decode, start_of_tag
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
@@ -181,6 +183,19 @@ class ChatFormat:
         """The stop string of the engines: the tag that closes an explanation."""
         return self.tags.explanation_close
 
+    @property
+    def thought_opening(self) -> list[int]:
+        """Tokens that begin a student's turn: opening thought tag and separator, as before a letter."""
+        return encode_pieces(self.tokenizer, [self.tags.thought_open + self.tags.separator, SENTINEL])[0]
+
+    @property
+    def answer_opening(self) -> list[int]:
+        """Tokens that cut a thought short, as between letters: closing thought through opening solution."""
+        tags = self.tags
+        between = tags.thought_close + BLOCK_BREAK + tags.solution_open
+        pieces = [SENTINEL, tags.separator + between + tags.separator, SENTINEL]
+        return encode_pieces(self.tokenizer, pieces)[1]
+
     # Problems
 
     def problem(
@@ -256,13 +271,23 @@ class ChatFormat:
         """Render the teacher's conversation up to the assistant's text."""
         return self.render(self.teacher_system_prompt, question)
 
-    def student_chat(self, question: str, student_system_prompt: str | None = None) -> str:
-        """Render the student's conversation up to the assistant's text."""
+    def student_chat(
+        self,
+        question: str,
+        student_system_prompt: str | None = None,
+        earlier: Sequence[tuple[str, str]] = (),
+    ) -> str:
+        """Render the student's conversation up to the assistant's text; see `render`."""
         system_prompt = self.student_system_prompt if student_system_prompt is None else student_system_prompt
-        return self.render(system_prompt, question)
+        return self.render(system_prompt, question, earlier)
 
-    def render(self, system_prompt: str, question: str) -> str:
+    def render(self, system_prompt: str, question: str, earlier: Sequence[tuple[str, str]] = ()) -> str:
         """Render system message, user message and generation prompt with the tokenizer's chat template.
+
+        Args:
+            system_prompt: The empty string for none.
+            question: What the user asks.
+            earlier: Questions before it, with the answers that they got, tags included.
 
         Raises:
             InputError: If there is no template, or it refuses a system message.
@@ -270,6 +295,8 @@ class ChatFormat:
         import jinja2
 
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        for asked, answered in earlier:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
@@ -312,18 +339,20 @@ class ChatFormat:
         """
         body = completion.token_ids
         if completion.finish_reason == "stop":
-            body = body[: self._start_of_end_tag(body)]
+            body = body[: start_of_tag(self.tokenizer, body, self.end_tag)]
         elif completion.finish_reason == "eos":
             body = body[:-1]
         num_think = len(body) - self._num_separator_tokens(body)
         closed = completion.finish_reason == "stop"
-        return Rollout(problem, completion, len(body), num_think, self._decode(body).strip(), closed)
+        text = decode(self.tokenizer, body).strip()
+        return Rollout(problem, completion, len(body), num_think, text, closed)
 
     def student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a student's own answer, tags included, to its problem."""
         closed = completion.finish_reason == "eos"
         body = completion.token_ids[:-1] if closed else completion.token_ids
-        return Rollout(problem, completion, len(body), len(body), self._decode(body).strip(), closed)
+        text = decode(self.tokenizer, body).strip()
+        return Rollout(problem, completion, len(body), len(body), text, closed)
 
     # Supervised fine-tuning
 
@@ -396,24 +425,11 @@ class ChatFormat:
             )
         return prefix, separator
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _start_of_end_tag(self, token_ids: list[int]) -> int:
-        """Index of the token with the end tag's first character, given that its last is in the last token."""
-        # Each token holds at least one byte of the tag.
-        shortest = max(0, len(token_ids) - len(self.end_tag.encode()))
-        for start in range(len(token_ids) - 1, shortest - 1, -1):
-            if self.end_tag in self._decode(token_ids[start:]):
-                return start
-        raise ValueError(
-            f"A completion that finished with 'stop' must end with {self.end_tag}, but its last tokens read "
-            f"{self._decode(token_ids[shortest:])!r}. Check the engine that sampled it."
-        )
-
     def _ends_in_separator(self, token_ids: list[int]) -> bool:
         separator = self.tags.separator
-        return not separator or self._decode(token_ids[-len(separator.encode()) :]).endswith(separator)
+        return not separator or decode(self.tokenizer, token_ids[-len(separator.encode()) :]).endswith(
+            separator
+        )
 
     def _num_separator_tokens(self, token_ids: list[int]) -> int:
         """Count the last tokens that start inside the separator."""
@@ -422,7 +438,7 @@ class ChatFormat:
             return 0
         count = 0
         while count < len(token_ids) and separator.endswith(
-            self._decode(token_ids[len(token_ids) - count - 1 :])
+            decode(self.tokenizer, token_ids[len(token_ids) - count - 1 :])
         ):
             count += 1
         return count

@@ -1,15 +1,18 @@
 """What a rollout can come from."""
 
-from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost
+from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost, generate_patiently
+from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, generate_with_budget
 from rlt_lightning.engines.disk import AdapterPush, DiskPush
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.engines.weights import GlooPush, WeightPush
+from rlt_lightning.engines.weights import GlooPush, NoPush, WeightPush
 
 __all__ = [
     "AdapterPush",
+    "BudgetForcing",
+    "BudgetedCompletion",
     "DiskPush",
     "Engine",
     "EngineError",
@@ -17,8 +20,11 @@ __all__ = [
     "HFEngine",
     "Launch",
     "NCCLPush",
+    "NoPush",
     "Sampling",
     "VLLMEngine",
     "WeightPush",
     "WorkersLost",
+    "generate_patiently",
+    "generate_with_budget",
 ]

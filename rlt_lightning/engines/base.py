@@ -100,13 +100,19 @@ class Engine(Protocol):
         """Get ready to serve; safe to call twice.
 
         Args:
-            model: The trainer's teacher.
+            model: The trainer's teacher; None where workers serve weights of their own (NoPush).
             tokenizer: Its tokenizer.
             folder: The run folder, for logs and what else the engine writes.
         """
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample `num_completions` per prompt.
 
@@ -117,6 +123,7 @@ class Engine(Protocol):
             stop: The end tag. A completion ends with the token in which this text ends; '': only with an
                 end-of-sequence token.
             seeds: One per prompt. The same seed gives the same random numbers, whatever else is in the batch.
+            limits: Tokens sampled at most, one per prompt; None: sampling.max_completion_length for all.
 
         Returns:
             P lists of `num_completions`. Log-probs are of the full distribution at `sampling.temperature`, at
@@ -149,3 +156,32 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""
+
+
+def generate_patiently(
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    num_completions: int,
+    stop: str,
+    seeds: list[int],
+    limits: list[int] | None = None,
+) -> list[list[Completion]]:
+    """`Engine.generate`, with lost workers waited for until all is sampled.
+
+    Raises:
+        WorkersLost: If they came back without the current weights.
+    """
+    finished: dict[int, list[Completion]] = {}
+    while missing := [i for i in range(len(prompts)) if i not in finished]:
+        asked, their_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
+        their_limits = None if limits is None else [limits[i] for i in missing]
+        try:
+            groups = engine.generate(asked, sampling, num_completions, stop, their_seeds, their_limits)
+            finished |= dict(zip(missing, groups, strict=True))
+        except WorkersLost as error:
+            finished |= {missing[i]: group for i, group in error.finished.items()}
+            engine.health()
+            if engine.policy_version < 0:
+                raise WorkersLost(str(error), finished) from error
+    return [finished[i] for i in range(len(prompts))]

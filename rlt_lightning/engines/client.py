@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import ssl
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 
 from rlt_lightning.engines.base import EngineError, Sampling
-from rlt_lightning.types import Completion, FinishReason
+from rlt_lightning.types import Completion, FinishReason, InputError
 
 JSON = dict[str, Any]
 
@@ -37,7 +38,7 @@ class Request:
     num_completions: int
     sampling: Sampling
     stop: str
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # beside those that the server knows
     vocab_size: int
     seed: int  # of the first completion; those after it take the numbers that follow
 
@@ -54,12 +55,16 @@ class WorkerClient:
         url: Of the server, such as http://127.0.0.1:8000.
         model: The name that it serves; None: the first that it lists.
         api_key: Sent as a bearer token, if any.
+        plain: Whether it may lack the routes of VLLM_SERVER_DEV_MODE, as it serves weights of its own.
     """
 
-    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, model: str | None = None, api_key: str | None = None, plain: bool = False
+    ) -> None:
         self.url = url.rstrip("/")
         self.model = model
         self.api_key = api_key
+        self.plain = plain
         self.adapter: str | None = None  # name of the LoRA that it samples with, if any
         self.weights: str | None = None  # version of the last push to it that went through
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
@@ -118,14 +123,24 @@ class WorkerClient:
             )
         return answer
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every call."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
     def _http(self) -> httpx.AsyncClient:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return httpx.AsyncClient(
-            headers=headers, timeout=None, verify=trusted_certificates(), trust_env=False
+            headers=self.headers, timeout=None, verify=trusted_certificates(), trust_env=False
         )
 
-    async def probe(self, deadline_s: float) -> str:
-        """Ask server, engine and model workers for a sign of life; return the version of their weights."""
+    async def probe(self, deadline_s: float) -> str | None:
+        """Ask server, engine and model workers for a sign of life; return the version of their weights.
+
+        A plain one is asked for its health alone, and keeps its weights.
+        """
+        if self.plain:
+            await self.call("GET", "/health", None, deadline_s)
+            return self.weights
         _, _, answer = await asyncio.gather(
             self.call("GET", "/health", None, deadline_s),
             self.call("POST", "/collective_rpc", {"method": "check_health"}, deadline_s),
@@ -151,9 +166,14 @@ class WorkerClient:
     async def describe(self, deadline_s: float, sleeps: bool = False) -> None:
         """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type.
 
+        A plain one does not tell.
+
         Raises:
             WorkerError: Also if it is to sleep, but would keep its memory.
         """
+        if self.plain:
+            self.dtype = "unknown"
+            return
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
         with self.understanding(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
@@ -284,7 +304,7 @@ def finish_reason(choice: JSON, request: Request) -> FinishReason:
         return "length"
     if reason == "stop" and request.stop and detail == request.stop:
         return "stop"
-    if reason == "stop" and (detail is None or detail in request.eos_token_ids):
+    if reason == "stop" and (detail is None or isinstance(detail, int)):  # one of ours, or the server's own
         return "eos"
     raise ValueError(f"finish_reason {reason!r}, stop_reason {detail!r}")  # an aborted request, for one
 
@@ -305,6 +325,18 @@ def refusal(place: str, response: httpx.Response) -> WorkerError:
         f"{place} was refused with status {status} ({reason}). {advice}",
         retryable=status >= 500 or status in (408, 429),
     )
+
+
+def key_from(variable: str) -> str:
+    """The API key in an environment variable; empty if there is none.
+
+    Raises:
+        InputError: If no header can carry it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise InputError(f"The key in {variable} must be printable ASCII, but is not. Correct it.")
+    return key
 
 
 @cache

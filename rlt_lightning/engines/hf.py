@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,11 +22,16 @@ NUM_PROMPT_LOG_PROBS = 8  # more than the separator before an explanation has to
 class Draft:
     """A completion while it is being sampled."""
 
-    uniforms: Tensor  # (max_completion_length,) in [0, 1): the row's own random numbers
+    uniforms: Tensor  # (limit,) in [0, 1): the row's own random numbers, one for each token
     seed: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has neither ended nor come to its limit."""
+        return self.finish_reason == "length" and len(self.token_ids) < len(self.uniforms)
 
 
 class HFEngine:
@@ -104,32 +110,51 @@ class HFEngine:
         self.model = self.tokenizer = self.run = self.on_any_rank = None
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
         self.health()
         per_turn = max(1, self.max_sequences // num_completions)  # prompts sampled at once
+        limits = limits or [sampling.max_completion_length] * len(prompts)
         was_training = self.model.training
         self.model.eval()  # gradient checkpointing would switch the key-value cache off
         groups: list[list[Completion]] = []
         try:
             for start in range(0, len(prompts), per_turn):
                 turn = slice(start, start + per_turn)
-                groups += self._sample_groups(prompts[turn], sampling, num_completions, stop, seeds[turn])
+                groups += self._sample_groups(
+                    prompts[turn], sampling, num_completions, stop, seeds[turn], limits[turn]
+                )
         finally:
             self.model.train(was_training)
         return groups
 
     @torch.no_grad()
     def _sample_groups(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int],
     ) -> list[list[Completion]]:
         """Sample one batch: N = len(prompts) * num_completions rows, finished rows leave the batch."""
-        drafts = [Draft(u, seed) for seed in seeds for u in row_uniforms(seed, num_completions, sampling)]
+        drafts = [
+            Draft(uniforms, seed)
+            for seed, limit in zip(seeds, limits, strict=True)
+            for uniforms in row_uniforms(seed, num_completions, limit)
+        ]
         logits, cache, history, mask, given = self._prefill(prompts, num_completions, sampling)
         watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         active = list(range(len(drafts)))
-        for step in range(sampling.max_completion_length):
+        for step in itertools.count():
             uniforms = torch.stack([drafts[i].uniforms[step] for i in active])
             tokens, log_probs = draw(
                 logits.float(), history, uniforms.to(logits.device), sampling
@@ -138,8 +163,8 @@ class HFEngine:
                 drafts[i].token_ids.append(token)
                 drafts[i].log_probs.append(log_prob)
                 drafts[i].finish_reason = watcher.finish_reason(drafts[i].token_ids)
-            keep = [j for j, i in enumerate(active) if drafts[i].finish_reason == "length"]
-            if not self._goes_on(bool(keep) and step + 1 < sampling.max_completion_length):
+            keep = [j for j, i in enumerate(active) if drafts[i].goes_on]
+            if not self._goes_on(bool(keep)):
                 break
             history = torch.cat([history, tokens[:, None]], dim=1)
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
@@ -226,12 +251,10 @@ def device_of(model: Any) -> torch.device:
     return device
 
 
-def row_uniforms(seed: int, num_completions: int, sampling: Sampling) -> Tensor:
-    """Draw a group's random numbers, (num_completions, max_completion_length), from its prompt's seed."""
+def row_uniforms(seed: int, num_completions: int, num_tokens: int) -> Tensor:
+    """Draw a group's random numbers, (num_completions, num_tokens), from its prompt's seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(
-        num_completions, sampling.max_completion_length, generator=generator, dtype=torch.float64
-    )
+    return torch.rand(num_completions, num_tokens, generator=generator, dtype=torch.float64)
 
 
 def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

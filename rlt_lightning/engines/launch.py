@@ -29,7 +29,7 @@ class Launch:
         executable: `vllm` of the environment that vLLM is installed in; a path, or a name on PATH.
         num_workers: Servers to start, each with a copy of the teacher.
         model: What they load at first; None: the teacher. The trainer's weights replace it before the first
-            request.
+            request, unless the engine's push is NoPush.
         dtype: Of the worker's weights.
         max_model_len: Tokens of prompt and completion; None: as many as the model allows.
         tensor_parallel_size: GPUs that share one copy of the weights.
@@ -68,7 +68,7 @@ class Launch:
                 f"{self.gpus}. Correct it, or the sizes."
             )
 
-    def command(self, index: int, port: int, model: str, backend: str, served_model: str) -> list[str]:
+    def command(self, index: int, port: int, model: str, backend: str | None, served_model: str) -> list[str]:
         """The command line of worker number `index`, which a person could type as well."""
         program = which(self.executable)
         if program is None:
@@ -79,12 +79,9 @@ class Launch:
         words = [program, "serve", self.model or model, "--served-model-name", served_model]
         words += ["--host", LOOPBACK, "--port", str(port), "--dtype", self.dtype, "--seed", str(index)]
         words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        words += [
-            "--weight-transfer-config",
-            f'{{"backend": "{backend}"}}',
-            "--worker-extension-cls",
-            EXTENSION,
-        ]
+        if backend is not None:
+            words += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
+            words += ["--worker-extension-cls", EXTENSION]
         for name in ("max_model_len", "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
             if value not in (None, 1):
@@ -99,10 +96,14 @@ class LocalServer:
         command: Its command line.
         environment: Variables beside those of this process.
         log: File that its output goes to.
+        dev_mode: Whether it has the routes of VLLM_SERVER_DEV_MODE.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, command: list[str], environment: dict[str, str], log: Path, dev_mode: bool = True
+    ) -> None:
         self.command = command
+        self.dev_mode = dev_mode
         self.environment = environment
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
@@ -117,7 +118,8 @@ class LocalServer:
         """Start it, or start it again."""
         self.kill()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults["VLLM_SERVER_DEV_MODE"] = "1" if self.dev_mode else "0"
         # vLLM's own groups listen on the machine's address otherwise, whatever --host says.
         defaults |= {
             "VLLM_HOST_IP": LOOPBACK,

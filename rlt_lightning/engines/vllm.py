@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost, require_context
-from rlt_lightning.engines.client import Request, WorkerClient, WorkerError
+from rlt_lightning.engines.client import Request, WorkerClient, WorkerError, key_from
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
@@ -48,7 +48,7 @@ class VLLMEngine:
         urls: Workers that run already, such as [http://127.0.0.1:8000]; or
         launch: Workers to start and to stop.
         push: How weights travel; None: GlooPush(). A running worker must name its `backend` in
-            --weight-transfer-config.
+            --weight-transfer-config. NoPush: they do not, and any vLLM server will do.
         log_probs: worker: take the workers' log-probs, which must be those of sampling (--logprobs-mode
             processed_logprobs, checked at the start). trainer: take none, the trainer's own are the only
             ones.
@@ -86,13 +86,19 @@ class VLLMEngine:
         max_restarts: int = 5,
         sleep: bool = False,
     ) -> None:
+        self.push = push or GlooPush()
+        self.plain = self.push.backend is None  # workers serve weights of their own
+        if self.plain and sleep:
+            raise InputError(
+                "The engine's sleep needs workers that are pushed weights, but its push is NoPush. Set sleep "
+                "to false."
+            )
         if bool(urls) == (launch is not None):
             raise InputError(
                 f"VLLMEngine needs either urls or launch, but got urls={urls} and launch={launch}. Name the "
                 "workers that run, or have some started."
             )
         self.launch = launch
-        self.push = push or GlooPush()
         self.takes_adapters = self.push.takes_adapters
         self.reports_log_probs = log_probs == "worker"
         self.max_sequences = max_sequences
@@ -112,9 +118,7 @@ class VLLMEngine:
         self.vocab_size = 0
         self.max_model_len = sys.maxsize
         self.started = False
-        api_key = os.environ.get(api_key_env, "").strip()
-        if not api_key.isascii() or not api_key.isprintable():
-            raise InputError(f"The key in {api_key_env} must be printable ASCII, but is not. Correct it.")
+        api_key = key_from(api_key_env)
         faulty = [url for url in urls or [] if not re.fullmatch(r"https?://[^@/]+/?", url)]
         if faulty or len({url.rstrip("/") for url in urls or []}) < len(urls or []):
             raise InputError(
@@ -125,7 +129,8 @@ class VLLMEngine:
             ports = [launch.port + i if launch.port else free_port() for i in range(launch.num_workers)]
             urls = [f"http://{LOOPBACK}:{port}" for port in ports]
             served_model = f"teacher-{self.run_id}"  # no other server on the port is taken for ours
-        self.workers = [WorkerClient(url, served_model, api_key) for url in urls or []]
+        self.workers = [WorkerClient(url, served_model, api_key, self.plain) for url in urls or []]
+        self.alone = False  # whether there is no trainer, and so no weights but the workers' own
 
     @property
     def serving(self) -> list[WorkerClient]:
@@ -151,21 +156,44 @@ class VLLMEngine:
     # Start and stop
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
-        """Start the workers that are to be launched, and wait until every worker answers."""
+        """Start the workers that are to be launched, and wait until every worker answers.
+
+        With NoPush, `model` may be None. Completions then end where the worker's own model ends them, and
+        carry no log-probs, since nobody has verified what the worker calls so.
+        """
         if self.started:
             return
-        self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        if model is None:
+            self._be_alone()
+        else:
+            self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
+            self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.push.open(model, folder / "weights")
         self.down = {worker.url: "It never answered." for worker in self.workers}
         try:
             if self.launch is not None:
-                self._start_servers(self.launch, model.name_or_path, folder / "workers")
+                name = self.launch.model or model.name_or_path
+                self._start_servers(self.launch, name, folder / "workers")
             self._run(self._wait_for(all_of_them=True))
         except BaseException:
             self.close()
             raise
         self.started = True
+
+    def _be_alone(self) -> None:
+        """Get ready to take the workers as they are."""
+        if not self.plain:
+            raise InputError(
+                f"Without a model, workers must serve weights of their own, but push is "
+                f"{type(self.push).__name__}. Set it to rlt_lightning.engines.NoPush."
+            )
+        if self.launch is not None and self.launch.model is None:
+            raise InputError(
+                "Without a model, launch.model must name what the workers load, but is not set. Set it."
+            )
+        self.alone = True
+        self.pushed = 0
+        self.vocab_size = sys.maxsize
 
     def _start_servers(self, launch: Launch, model: str, logs: Path) -> None:
         for index, worker in enumerate(self.workers):
@@ -177,7 +205,8 @@ class VLLMEngine:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus[index]))
             if key := worker.api_key:
                 environment["VLLM_API_KEY"] = key  # not on the command line, where every user could read it
-            self.servers[worker.url] = LocalServer(command, environment, logs / f"worker-{index}.log")
+            log = logs / f"worker-{index}.log"
+            self.servers[worker.url] = LocalServer(command, environment, log, dev_mode=not self.plain)
             self.servers[worker.url].start()
 
     def close(self) -> None:
@@ -186,7 +215,7 @@ class VLLMEngine:
         for server in self.servers.values():
             server.stop()
         self.servers = {}
-        self.started = False
+        self.started = self.alone = False
         self.pushed = -1  # what the workers hold later on is not known
         for worker in self.workers:
             worker.weights = worker.adapter = None
@@ -270,6 +299,8 @@ class VLLMEngine:
                 raise
             self.silence[worker.url] = str(error)
             return
+        if self.alone:
+            worker.weights = self.version_name
         self.max_model_len = min(self.max_model_len, limit)
         self.down.pop(worker.url, None)
 
@@ -339,7 +370,9 @@ class VLLMEngine:
                 self._lose(worker, f"The weights could not be pushed to it: {error}")
 
     def join_update(self, named_tensors: list[NamedTensor]) -> None:
-        """Gather in step with rank 0."""
+        """Gather in step with rank 0, if it gathers anything."""
+        if self.plain:
+            return
         for _ in gathered_groups(named_tensors, self.push.gather_bytes):
             pass
 
@@ -363,10 +396,15 @@ class VLLMEngine:
             self._lose(worker, str(error))
             return
         if fault := disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+            advice = (
+                "It serves another model: let it serve the one that is loaded here."
+                if self.plain
+                else "Its weights are stale, or a part of them, such as a tied output head; check its "
+                f"--weight-transfer-config and that it runs our {EXTENSION}."
+            )
             raise EngineError(
                 f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, but "
-                f"{fault} Its weights are stale; check its --weight-transfer-config and that it runs our "
-                f"{EXTENSION}."
+                f"{fault} {advice}"
             )
         if self.reports_log_probs and not exact:
             raise EngineError(
@@ -379,13 +417,28 @@ class VLLMEngine:
     # Completions
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
-        require_context(max(map(len, prompts)) + sampling.max_completion_length, self.max_model_len)
+        limits = limits or [sampling.max_completion_length] * len(prompts)
+        require_context(max(map(add, map(len, prompts), limits)), self.max_model_len)
         requests = [
-            Request(prompt, num_completions, sampling, stop, self.stop_ids, self.vocab_size, seed & SEED_MASK)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(
+                prompt,
+                num_completions,
+                replace(sampling, max_completion_length=limit),
+                stop,
+                self.stop_ids,
+                self.vocab_size,
+                seed & SEED_MASK,
+            )
+            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
         ]
         finished = self._run(self._complete_all(requests))
         if len(finished) < len(prompts):
@@ -462,7 +515,7 @@ class VLLMEngine:
                     retryable=False,
                 )
             await asyncio.sleep(self.backoff_s * 2**attempt)
-        if request.sampling.truncates or not self.reports_log_probs:
+        if request.sampling.truncates or self.alone or not self.reports_log_probs:
             return [replace(completion, log_probs=None) for completion in completions]
         return completions
 
@@ -509,7 +562,7 @@ def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: 
     if not error <= bound:
         return (
             f"its log-probs differ by {error:.2g} nats per token (at most {bound:g} is rounding) and fit no "
-            "earlier step either: a part of the model, such as a tied output head, was not updated."
+            "earlier step either."
         )
     return None
 

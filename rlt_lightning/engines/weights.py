@@ -40,7 +40,7 @@ class WeightPush(ABC):
         timeout_s: Deadline of every single transfer and of every call to a worker.
     """
 
-    backend: ClassVar[str]  # what the worker's --weight-transfer-config names
+    backend: ClassVar[str | None]  # what the worker's --weight-transfer-config names; None: it needs none
     takes_adapters: ClassVar[bool] = False  # whether it pushes a LoRA's matrices rather than merged weights
 
     def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0) -> None:
@@ -110,6 +110,42 @@ class WeightPush(ABC):
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Free what is held between pushes."""
+
+
+class NoPush(WeightPush):
+    """Push nothing: workers serve weights of their own, and may be any `vllm serve FOLDER`.
+
+    For evaluation and generation with a model that is trained already. Nothing is asked of the workers but
+    what every vLLM server answers; whether they hold the trainer's weights, if there is a trainer, is
+    verified as after any push.
+    """
+
+    backend = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version: str | None = None  # that the workers are taken to hold
+
+    def prepare(self, worker: WorkerClient) -> None:
+        """Nothing: the worker goes on serving."""
+
+    def transfer(
+        self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
+    ) -> None:
+        """Require that the trainer's weights are those of before."""
+        if self.version not in (None, version):
+            raise InputError(
+                "NoPush leaves workers the weights that they serve, but the trainer's have changed. Train "
+                "with rlt_lightning.engines.GlooPush."
+            )
+        self.version = version
+
+    def conclude(self, worker: WorkerClient) -> None:
+        """Nothing, as before."""
+
+    def close(self) -> None:
+        """Take whatever weights the next trainer has."""
+        self.version = None
 
 
 class GlooPush(WeightPush):

@@ -327,7 +327,7 @@ def recomputes(module: RLTModule, rollouts: RolloutCallback) -> bool:
 
 def push_backend(engine: Any) -> str:
     """How weights travel to the engine."""
-    return engine.push.backend if isinstance(engine, VLLMEngine) else ""
+    return engine.push.backend or "" if isinstance(engine, VLLMEngine) else ""
 
 
 def worker_of(

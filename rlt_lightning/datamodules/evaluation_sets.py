@@ -1,0 +1,163 @@
+"""The evaluation sets: where they come from, what is asked, and what the right answer is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlt_lightning.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
+from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows
+from rlt_lightning.types import InputError
+
+MATH_PROMPT = "Return your final response within \\boxed{{}}. {question}"
+CHOICE_PROMPT = "Return the letter of the right option within \\boxed{{}}. {question}\n\n{options}"
+QUESTIONS = ("question", "problem", "prompt", "Question")  # columns, the first that a row has
+IDS = ("id", "unique_id", "Record ID")
+NUMBERS = ("numbers", "nums")
+NUM_EMBEDDED_ROWS = 200  # of a set that is made from a seed, unless max_rows asks for more
+SHOWN_ROWS = 5  # row numbers in messages
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One set as it is published.
+
+    Args:
+        title: For people.
+        source: Hub id, with `:configuration` where it has several, or an embedded source.
+        split: Of the source.
+        kind: How its answers are judged.
+        private: Whether its authors ask that its rows stay out of plain text: then nothing that could quote
+            them is written or shown.
+    """
+
+    title: str
+    source: str
+    split: str = "test"
+    kind: Kind = "math"
+    private: bool = False
+
+
+SETS = {
+    "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train"),
+    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25"),
+    "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500"),
+    "gpqa_diamond": EvaluationSet(
+        "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", kind="choice", private=True
+    ),
+    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main"),
+    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23"),
+    "countdown": EvaluationSet("Countdown", "countdown", kind="countdown"),
+    "arithmetic": EvaluationSet("arithmetic", "arithmetic"),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row of a set, understood."""
+
+    id: str  # set/own id or, where the set has none, set/row number
+    text: str  # what the user asks, instruction included
+    reference: Reference
+
+
+def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> list[Question]:
+    """Read a set.
+
+    Args:
+        name: One of `SETS`.
+        source: A file, folder or hub id in place of its own; a folder's or hub id's split `test` is read.
+        max_rows: Rows read at most, from the start.
+        seed: Of the order of options, and of an embedded source.
+
+    Raises:
+        InputError: If there is no such set, it is empty, or one of its rows cannot be used.
+    """
+    if name not in SETS:
+        raise InputError(f"data.sets may name {', '.join(SETS)}, but names '{name}'. Choose among these.")
+    spec = SETS[name]
+    if spec.kind == "countdown":
+        require_reasoning_gym()
+    where = source or spec.source
+    split = spec.split if source is None else "test"
+    rows = read_rows(where, split, max_rows or NUM_EMBEDDED_ROWS, seed, max_rows)
+    ids = row_ids(rows)
+    questions: list[Question] = []
+    unusable: list[tuple[int, BadRowError]] = []
+    for (number, row), row_id in zip(rows, ids, strict=True):
+        try:
+            if isinstance(row, BadRowError):
+                raise row
+            text, reference = READERS[spec.kind](row, f"{seed} {name}/{row_id}")
+            questions.append(Question(f"{name}/{row_id}", text, reference))
+        except BadRowError as error:
+            unusable.append((number, error))
+    if unusable:
+        shown = ", ".join(str(number) for number, _ in unusable[:SHOWN_ROWS])
+        raise InputError(
+            f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in '{where}' "
+            f"are not (row {shown}{', …' if len(unusable) > SHOWN_ROWS else ''}: {unusable[0][1].detail}). "
+            "Correct or remove them."
+        )
+    return questions
+
+
+def row_ids(rows: list[Row]) -> list[str]:
+    """The rows' own ids where each has one of its own, else their numbers."""
+    for column in IDS:
+        own = [
+            str(row.get(column)) for _, row in rows if isinstance(row, dict) and row.get(column) is not None
+        ]
+        if len(own) == len(rows) == len(set(own)):
+            return own
+    return [str(number) for number, _ in rows]
+
+
+# Rows of each kind. What these raise quotes no row: it may be of a private set.
+
+
+def read_math(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
+    """A question with a mathematical answer."""
+    answer = reference_answer(row)
+    if answer is None:
+        detail = "it has neither an answer nor a solution with a \\boxed{} one"
+        raise BadRowError(BadRowReason.EMPTY_SOLUTION, detail)
+    return MATH_PROMPT.format(question=question_of(row)), {"kind": "math", "answer": answer}
+
+
+def read_choice(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
+    """A question with options in GPQA's columns, in an order drawn from the seed."""
+    columns = ["Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS)))]
+    if missing := [column for column in columns if not str(row.get(column) or "").strip()]:
+        raise BadRowError(BadRowReason.MISSING_COLUMN, f"it lacks {', '.join(missing)}")
+    order = random.Random(seed).sample(columns, len(columns))
+    options = "\n".join(f"{letter}) {str(row[c]).strip()}" for letter, c in zip(LETTERS, order, strict=True))
+    text = CHOICE_PROMPT.format(question=question_of(row), options=options)
+    return text, {"kind": "choice", "answer": LETTERS[order.index(columns[0])]}
+
+
+def read_countdown(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
+    """Numbers and the target that they are to make; `read_rows` asks where a row has no question."""
+    numbers = next((row[column] for column in NUMBERS if row.get(column) is not None), None)
+    target = row.get("target")
+    if not isinstance(numbers, list) or not all(isinstance(n, int) for n in [*numbers, target]):
+        detail = "it must have a list of integers, numbers or nums, and an integer target"
+        raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
+    return question_of(row), {"kind": "countdown", "numbers": numbers, "target": target}
+
+
+READERS: dict[Kind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
+    "math": read_math,
+    "choice": read_choice,
+    "countdown": read_countdown,
+}
+
+
+def question_of(row: dict[str, Any]) -> str:
+    """The text of a row's question."""
+    question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
+    if not isinstance(question, str) or not question.strip():
+        raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
+    return question.strip()

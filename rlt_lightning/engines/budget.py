@@ -1,0 +1,219 @@
+"""Budget forcing (s1, arXiv:2501.19393, section 3): a thought is made longer, or is cut, while it is sampled.
+
+A thought that ends too early loses its closing tag, gets "Wait" instead, and goes on; one that is too long is
+closed and the solution is opened for it. What is appended are token ids, as what is sampled: nothing is
+tokenised again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlt_lightning.engines.base import Engine, Sampling, generate_patiently
+from rlt_lightning.tags import start_of_tag
+from rlt_lightning.types import Completion, FinishReason, InputError
+
+SEED_BITS = 62  # what every engine takes
+
+
+@dataclass(frozen=True)
+class BudgetForcing:
+    """How many tokens a model thinks before it answers.
+
+    Args:
+        min_thinking_tokens: A thought that ends with fewer goes on after `wait`; 0 lets every thought end.
+        max_thinking_tokens: A thought that has as many is cut; None cuts none. What is appended to a thought
+            counts, too.
+        wait: What is appended in place of the closing tag.
+        max_waits: How often at most in one thought: then it may end, however short.
+        min_answer_tokens: Left for the answer of a thought that is cut; a thought that ends by itself may
+            leave less.
+    """
+
+    min_thinking_tokens: int = 0
+    max_thinking_tokens: int | None = None
+    wait: str = "Wait"
+    max_waits: int = 8
+    min_answer_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        longest = self.max_thinking_tokens
+        limits = {
+            "min_thinking_tokens >= 0": self.min_thinking_tokens >= 0,
+            "max_thinking_tokens >= 1": longest is None or longest >= 1,
+            "max_thinking_tokens >= min_thinking_tokens": longest is None
+            or longest >= self.min_thinking_tokens,
+            "a wait that has text": bool(self.wait),
+            "max_waits >= 0": self.max_waits >= 0,
+            "min_answer_tokens >= 1": self.min_answer_tokens >= 1,
+        }
+        if broken := [limit for limit, holds in limits.items() if not holds]:
+            raise InputError(
+                f"Budget forcing must satisfy {' and '.join(broken)}, but got {self}. Correct the budget."
+            )
+
+    def require_room(self, sampling: Sampling, num_opening: int) -> None:
+        """Check that a thought, the `num_opening` tokens that cut it and its answer fit.
+
+        Raises:
+            InputError: If they do not.
+        """
+        thought = self.max_thinking_tokens or self.min_thinking_tokens
+        needed = thought + num_opening + self.min_answer_tokens
+        if thought and needed > sampling.max_completion_length:
+            raise InputError(
+                f"sampling.max_completion_length must hold a thought of {thought} tokens, {num_opening} of "
+                f"tags and an answer of {self.min_answer_tokens}, {needed} in all, but is "
+                f"{sampling.max_completion_length}. Raise it, or lower the budget."
+            )
+
+    def asks_for_more(self, num_thinking_tokens: int, num_waits: int) -> bool:
+        """Whether a thought that ends here, sent on so often before, must go on."""
+        return num_thinking_tokens < self.min_thinking_tokens and num_waits < self.max_waits
+
+
+@dataclass(frozen=True)
+class BudgetedCompletion:
+    """What follows the opened thought: thought, closing tag and answer, appended tokens included."""
+
+    token_ids: list[int]
+    log_probs: list[float | None] | None  # nats, as `Completion` has them; None for tokens that were appended
+    finish_reason: FinishReason  # never "stop": an answer ends with eos or at the limit
+    num_thinking_tokens: int  # before the closing tag, or before the appended tokens that cut the thought
+    num_waits: int  # how often the thought was sent on
+    cut: bool  # whether it was ended at max_thinking_tokens
+
+
+@dataclass
+class Draft:
+    """One response while it is sampled."""
+
+    prompt: list[int]
+    seeds: random.Random  # the response's own stream: one for each time that an engine goes on with it
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+    num_thinking_tokens: int = 0
+    num_waits: int = 0
+    cut: bool = False
+
+    def take(self, completion: Completion, num_tokens: int) -> None:
+        """Go on with a completion's first tokens."""
+        self.token_ids += completion.token_ids[:num_tokens]
+        log_probs = completion.log_probs
+        self.log_probs += [None] * num_tokens if log_probs is None else log_probs[:num_tokens]
+        self.finish_reason = completion.finish_reason
+
+    def append(self, token_ids: list[int]) -> None:
+        """Go on with tokens that nobody sampled."""
+        self.token_ids += token_ids
+        self.log_probs += [None] * len(token_ids)
+
+    def has_answer(self, num_tokens: int) -> bool:
+        """Whether, its thought closed, there is room for an answer within this number of tokens."""
+        return (self.cut or self.finish_reason == "stop") and len(self.token_ids) < num_tokens
+
+    def done(self) -> BudgetedCompletion:
+        """The finished response."""
+        known = any(log_prob is not None for log_prob in self.log_probs)
+        return BudgetedCompletion(
+            token_ids=self.token_ids,
+            log_probs=self.log_probs if known else None,
+            # A thought whose closing tag took the last token has come to the limit, too.
+            finish_reason="eos" if self.finish_reason == "eos" else "length",
+            num_thinking_tokens=self.num_thinking_tokens,
+            num_waits=self.num_waits,
+            cut=self.cut,
+        )
+
+
+def generate_with_budget(
+    engine: Engine,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    num_completions: int,
+    seeds: list[int],
+    budget: BudgetForcing,
+    thought_close: str,
+    answer_opening: list[int],
+) -> list[list[BudgetedCompletion]]:
+    """Sample `num_completions` responses per prompt, each with its thought within the budget.
+
+    Args:
+        engine: Started, with the weights that shall sample.
+        tokenizer: The model's.
+        prompts: P prompts, token ids, through the opened thought.
+        sampling: `max_completion_length` counts thought, tags and answer.
+        num_completions: Responses per prompt.
+        seeds: One per prompt. A response depends on its prompt's seed and on its number alone, whatever else
+            is sampled at the same time.
+        budget: Of the thoughts.
+        thought_close: The tag that closes a thought.
+        answer_opening: Tokens that cut a thought, closing tag through opened solution.
+
+    Returns:
+        P lists of `num_completions`. A thought that ends with an end-of-sequence token past the minimum, or
+        fills max_completion_length without a max_thinking_tokens, is all there is: it has no answer.
+
+    Raises:
+        InputError: If the longest thought and its answer do not fit into max_completion_length.
+    """
+    budget.require_room(sampling, len(answer_opening))
+    wait = tokenizer(budget.wait, add_special_tokens=False)["input_ids"]
+    longest = budget.max_thinking_tokens or sampling.max_completion_length
+    # A thought that ends just in time needs room for its closing tag.
+    room = len(answer_opening) if budget.max_thinking_tokens else 0
+    drafts = [
+        Draft(prompt, random.Random(f"{seed}/{number}"))
+        for prompt, seed in zip(prompts, seeds, strict=True)
+        for number in range(num_completions)
+    ]
+    thinking = drafts
+    while thinking:
+        sent_on = []
+        completions = go_on(engine, thinking, sampling, longest + room, thought_close)
+        for draft, completion in zip(thinking, completions, strict=True):
+            num_body = body_length(tokenizer, completion, thought_close)
+            num_thinking = len(draft.token_ids) + num_body
+            if num_thinking > longest:
+                draft.take(completion, longest - len(draft.token_ids))
+                draft.num_thinking_tokens, draft.cut = longest, True
+                draft.append(answer_opening)
+            elif budget.asks_for_more(num_thinking, draft.num_waits) and num_thinking + len(wait) < longest:
+                draft.take(completion, num_body)
+                draft.num_waits += 1
+                draft.append(wait)
+                sent_on.append(draft)
+            else:
+                draft.take(completion, len(completion.token_ids))
+                draft.num_thinking_tokens = num_thinking
+        thinking = sent_on
+    answering = [draft for draft in drafts if draft.has_answer(sampling.max_completion_length)]
+    answers = go_on(engine, answering, sampling, sampling.max_completion_length, stop="")
+    for draft, answer in zip(answering, answers, strict=True):
+        draft.take(answer, len(answer.token_ids))
+    done = [draft.done() for draft in drafts]
+    return [done[i : i + num_completions] for i in range(0, len(done), num_completions)]
+
+
+def go_on(
+    engine: Engine, drafts: list[Draft], sampling: Sampling, num_tokens: int, stop: str
+) -> list[Completion]:
+    """Sample on from where each draft is, until it has at most `num_tokens`."""
+    if not drafts:
+        return []
+    prompts = [draft.prompt + draft.token_ids for draft in drafts]
+    seeds = [draft.seeds.getrandbits(SEED_BITS) for draft in drafts]
+    limits = [num_tokens - len(draft.token_ids) for draft in drafts]
+    groups = generate_patiently(engine, prompts, sampling, 1, stop, seeds, limits)
+    return [completion for (completion,) in groups]
+
+
+def body_length(tokenizer: Any, completion: Completion, tag: str) -> int:
+    """Number of a completion's tokens before its end tag, or its end-of-sequence token."""
+    if completion.finish_reason == "stop":
+        return start_of_tag(tokenizer, completion.token_ids, tag)
+    return len(completion.token_ids) - (completion.finish_reason == "eos")

@@ -1,0 +1,237 @@
+"""Responses judged against references, in processes that are killed when they take too long."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from rlt_lightning.answers import (
+    ANSWER_CHARS,
+    Kind,
+    Reference,
+    arithmetic_expression,
+    chosen_letter,
+    equals_reference,
+    equivalence_classes,
+    marked_answer,
+    require_answer,
+    require_reasoning_gym,
+    solution_block,
+    solves_countdown,
+)
+from rlt_lightning.datamodules.formats import TagStyle, tag_style
+from rlt_lightning.types import InputError
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge says of one response.
+
+    Args:
+        correct: Whether its answer is equivalent to the reference.
+        formatted: Whether it has a thought and then a solution, both between their tags.
+        answer: The answer that was found in it; None if there is none.
+        timed_out: Whether judging was broken off at its limit of time or memory. It then counts as wrong.
+    """
+
+    correct: bool
+    formatted: bool
+    answer: str | None
+    timed_out: bool = False
+
+
+class Judge:
+    """Judge responses by the equivalence of their answers, never by equal text alone.
+
+    Answers are compared by math_verify, in processes with a hard deadline: a signal interrupts no C code, and
+    so no power tower. Only bounded pieces of a response reach them; see `rlt_lightning.answers`.
+
+    Args:
+        tags: Of the responses: "stratos", "r1" or a TagStyle.
+        deadline_s: For one response. A process that exceeds it is killed and replaced.
+        num_workers: Processes; None: one per core, four at most.
+        memory_gib: Address space of each; where the system keeps no such limit, none.
+    """
+
+    def __init__(
+        self,
+        tags: str | TagStyle = "stratos",
+        deadline_s: float = 10.0,
+        num_workers: int | None = None,
+        memory_gib: float = 4.0,
+    ) -> None:
+        if deadline_s <= 0 or memory_gib <= 0 or (num_workers is not None and num_workers < 1):
+            raise InputError(
+                f"A judge needs deadline_s > 0, memory_gib > 0 and num_workers >= 1, but got {deadline_s}, "
+                f"{memory_gib} and {num_workers}. Correct them."
+            )
+        self.tags = tag_style(tags)
+        self.deadline_s = deadline_s
+        self.num_workers = num_workers or min(4, os.cpu_count() or 1)
+        self.memory_gib = memory_gib
+        self._pool: ProcessPool | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pool": None}
+
+    def judge(self, response: str, reference: Reference) -> Verdict:
+        """Judge one response."""
+        return self.judge_all([(response, reference)])[0]
+
+    def judge_all(self, pairs: Iterable[tuple[str, Reference]]) -> list[Verdict]:
+        """Judge many responses at once.
+
+        Args:
+            pairs: Responses with their references.
+
+        Returns:
+            Their verdicts, in the same order.
+
+        Raises:
+            InputError: If a reference has no answer, or reasoning-gym is needed and not installed.
+        """
+        waiting = [self._begin(response, reference) for response, reference in pairs]
+        return [end() for end in waiting]
+
+    def same_answers(self, verdicts: list[Verdict], kind: Kind) -> list[int | None]:
+        """Number the answers to one problem so that equivalent ones have the same number.
+
+        Right answers are all equivalent. Wrong ones are compared by math_verify, each with the first of every
+        class; those whose judging was broken off, and all of them if this is broken off too, by their text.
+
+        Returns:
+            One number per verdict, that of the first response with such an answer; None without an answer.
+        """
+        firsts: dict[str, int] = {}  # text -> first response that has it
+        right = next((i for i, verdict in enumerate(verdicts) if verdict.correct), None)
+        for i, verdict in enumerate(verdicts):
+            if verdict.answer is not None and not verdict.correct:
+                firsts.setdefault(verdict.answer, i)
+        hard = {verdict.answer for verdict in verdicts if verdict.timed_out}
+        texts = [text for text in firsts if text not in hard]
+        if kind == "math" and len(texts) > 1:
+            classes, broken_off = self._result(self._submit(equivalence_classes, texts), None)
+            if classes is not None and not broken_off:
+                firsts |= {text: firsts[texts[number]] for text, number in zip(texts, classes, strict=True)}
+        return [
+            right if verdict.correct else None if verdict.answer is None else firsts[verdict.answer]
+            for verdict in verdicts
+        ]
+
+    def is_formatted(self, response: str) -> bool:
+        """Whether a response has a thought and then a solution, each between its tags."""
+        tags = self.tags
+        rest, found = response, "found"
+        for tag in (tags.thought_open, tags.thought_close, tags.solution_open, tags.solution_close):
+            _, found, rest = rest.partition(tag)
+        return bool(found)
+
+    def close(self) -> None:
+        """End the processes; safe to call twice. The next response starts new ones."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    # Helpers
+
+    def _begin(self, response: str, reference: Reference) -> Callable[[], Verdict]:
+        """Do what is quick, hand out what may hang, and return what waits for it."""
+        formatted = self.is_formatted(response)
+        block = solution_block(response, self.tags.solution_open, self.tags.solution_close)
+        kind = reference.get("kind", "math")
+        if kind == "choice":
+            letter = chosen_letter(block)
+            correct = letter is not None and letter == require_answer(reference)
+            return lambda: Verdict(correct, formatted, letter)
+        if kind == "countdown":
+            return self._begin_countdown(block, reference, formatted)
+        if kind != "math":
+            raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")
+        marked = marked_answer(block)
+        text = block[-ANSWER_CHARS:] if marked is None else marked
+        future = self._submit(equals_reference, require_answer(reference), text, marked is not None)
+
+        def end() -> Verdict:
+            (correct, answer), broken_off = self._result(future, (False, marked))
+            return Verdict(correct, formatted, answer, broken_off)
+
+        return end
+
+    def _begin_countdown(self, block: str, reference: Reference, formatted: bool) -> Callable[[], Verdict]:
+        require_reasoning_gym()
+        expression = arithmetic_expression(block)
+        if expression is None:
+            return lambda: Verdict(False, formatted, None)
+        numbers, target = [int(number) for number in reference["numbers"]], int(reference["target"])
+        future = self._submit(solves_countdown, expression, numbers, target)
+
+        def end() -> Verdict:
+            correct, broken_off = self._result(future, False)
+            return Verdict(correct, formatted, expression, broken_off)
+
+        return end
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._pool is None:
+            # Not forked from this process, whose threads may hold locks; a server forks them that has
+            # imported what takes long, so that a killed one is soon replaced.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(WORKER_MODULES)
+            self._pool = ProcessPool(
+                self.num_workers, initializer=enter_worker, initargs=[self.memory_gib], context=context
+            )
+        return self._pool.schedule(function, args=arguments, timeout=self.deadline_s)
+
+    @staticmethod
+    def _result(future: Future[Any], otherwise: Any) -> tuple[Any, bool]:
+        """What a process found, or what to say where it was killed, died, or ran out of memory or stack."""
+        try:
+            return future.result(), False
+        except (TimeoutError, ProcessExpired, MemoryError, RecursionError):
+            return otherwise, True
+
+
+def enter_worker(memory_gib: float) -> None:
+    """Let a judging process end with the run, limit its memory, and import what its first task needs."""
+    import math_verify  # noqa: F401
+
+    threading.Thread(target=end_with_run, daemon=True).start()
+    if sys.platform == "linux":  # the thread does not get to run while C code computes a power tower
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on this system, or above its own limit
+        import resource
+
+        limit = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def end_with_run() -> None:
+    """Wait until the process that judges for the run is gone, in whatever way, and end this one."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)

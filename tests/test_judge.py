@@ -1,0 +1,284 @@
+"""Answers are found where they are and judged by what they mean; whatever comes, within the deadline."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from commands import ROOT
+
+from rlt_lightning.answers import arithmetic_expression, chosen_letter, marked_answer, reference_answer
+from rlt_lightning.judge import Judge, Verdict
+from rlt_lightning.types import InputError
+
+COUNTDOWN = {"kind": "countdown", "numbers": [95, 21, 38], "target": 36}
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(deadline_s=20.0, num_workers=1) as judge:  # of a busy machine
+        yield judge
+
+
+def stratos(thought: str, solution: str) -> str:
+    return (
+        f"<|begin_of_thought|>\n\n{thought}\n\n<|end_of_thought|>\n\n"
+        f"<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "written"),
+    [
+        ("0.5", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", ".5"),
+        ("27.0", "27"),
+        ("073", r"\textbf{(73)}"),
+        ("1080", "1,080"),
+        ("18", r"\$18"),
+        ("104", "104."),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+        ("x^2+2x+1", "(x+1)^2"),
+        (r"\{1, 2\}", r"\{2, 1\}"),
+        (r"\text{Evelyn}", "Evelyn"),
+    ],
+)
+def test_equivalent_answers_are_right(answer: str, written: str, judge: Judge) -> None:
+    assert judge.judge(f"So it is $\\boxed{{{written}}}$.", {"answer": answer}).correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "written"),
+    [
+        ("0.5", "0.51"),
+        ("18", "180"),
+        (r"\text{east}", r"\text{seat}"),
+        ("(1, 2)", "(2, 1)"),
+        ("7", "-7"),
+        ("7", ""),
+    ],
+)
+def test_other_answers_are_wrong(answer: str, written: str, judge: Judge) -> None:
+    assert judge.judge(f"So it is $\\boxed{{{written}}}$.", {"answer": answer}) == Verdict(
+        False, False, written
+    )
+
+
+def test_the_answer_is_looked_for_in_the_solution_block_then_at_the_end(judge: Judge) -> None:
+    right = {"answer": "5"}
+    assert judge.judge(stratos(r"Perhaps \boxed{4}.", r"It is \boxed{5}."), right) == Verdict(True, True, "5")
+    assert judge.judge(stratos(r"It is \boxed{5}.", "It is 4."), right) == Verdict(False, True, "4")
+    assert judge.judge(r"First \boxed{4}, then \boxed{5}", right).answer == "5"
+    assert judge.judge("The final answer is 5.", right) == Verdict(True, False, "5")
+    assert judge.judge("2 + 3 is\n#### 5", right) == Verdict(True, False, "5")
+    assert judge.judge("I do not know.", right) == Verdict(False, False, None)
+    assert judge.judge(r"\boxed{5} and \boxed{6", right).answer == "5"  # the last one is never closed
+
+
+def test_formatted_means_thought_and_solution_in_order_and_closed() -> None:
+    whole = stratos("a", "b")
+    judge = Judge()
+    assert judge.is_formatted(whole)
+    for tag in ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>"):
+        assert not judge.is_formatted(whole.replace(tag, ""))
+    thought, solution = whole.split("\n\n<|begin_of_solution|>")
+    assert not judge.is_formatted("<|begin_of_solution|>" + solution + thought)
+    assert not judge.is_formatted("")
+    assert Judge("r1").is_formatted("<think>\na\n</think>\n<solution>\nb\n</solution>")
+
+
+def test_references_are_read_from_answers_and_solutions() -> None:
+    assert reference_answer({"answer": 27.0}) == "27"
+    assert reference_answer({"answer": 0.5}) == "0.5"
+    assert reference_answer({"answer": "1 + 1 = 2\n#### 1,080"}) == "1,080"
+    assert reference_answer({"answer": "", "solution": r"So \boxed{\frac{1}{2}}."}) == r"\frac{1}{2}"
+    assert reference_answer({"solution": "So it is 2."}) is None
+    assert reference_answer({"answer": None}) is None
+
+
+def test_a_reference_without_an_answer_is_refused(judge: Judge) -> None:
+    with pytest.raises(InputError, match=r"with an `answer`, or a `solution`.* only the columns question"):
+        judge.judge("5", {"question": "?"})
+    with pytest.raises(InputError, match="must be math, choice or countdown, but is 'essay'"):
+        judge.judge("5", {"answer": "5", "kind": "essay"})
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"\boxed{B}", "B"),
+        (r"\boxed{\text{(C)}}", "C"),
+        (r"\boxed{D) 10 m/s}", "D"),
+        ("The correct answer is (A).", "A"),
+        ("**Answer: B**", "B"),
+        (r"The answer is $\textbf{C}$", "C"),
+        ("so\n(D)", "D"),
+        ("A heavy stone falls.", None),
+        (r"\boxed{Both}", None),
+        (r"\boxed{E}", None),
+        ("", None),
+    ],
+)
+def test_the_chosen_letter(text: str, letter: str | None, judge: Judge) -> None:
+    assert chosen_letter(text) == letter
+    assert judge.judge(text, {"answer": "B", "kind": "choice"}).correct == (letter == "B")
+
+
+@pytest.mark.parametrize(
+    ("text", "expression"),
+    [
+        (r"\boxed{95 - 38 - 21}", "95 - 38 - 21"),
+        (r"\boxed{3 \times (4 \div 2) = 6}", "3 * (4 / 2)"),
+        ("Let me see.\nAnswer: (1 + 2) * 3.", "(1 + 2) * 3"),
+        (r"\boxed{2**9}", None),
+        (r"\boxed{2* *9}", None),
+        (r"\boxed{9//2}", None),
+        (r"\boxed{2.5 * 4}", None),  # would pass for a use of 2 and 5
+        (r"\boxed{__import__('os').abort()}", None),
+        (r"\boxed{" + "1+" * 200 + "1}", None),
+    ],
+)
+def test_only_plain_arithmetic_is_evaluated(text: str, expression: str | None) -> None:
+    assert arithmetic_expression(text) == expression
+
+
+def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> None:
+    pytest.importorskip("reasoning_gym", reason="needs the extra countdown")
+    answers = [
+        "95 - 38 - 21",
+        "(95-21)-38",
+        "95 - 38",
+        "36",
+        "21 + 38 - 95",
+        "95 - 38 - 21 - 0",
+        "(95)(21)",
+        "1 2",
+    ]
+    verdicts = judge.judge_all((f"\\boxed{{{answer}}}", COUNTDOWN) for answer in answers)
+    assert [verdict.correct for verdict in verdicts] == [True, True, *[False] * 6]
+
+
+def test_countdown_without_its_extra_says_how_to_install_it(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install -e '\.\[countdown\]'"):
+        judge.judge("1", COUNTDOWN)
+
+
+def test_equivalent_answers_share_a_number(judge: Judge) -> None:
+    written = ["4", "0.5", r"\frac12", None, "4.0", "7", r"\frac{2}{4}", "five"]
+    texts = ["I do not know" if text is None else f"\\boxed{{{text}}}" for text in written]
+    verdicts = judge.judge_all((text, {"answer": "7"}) for text in texts)
+    assert judge.same_answers(verdicts, "math") == [0, 1, 1, None, 0, 5, 1, 7]
+    letters = [Verdict(letter == "B", True, letter) for letter in "CBAC"]
+    assert judge.same_answers(letters, "choice") == [0, 1, 2, 0]
+
+
+HARMLESS = {  # bounded before anything is parsed
+    "a million digits": "1" * 10**6,
+    "a million braces": "{" * 10**6,
+    "boxes never closed": r"\boxed{" * 10**5,
+    "many boxes": "\\boxed{1}\n" * 10**5,
+    "emoji": "\U0001f600" * 10**6,
+    "dollars": "$" * 10**6,
+    "tags": "<|begin_of_solution|>" * 10**5 + "<|end_of_thought|>" * 10**5,
+    "nothing": "",
+    "half a surrogate pair, NUL and bidi": "\ud800\x00\u202e",
+    "an answer beyond the bound": r"\boxed{" + "7" * 10**6 + "}",
+    "a million words": "so so " * 10**6,
+}
+MONSTERS = {  # these keep math_verify busy for longer than anyone waits, in C code too
+    "power tower": r"\boxed{9^{9^{9}}}",
+    "higher power tower": r"\boxed{9^{9^{9^{9}}}}",
+    "factorial of a tower": r"\boxed{10^{10^{10}}!}",
+    "binomial": r"\boxed{(1+x)^{99999}}",
+    "integral": r"\boxed{\int_0^{\infty} x^{x^{x}} dx}",
+    "nested fractions": r"\boxed{" + r"\frac{1}{" * 60 + "2" + "}" * 60 + "}",
+    "nested braces": r"\boxed{" + "{" * 400 + "}" * 400 + "}",
+    "nested parentheses": r"\boxed{" + "(" * 450 + ")" * 450 + "}",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_monstrous_responses_are_wrong_at_once(name: str, judge: Judge) -> None:
+    judge.judge("1", {"answer": "1"})  # the process is there
+    begin = time.monotonic()
+    assert not judge.judge(HARMLESS[name], {"answer": "17"}).correct
+    assert time.monotonic() - begin < judge.deadline_s
+
+
+def test_monsters_are_cut_off_and_their_neighbours_judged() -> None:
+    with Judge(deadline_s=1.0, num_workers=2) as judge:
+        judge.judge("1", {"answer": "1"})
+        begin = time.monotonic()
+        monsters = list(MONSTERS.values())
+        pairs = [(text, {"answer": "17"}) for monster in monsters for text in (monster, r"\boxed{17}")]
+        verdicts = judge.judge_all(pairs)
+        assert time.monotonic() - begin < 60
+    assert not any(verdict.correct for verdict in verdicts[::2])
+    assert verdicts[0] == Verdict(False, False, "9^{9^{9}}", timed_out=True)
+    neighbours = [verdict for verdict in verdicts[1::2] if not verdict.timed_out]
+    assert len(neighbours) >= len(monsters) - 1  # a process may take a second to start on a busy machine
+    assert all(verdict.correct for verdict in neighbours)
+
+
+def test_an_answer_that_eats_memory_ends_its_process_alone() -> None:
+    with Judge(deadline_s=30.0, num_workers=1, memory_gib=0.4) as judge:
+        verdict = judge.judge(r"\boxed{9^{9^{9}}}", {"answer": "17"})
+        assert not verdict.correct
+        assert judge.judge(r"\boxed{17}", {"answer": "17"}).correct
+
+
+def test_a_judge_closes_twice_starts_again_and_can_be_sent_to_other_processes() -> None:
+    judge = Judge("r1", num_workers=1)
+    assert judge.judge("5", {"answer": "5"}).correct
+    assert pickle.loads(pickle.dumps(judge)).tags == judge.tags
+    judge.close()
+    judge.close()
+    assert judge.judge("5", {"answer": "5"}).correct
+    judge.close()
+
+
+KILLED = """
+import os, signal, time
+from rlt_lightning.judge import Judge
+judge = Judge(num_workers=1)
+judge.judge("5", {"answer": "5"})
+print(*judge._pool._pool_manager.worker_manager.workers, flush=True)
+judge._submit(time.sleep, 600)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_judging_processes_end_with_a_killed_run() -> None:
+    command = [sys.executable, "-c", KILLED]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    [worker] = map(int, run.stdout.split())
+    for _ in range(100):
+        if not alive(worker):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {worker} goes on")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_marked_answers_balance_their_braces() -> None:
+    assert marked_answer(r"\boxed{\frac{1}{2}} and \boxed{x") == r"\frac{1}{2}"
+    assert marked_answer(r"\boxed{\left\{1, 2\right\}}") == r"\left\{1, 2\right\}"
+    assert marked_answer(r"\fbox{3}") == "3"
+    assert marked_answer(r"\boxed {3}") == "3"
+    assert marked_answer("3") is None
