@@ -15,6 +15,9 @@ setup-vllm:
 quickstart: setup
 	$(RUN)/rlt fit --config configs/quickstart.yaml
 
+pipeline:
+	examples/pipeline.sh
+
 test: setup
 	$(RUN)/python -m pytest
 
@@ -29,4 +32,7 @@ check: setup
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-.PHONY: setup setup-vllm quickstart test test-vllm prove check
+setup-countdown: setup
+	$(RUN)/python -m pip install --quiet --editable '.[countdown]' --constraint constraints.txt
+
+.PHONY: setup setup-vllm setup-countdown quickstart pipeline test test-vllm prove check

@@ -29,8 +29,8 @@ def table(evaluations: dict[str, Any]) -> str:
     lines = ["| student | set | problems × samples | pass@1 | standard error |", "|---|---|---|---|---|"]
     for label, evaluation in evaluations.items():
         for name, result in evaluation["sets"].items():
-            size = f"{result['num_problems']} × {result['num_samples']}"
-            score, error = 100 * result["pass_at_1"], 100 * result["standard_error"]
+            size = f"{result['num_problems']:.0f} × {result['num_samples']}"
+            score, error = 100 * result["pass_at_1"], 100 * result["pass_at_1_stderr"]
             lines.append(f"| {label} | {name} | {size} | {score:.1f} % | {error:.1f} |")
     return "\n".join(lines) + "\n"
 
@@ -52,7 +52,7 @@ def draw(run: Path, evaluations: dict[str, Any]) -> None:
     loss.set(title="4: the student's loss", xlabel="optimizer step", ylabel="nats per token")
     for place, (label, evaluation) in enumerate(evaluations.items()):
         [result] = evaluation["sets"].values()
-        score, error = 100 * result["pass_at_1"], 100 * result["standard_error"]
+        score, error = 100 * result["pass_at_1"], 100 * result["pass_at_1_stderr"]
         accuracy.bar(place, score, yerr=error, capsize=6, width=0.6, label=label)
         accuracy.annotate(f"{score:.1f} %", (place, score + error), ha="center", va="bottom")
     accuracy.set(title="5: accuracy on unseen problems", ylabel="pass@1, %")

@@ -6,8 +6,9 @@ import sys
 
 from rlt_lightning import __version__
 
-HELP = """usage: rlt {fit,validate,predict,plan} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
+HELP = """usage: rlt {fit,validate,predict,test,plan} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
        rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
+       rlt chat --model.path MODEL [--model.url URL]
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
@@ -15,13 +16,19 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt fit --config configs/teacher_sft.yaml     stage 1: warm the teacher up on reasoning traces
   rlt fit --config configs/teacher_rlt.yaml     stage 2: GRPO with the dense reward of a frozen student
   rlt validate --config configs/teacher_rlt.yaml   held-out reward
-  rlt predict --config configs/score.yaml       the reward of explanations that you have
+  rlt predict --config configs/generate.yaml    stage 3: the trained teacher writes a distillation set
+  rlt predict --config configs/rank.yaml        the reward of explanations that you have, and groups by it
+  rlt fit --config configs/student_sft.yaml     stage 4: a student learns from the set
+  rlt fit --config configs/student_grpo.yaml    traditional RL, by correct answers
+  rlt test --config configs/evaluate.yaml       stage 5: accuracy on evaluation sets, beside the paper's
   rlt plan --config configs/teacher_rlt.yaml    the memory and time that `rlt fit` would need
   rlt export --ckpt_path RUN --output_dir DIR   an ordinary model folder from a checkpoint
+  rlt chat --model.path RUN/model               ask a trained student, its thought dimmed
 
 options:
   --output_dir DIR    where a run's files lie; runs/<config>-<time> when not given
   --ckpt_path last    go on from the last finished iteration of --output_dir; best: from the best validation
+  --resume true       go on with the run in --output_dir, whatever the verb; start it if there is none
   --overwrite true    replace the run in --output_dir
   --version           show the version and exit
   --help              show this and exit; `rlt fit --help` lists every setting, and

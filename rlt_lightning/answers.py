@@ -9,7 +9,13 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from rlt_lightning.types import InputError
+
+Kind = Literal["math", "choice", "countdown"]
+Reference = Mapping[str, Any]  # a row: `answer` or `solution`; `kind`; for countdown `numbers` and `target`
 
 BLOCK_CHARS = 20_000  # of a solution, or of the end of a response: a boxed answer is looked for in these
 ANSWER_CHARS = 1_000  # of an answer; and of the end that is searched where nothing is boxed
@@ -114,6 +120,30 @@ def tidy(answer: str) -> str:
     answer = answer.strip().rstrip(".,; ")
     bare = TEXT_COMMAND.sub(r"\1", answer).strip(" ()")
     return bare if PLAIN_NUMBER.fullmatch(bare) else answer
+
+
+def require_answer(reference: Reference) -> str:
+    """The answer of a reference.
+
+    Raises:
+        InputError: If it has none.
+    """
+    answer = reference_answer(reference)
+    if answer is None:
+        raise InputError(
+            "A response can be judged by a reference with an `answer`, or a `solution` with a \\boxed{} one, "
+            f"but this has only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add it."
+        )
+    return answer
+
+
+def require_reasoning_gym() -> None:
+    """Say how to install the checker of Countdown, if it is not."""
+    if find_spec("reasoning_gym") is None:
+        raise InputError(
+            "Countdown needs the package reasoning-gym, but it is not installed. Run pip install -e "
+            "'.[countdown]' (it needs a C compiler)."
+        )
 
 
 # In processes of their own: these may hang, crash, or eat all memory

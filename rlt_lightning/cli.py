@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,9 +27,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rlt_lightning import callbacks, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.chat import chat
 from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_in
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.export import export_checkpoint
+from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
 from rlt_lightning.rank_failures import MISTAKES
@@ -39,6 +42,14 @@ VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
     "validate": {"model", "dataloaders", "datamodule"},
     "predict": {"model", "dataloaders", "datamodule"},
+    "test": {"model", "dataloaders", "datamodule"},
+}
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trainer
+    "export": (
+        export_checkpoint,
+        "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
+    ),
+    "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
 }
 FORMAT_SETTINGS = ("tags", "teacher_system_prompt", "student_system_prompt")  # the same in all stages
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
@@ -60,6 +71,10 @@ RUN_ENTRIES |= {
     "rollouts.tmp",
     "weights",
     "workers",
+    "responses.jsonl",
+    "responses.tmp",
+    "evaluation.json",
+    "evaluation.md",
 }
 
 
@@ -81,16 +96,31 @@ class SaveConfig(SaveConfigCallback):
 
 
 class RLTCommandLine(LightningCLI):
-    """`rlt fit|validate|predict --config FILE [--config OVERLAY …] [--KEY VALUE …]`."""
+    """`rlt fit|validate|predict|test --config FILE [--config OVERLAY …] [--KEY VALUE …]`."""
 
     status = 0  # of the process, at its end
     run_folder: Path | None = None
+    verb = ""  # whose parser is being built
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the verbs, or only the one that the command line names: each takes time to build."""
         named = [verb for verb in VERBS if verb in sys.argv[1:2]]
         return {verb: VERBS[verb] for verb in named or VERBS}
+
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        """Build the parser of a verb: an evaluation has other classes than the training stages."""
+        self.verb = subcommand
+        if subcommand == "test":
+            self._model_class, self._datamodule_class = EvaluationModule, EvaluationDataModule
+        else:
+            self._model_class, self._datamodule_class = PolicyModule, StratosDataModule
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "test":
+            parser.set_defaults({"verbose": False})  # the table says it
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the callbacks that every run has; link what would be written twice."""
@@ -106,13 +136,18 @@ class RLTCommandLine(LightningCLI):
             default=False,
             help="Go on with the run in output_dir from what it has finished; start it if there is none.",
         )
+        parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
+        if self.verb == "test":
+            parser.add_lightning_class_args(callbacks.ResponseCallback, "rollouts")
+            parser.add_lightning_class_args(callbacks.EvaluationWriter, "records")
+            parser.link_arguments("rollouts.num_samples", "data.init_args.num_samples")
+            return
         parser.add_lightning_class_args(callbacks.RolloutCallback, "rollouts")
         parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
         parser.add_lightning_class_args(callbacks.ModelExporter, "export")
         parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")
         parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
         parser.add_lightning_class_args(callbacks.DistillationWriter, "distillation")
-        parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
 
     def before_instantiate_classes(self) -> None:
@@ -164,10 +199,11 @@ class RLTCommandLine(LightningCLI):
         """Add what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
-        if any(isinstance(callback, callbacks.RolloutCallback) for callback in named):
+        of_every_run = (callbacks.RolloutCallback, callbacks.ResponseCallback)
+        for other in (callback for callback in named if isinstance(callback, of_every_run)):
             raise InputError(
-                "Every run has one RolloutCallback, but trainer.callbacks names another. Remove it there; "
-                "its settings are those under rollouts."
+                f"Every run has one {type(other).__name__}, but trainer.callbacks names another. Remove it "
+                "there; its settings are those under rollouts."
             )
         require_known_strategy(config["strategy"])
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
@@ -281,16 +317,8 @@ def run() -> int:
     quiet_third_parties()
     rank_failures.join(global_rank())
     try:
-        if sys.argv[1:2] == ["export"]:
-            auto_cli(
-                export_checkpoint,
-                args=sys.argv[2:],
-                as_positional=False,
-                parser_class=OneLineParser,
-                prog="rlt export",
-                description="Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
-            )
-            return 0
+        if sys.argv[1] in COMMANDS:
+            return run_command(sys.argv[1])
         command_line = (PlanCommandLine if sys.argv[1:2] == ["plan"] else RLTCommandLine)(
             PolicyModule,
             StratosDataModule,
@@ -325,6 +353,23 @@ def run() -> int:
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     rank_failures.leave()
     return command_line.status
+
+
+def run_command(verb: str) -> int:
+    """Run a verb that has no trainer; returns the exit status."""
+    function, description = COMMANDS[verb]
+    try:
+        auto_cli(
+            function,
+            args=sys.argv[2:],
+            as_positional=False,
+            parser_class=OneLineParser,
+            prog=f"rlt {verb}",
+            description=description,
+        )
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
 
 
 def how_to_go_on() -> str:

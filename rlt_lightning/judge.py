@@ -9,31 +9,31 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
 from rlt_lightning.answers import (
     ANSWER_CHARS,
+    Kind,
+    Reference,
     arithmetic_expression,
     chosen_letter,
     equals_reference,
     equivalence_classes,
     marked_answer,
-    reference_answer,
+    require_answer,
+    require_reasoning_gym,
     solution_block,
     solves_countdown,
 )
 from rlt_lightning.datamodules.formats import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
-Kind = Literal["math", "choice", "countdown"]
-Reference = Mapping[str, Any]  # a row: `answer` or `solution`; `kind`; for countdown `numbers` and `target`
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]
 
@@ -235,27 +235,3 @@ def end_with_run() -> None:
     assert run is not None
     run.join()
     os._exit(1)
-
-
-def require_answer(reference: Reference) -> str:
-    """The answer of a reference.
-
-    Raises:
-        InputError: If it has none.
-    """
-    answer = reference_answer(reference)
-    if answer is None:
-        raise InputError(
-            "A response can be judged by a reference with an `answer`, or a `solution` with a \\boxed{} one, "
-            f"but this has only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add it."
-        )
-    return answer
-
-
-def require_reasoning_gym() -> None:
-    """Say how to install the checker of Countdown, if it is not."""
-    if find_spec("reasoning_gym") is None:
-        raise InputError(
-            "Countdown needs the package reasoning-gym, but it is not installed. Run pip install -e "
-            "'.[countdown]' (it needs a C compiler)."
-        )

@@ -195,6 +195,12 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
 
 
+def context_length(name: str, trust_remote_code: bool = False) -> int:
+    """Positions that a model has, tokens; some have no limit."""
+    config = model_config(name, trust_remote_code).get_text_config()
+    return getattr(config, "max_position_embeddings", sys.maxsize)
+
+
 def plain_attention(config: Any) -> bool:
     """Whether ours can take the place of its attention: causal, over all that came before, exchangeable.
 

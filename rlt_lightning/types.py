@@ -121,6 +121,12 @@ class SFTExample:
     row: int
     token_ids: list[int]
     loss_mask: list[bool]
+    num_cut: int = 0  # tokens that were cut off its end
+
+    def truncated(self, max_length: int) -> SFTExample:
+        """Keep the first tokens."""
+        num_cut = max(0, len(self.token_ids) - max_length)
+        return SFTExample(self.row, self.token_ids[:max_length], self.loss_mask[:max_length], num_cut)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,6 @@ class Response:
 class EvaluationBatch:
     """Questions of one set. ResponseCallback attaches the responses, the module the judged records."""
 
-    set_name: str
     problems: list[EvaluationProblem]
     responses: list[list[Response]] | None = None  # equally many of each problem
     records: list[dict[str, Any]] = field(default_factory=list)

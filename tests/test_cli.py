@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -382,14 +383,60 @@ def test_bad_rows_are_one_clear_line(
     assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
 
 
-def test_prompts_longer_than_the_context_are_one_clear_line(
-    tiny_model: str, short_config: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "column"),
+    [
+        ("quickstart", "question"),
+        ("quickstart", "solution"),
+        ("score", "solution"),
+        ("score", "reasoning_trace"),
+        ("teacher_sft", "solution"),
+        ("student_sft", "solution"),
+        ("student_sft", "reasoning_trace"),
+    ],
+)
+def test_rows_longer_than_the_context_are_one_clear_line(
+    config: str, column: str, tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
+    row = {"question": "1 + 1?", "solution": "2", "reasoning_trace": "One and one."}
     source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps({"question": "Add " + "12 + " * 900 + "1", "solution": "many"}) + "\n")
+    source.write_text(json.dumps(row | {column: "Add " + "12 + " * 900}) + "\n")
     options = [f"--data.source={source}", "--data.prompts_per_step=1"]
-    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options))
-    assert_one_clear_line(result, "context of 2048 tokens, but row 1 needs")
+    if config == "quickstart":
+        command = small_fit(tiny_model, tmp_path / "run", short_config, *options)
+        expected = "'s context of 2048 tokens, but row 1 needs"
+    elif config == "score":
+        models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command = ["predict", "--config=configs/score.yaml", *models, *options]
+        expected = "'s context of 2048 tokens, but row 1 needs"
+    else:
+        options += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
+        command = ["fit", f"--config=configs/{config}.yaml", f"--model.pretrained={tiny_model}", *options]
+        expected = "model's context of 2048 tokens, but row 1 has"
+    assert_one_clear_line(rlt(*command, f"--output_dir={tmp_path / 'run'}"), expected)
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear_line(
+    verb: str, tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    rows = datasets.Dataset.from_list([{"question": f"{i}?", "solution": "2"} for i in range(5000)])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    table = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "rows.parquet").write_bytes(table[: len(table) // 2])
+    (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    run = tmp_path / "run"
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--output_dir={run}"]
+    predict = ["predict", "--config=configs/score.yaml", *models]
+    command = small_fit(tiny_model, run, short_config) if verb == "fit" else predict
+    for name, expected in (
+        ("rows.parquet", "must be a whole Parquet file"),
+        ("none.jsonl", "must have at least one row"),
+        ("questions.jsonl", "lacks solution"),
+    ):
+        result = rlt(*command, f"--data.source={tmp_path / name}", "--overwrite=true")
+        assert_one_clear_line(result, expected)
 
 
 def test_different_vocabularies_and_missing_templates_are_one_clear_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,6 +29,12 @@ TINY = [  # whatever the experiment, at a size that runs here
     "--model.head.logits_mib=64",
 ]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
+TINY_EVALUATION = [
+    "--data.sets={arithmetic: null}",
+    "--data.max_rows=2",
+    "--rollouts.sampling.max_completion_length=4",
+    "--trainer.accelerator=cpu",
+]
 
 EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_colocated")
 
@@ -63,12 +70,13 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     base = config if config in CONFIGS else ROOT / "configs" / "quickstart.yaml"
     settings = yaml.safe_load(base.read_text())
     is_sft = settings["model"]["class_path"].endswith("SFTModule")
-    models = ["pretrained"] if is_sft else ["teacher"]
-    if not is_sft and settings["model"].get("init_args", {}).get("student", "") is not None:
+    is_evaluation = verb_of(config) == "test"
+    models = ["pretrained"] if is_sft or is_evaluation else ["teacher"]
+    if models == ["teacher"] and settings["model"].get("init_args", {}).get("student", "") is not None:
         models.append("student")
     options = [f"--config={base.relative_to(ROOT)}", *([] if base == config else [f"--config={config}"])]
     options += [
-        *TINY,
+        *(TINY_EVALUATION if is_evaluation else TINY),
         *(f"--model.{name}={tiny_model}" for name in models),
         f"--output_dir={tmp_path / 'run'}",
     ]
@@ -124,6 +132,13 @@ def test_traditional_rl_has_the_papers_rewards_and_stage_2s_figures() -> None:
     assert traditional["rollouts"] == stage_2["rollouts"]
 
 
+def test_the_papers_sets_are_evaluated_as_it_was_trained() -> None:
+    settings = yaml.safe_load((ROOT / "configs" / "evaluate.yaml").read_text())
+    recipe = yaml.safe_load((ROOT / "configs" / "teacher_rlt.yaml").read_text())
+    assert settings["data"]["init_args"]["sets"] == dict.fromkeys(["aime24", "math500", "gpqa_diamond"])
+    assert settings["rollouts"]["sampling"] == recipe["rollouts"]["sampling"]
+
+
 def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
     command = ["validate", "--config=configs/quickstart.yaml", *TINY]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
@@ -153,3 +168,40 @@ def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").open()]
     assert [{name: score[name] for name in row} for row, score in zip(rows, scores, strict=True)] == rows
+
+
+def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"{i} + 1?",
+            "solution": str(i + 1),
+            "reasoning_trace": "Add one.",
+            "other_trace": "Guess " * i,
+        }
+        for i in range(1, 4)
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "predict",
+        "--config=configs/score.yaml",
+        f"--data.source={source}",
+        "--data.prompts_per_step=3",
+    ]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    scores: dict[str, list[dict[str, Any]]] = {}
+    for columns in ("reasoning_trace", "other_trace", "reasoning_trace, other_trace"):
+        run = tmp_path / columns.replace(", ", "-")
+        result = rlt(*command, f"--data.trace_columns=[{columns}]", f"--output_dir={run}")
+        assert result.returncode == 0, result.stderr
+        scores[columns] = [json.loads(line) for line in (run / "scores.jsonl").open()]
+    together = scores.pop("reasoning_trace, other_trace")
+    assert [score["trace_column"] for score in together] == ["reasoning_trace", "other_trace"] * 3
+    for name, alone in scores.items():
+        both = [score for score in together if score["trace_column"] == name]
+        for one, other in zip(both, alone, strict=True):
+            terms = {term: value for term, value in other.items() if isinstance(value, float)}
+            assert len(terms) > 5
+            assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
+    rewards = [score["reward"] for score in together]
+    assert abs(rewards[0] - rewards[1]) > 1e-3

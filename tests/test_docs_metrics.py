@@ -9,10 +9,17 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
 
-from rlt_lightning.callbacks import MetricsCSV, RolloutCallback, RolloutRecorder, ScoreWriter
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.callbacks import (
+    EvaluationWriter,
+    MetricsCSV,
+    ResponseCallback,
+    RolloutCallback,
+    RolloutRecorder,
+    ScoreWriter,
+)
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import CorrectnessReward, RLTModule, SFTModule
+from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
@@ -88,3 +95,18 @@ def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Pa
     terms = {name for name in names_of("rollouts.jsonl") if re.match("reward|solution_|kl_|format_", name)}
     assert len(terms) == 8
     assert row.keys() == source | terms | names_of("scores.jsonl")
+
+
+def test_the_page_names_every_figure_of_an_evaluation(tiny_model: str, tmp_path: Path) -> None:
+    sampler = ResponseCallback(sampling=Sampling(max_completion_length=4))
+    questions = EvaluationDataModule({"arithmetic": None, "math500": "arithmetic"}, tiny_model, max_rows=1)
+    run = tmp_path / "run"
+    trainer(run, sampler, EvaluationWriter()).test(EvaluationModule(tiny_model), questions, verbose=False)
+
+    found = {name.replace("arithmetic", "SET") for name in logged(run) if "math500" not in name}
+    overall = {name for name in found if name.startswith("eval/overall/")}
+    assert found - overall - {"step"} == names_of("eval/")
+    assert overall == {
+        f"eval/overall/{name}" for name in ("pass_at_1", "standard_error", "pass_at_k", "maj_at_k")
+    }
+    assert first_row(run / "responses.jsonl").keys() == names_of("responses.jsonl")

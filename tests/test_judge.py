@@ -165,7 +165,7 @@ def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> N
 def test_countdown_without_its_extra_says_how_to_install_it(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlt_lightning.judge.find_spec", lambda name: None)
+    monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install -e '\.\[countdown\]'"):
         judge.judge("1", COUNTDOWN)
 

@@ -47,10 +47,15 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
 def make_data(smollm2: str, tmp_path: Path) -> MakeData:
     """Build a datamodule with SmolLM2's tokenizer and set it up for fit."""
 
-    def make(rows: list[Any] | str = "arithmetic", stage: str = "fit", **options: Any) -> StratosDataModule:
+    def make(
+        rows: list[Any] | str = "arithmetic",
+        stage: str = "fit",
+        sources: list[str] | None = None,
+        **options: Any,
+    ) -> StratosDataModule:
         source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
         options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
-        data = StratosDataModule(source, **options)
+        data = StratosDataModule(sources or source, **options)
         data.setup(stage)
         return data
 
@@ -67,7 +72,7 @@ def decode(data: StratosDataModule, token_ids: list[int]) -> str:
 def test_true_rows_of_bespoke_stratos_are_read_as_they_are(make_data: MakeData, shared: Path):
     path = shared / "data/stratos_format/bespoke_true_2.jsonl"
     data = make_data(str(path))
-    assert data.report.bad == []
+    assert data.reports[0].bad == []
     for problem, line in zip(data.items, path.read_text().splitlines(), strict=True):
         row = json.loads(line)
         answer = row["conversations"][1]["value"]
@@ -90,7 +95,7 @@ def test_student_examples_are_the_rows_own_conversation(
     path = shared / f"data/stratos_format/{name}.jsonl"
     folder = smollm2 if tokenizer == "smollm2" else str(shared / "data/tokenizers/Qwen2.5-Instruct")
     data = make_data(str(path), task="student_sft", max_rows=5, tokenizer=folder, prompts_per_step=5)
-    assert data.report.summary().startswith("0 of 5 rows")
+    assert data.reports[0].summary().startswith("0 of 5 rows")
     for example, line in zip(data.items, path.read_text().splitlines(), strict=False):
         row = json.loads(line)
         assert isinstance(example, SFTExample)
@@ -159,6 +164,19 @@ def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
     (tmp_path / "broken.json").write_text('[{"question": "q"')
     (tmp_path / "number.json").write_text("7")
     (tmp_path / "broken.parquet").write_text("no table")
+    whole = datasets.Dataset.from_list([custom_row(str(i)) for i in range(5000)])
+    whole.to_parquet(tmp_path / "whole.parquet")
+    table = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "interrupted.parquet").write_bytes(table[: len(table) // 2])
+    (tmp_path / "garbled.parquet").write_bytes(table[:4] + bytes(200) + table[204:])
+    whole.save_to_disk(tmp_path / "interrupted")
+    [arrow] = (tmp_path / "interrupted").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
+    whole.select(range(0)).save_to_disk(tmp_path / "no_rows")
+    whole.select(range(0)).to_parquet(tmp_path / "no_rows.parquet")
+    (tmp_path / "no_rows.json").write_text("[]")
+    (tmp_path / "header.csv").write_text("question,solution\n")
+    (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.csv").write_bytes("question,solution\né,1\n".encode("latin-1"))
@@ -172,7 +190,15 @@ def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
         "mixed": r"holds \.csv, \.jsonl",
         "broken.json": "must be valid JSON",
         "number.json": "must hold a list of objects",
-        "broken.parquet": "must be a Parquet file",
+        "broken.parquet": "must be a whole Parquet file",
+        "interrupted.parquet": "must be a whole Parquet file",
+        "garbled.parquet": "must be readable, but is not",
+        "interrupted": "must be loadable",
+        "no_rows": "at least one row",
+        "no_rows.parquet": "at least one row",
+        "no_rows.json": "at least one row",
+        "header.csv": "at least one row",
+        "nothing.jsonl": "at least one row",
         "notes.txt": r"must be \.jsonl, \.json, \.parquet, \.csv",
         "blank.jsonl": "at least one row",
         "latin.csv": "must be readable",
@@ -212,6 +238,48 @@ def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.M
         read_rows("lab/sums:none", "test")
 
 
+def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_data: MakeData, tmp_path: Path):
+    stratos = write_jsonl(tmp_path / "stratos.jsonl", ["", stratos_row("a?"), "{", stratos_row("b?")])
+    own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("", "7"), custom_row("d?")])
+    sources = [stratos, "arithmetic", own]
+    options = {"max_rows": 3, "max_bad_frac": 0.4, "output_dir": str(tmp_path / "run")}
+    data = make_data(sources=sources, task="student_sft", **options)
+    assert [item.row for item in data.items] == [2, 4, 5, 6, 7, 8, 10]
+    [reports] = json.loads((tmp_path / "run/data_report.json").read_text()).values()
+    assert [(r["source"], r["first_row"], r["num_rows"], r["num_used"]) for r in reports] == [
+        (stratos, 1, 3, 2),
+        ("arithmetic", 5, 3, 3),
+        (own, 8, 3, 2),
+    ]
+    assert [[bad["row"] for bad in report["bad_rows"]] for report in reports] == [[3], [], [2]]
+    with pytest.raises(InputError, match=rf"max_bad_frac=0\.3.*1 of 3 rows of '{stratos}'"):
+        make_data(sources=sources, task="student_sft", **options | {"max_bad_frac": 0.3})
+
+
+def test_held_out_rows_of_several_sources(make_data: MakeData, tmp_path: Path):
+    own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("d?")])
+    data = make_data(val_source=[own, "arithmetic"], val_rows=3)
+    assert [problem.question for problem in data.problems[20:22]] == ["c?", "d?"]
+    assert [problem.row for problem in data.problems[20:]] == [1, 2, 3]
+    # Held out of all that are mixed, by seed.
+    mixed = make_data(sources=[own, "arithmetic"], val_rows=4)
+    assert {item.row for item in [*mixed.items, *mixed.val_items]} == set(range(1, 23))
+    assert len(mixed.val_items) == 4
+
+
+def test_a_list_of_sources_on_the_command_line():
+    parser = ArgumentParser()
+    parser.add_class_arguments(StratosDataModule, "data")
+    for text, sources in (
+        ("[a.jsonl, lab/set:main]", ["a.jsonl", "lab/set:main"]),
+        ("lab/set:main", ["lab/set:main"]),
+        ("2024", ["2024"]),
+    ):
+        assert parser.instantiate(parser.parse_args([f"--data.source={text}"])).data.sources == sources
+    with pytest.raises(InputError, match=r"data\.source must name at least one source"):
+        StratosDataModule([])
+
+
 # Understanding rows
 
 
@@ -219,11 +287,8 @@ def test_turns_may_be_named_in_either_way():
     row = stratos_row()
     question, answer = (turn["value"] for turn in row["conversations"])
     expected = parse_row(row, STRATOS)
-    assert (expected.question, expected.solution, expected.trace) == (
-        "1+6?",
-        "\n\nIt is 7.\n\n",
-        "\n\nCount.\n\n",
-    )
+    assert (expected.question, expected.solution) == ("1+6?", "\n\nIt is 7.\n\n")
+    assert expected.traces == {"reasoning_trace": "\n\nCount.\n\n"}
     renamed = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     assert parse_row({**row, "conversations": renamed}, STRATOS) == expected
     # A table fills the columns that a row does not use with None.
@@ -235,12 +300,12 @@ def test_turns_may_be_named_in_either_way():
 
 def test_rows_with_other_tags_than_the_chosen_ones_are_translated():
     parsed = parse_row(stratos_row(), R1)
-    assert (parsed.solution, parsed.trace) == ("\nIt is 7.\n", "\nCount.\n")
+    assert (parsed.solution, parsed.traces) == ("\nIt is 7.\n", {"reasoning_trace": "\nCount.\n"})
     assert parsed.system == "Think between <think> and </think>."
     r1 = stratos_row()
     r1["conversations"][1]["value"] = "<think>\n\nCount.</think><solution> 7 </solution>"
     parsed = parse_row(r1, R1)
-    assert (parsed.solution, parsed.trace) == (" 7 ", "\n\nCount.")  # as it stands
+    assert (parsed.solution, parsed.traces) == (" 7 ", {"reasoning_trace": "\n\nCount."})  # as it stands
 
 
 def test_the_question_may_have_other_names():
@@ -288,7 +353,7 @@ def test_bad_rows_are_counted_with_their_number_and_reason(
     limits = {"max_prompt_length": 400, "max_solution_length": 50, "max_length": 600}
     rows = [custom_row(), row, stratos_row()]
     data = make_data(rows, task=task, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
-    assert data.report.rows_by_reason() == {reason: [2]}
+    assert data.reports[0].rows_by_reason() == {reason: [2]}
     assert [item.row for item in data.items] == [1, 3]
     (report,) = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
     assert (report["num_rows"], report["num_used"], report["reasons"]) == (3, 2, {str(reason): 1})
@@ -304,7 +369,7 @@ def test_traces_are_needed_only_by_tasks_that_use_them(make_data: MakeData):
     rows = [custom_row(trace=""), stratos_row(thought=""), {"question": "q", "solution": "s"}]
     assert len(make_data(rows).items) == 3
     with pytest.raises(BadRowError, match="empty_trace"):
-        parse_row(rows[0], STRATOS, needs_trace=True)
+        parse_row(rows[0], STRATOS, ["reasoning_trace"])
 
 
 def test_too_many_bad_rows_stop_the_run(make_data: MakeData, tmp_path: Path):
@@ -337,6 +402,92 @@ def test_columns_that_no_row_has_are_named_once(make_data: MakeData):
     with pytest.raises(InputError, match="lacks reasoning_trace and has question, solution"):
         make_data([{"question": "q", "solution": "s"}] * 3, task="teacher_sft")
     make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, task="score")
+
+
+# Several traces of a row
+
+
+def test_each_trace_of_a_row_is_an_item_of_that_row(make_data: MakeData):
+    rows = [
+        {**custom_row(trace="Count."), "other_trace": " Guess.\n"},
+        {**stratos_row(thought="Add."), "other_trace": "Look up.", "completion": "So seven"},
+    ]
+    both = ["reasoning_trace", "other_trace"]
+    data = make_data(rows, task="score", stage="predict", prompts_per_step=3, trace_columns=both)
+    batches = list(data.predict_dataloader())
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
+    assert [rollout.text for rollout in rollouts] == ["Count.", "Guess.", "So seven", "Look up."]
+    assert [rollout.problem.row for rollout in rollouts] == [1, 1, 2, 2]
+    columns = [{**row, "trace_column": name} for row in rows for name in both]
+    assert [rollout.problem.columns for rollout in rollouts] == columns
+    assert rollouts[0].problem.teacher_prompt == rollouts[1].problem.teacher_prompt
+    other = make_data(rows, task="score", stage="predict", trace_columns=["other_trace"])
+    assert [problem.columns["trace_column"] for problem in other.problems] == ["other_trace"] * 2
+
+
+def test_students_learn_each_trace_and_hold_out_all_of_a_row(make_data: MakeData):
+    rows = [{**custom_row(f"{i}?"), "other_trace": "Guess."} for i in range(6)]
+    options = {"task": "student_sft", "trace_columns": ["reasoning_trace", "other_trace"]}
+    data = make_data(rows, **options, val_rows=2)
+    assert (len(data.items), len(data.val_items)) == (8, 4)
+    assert {item.row for item in data.items}.isdisjoint(item.row for item in data.val_items)
+    first, second = (decode(data, item.token_ids) for item in data.items[:2] if isinstance(item, SFTExample))
+    assert first == second.replace("Guess.", "Count.")
+
+
+def test_rows_need_all_of_the_traces(make_data: MakeData):
+    whole = {**custom_row(), "other_trace": "Guess."}
+    rows = [whole, custom_row(), {**whole, "other_trace": None}, {**whole, "other_trace": 7}]
+    rows += [{**whole, "reasoning_trace": " "}]
+    both = {"task": "score", "trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.8}
+    data = make_data(rows, **both)
+    assert [item.row for item in data.items] == [1, 1]
+    found = [(row, str(error)) for row, error in data.reports[0].bad]
+    assert found == [
+        (2, "missing_column: the row lacks other_trace"),
+        (3, "empty_trace: other_trace has no text"),
+        (4, "wrong_type: other_trace must be text, but is int"),
+        (5, "empty_trace: reasoning_trace has no text"),
+    ]
+    with pytest.raises(InputError, match=r"lacks other_trace and has question, reasoning_trace, solution"):
+        make_data([custom_row()] * 2, **both)
+
+
+# Rows that are longer than a sequence may be
+
+
+@pytest.mark.parametrize("task", ["teacher_sft", "student_sft"])
+def test_long_traces_are_dropped_or_truncated_to_the_token(
+    make_data: MakeData, tmp_path: Path, caplog: pytest.LogCaptureFixture, task: str
+):
+    rows = [custom_row(), custom_row(trace="long " * 300), custom_row(question="long " * 600), custom_row()]
+    whole = make_data(rows, task=task).items
+    lengths = [len(item.token_ids) for item in whole if isinstance(item, SFTExample)]
+    limit = lengths[1] - 7
+    options = {"task": task, "max_length": limit, "max_bad_frac": 0.5, "output_dir": str(tmp_path / "run")}
+
+    def report() -> tuple[Any, ...]:
+        [report] = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
+        return report["num_used"], report["reasons"], report["num_truncated"], report["truncated_rows"]
+
+    dropped = make_data(rows, **options)
+    assert [item.row for item in dropped.items] == [1, 4]
+    assert report() == (2, {"too_long": 2}, 0, [])
+
+    with caplog.at_level(logging.INFO):
+        data = make_data(rows, long_traces="truncate", **options)
+    assert report() == (3, {"too_long": 1}, 1, [2])  # no prompt is cut
+    assert "1 of 4 rows of" in caplog.text
+    assert "are cut off at data.max_length (row 2); see" in caplog.text
+    assert [item.row for item in data.items] == [1, 2, 4]
+    assert data.items[0] == whole[0]
+    cut, full = data.items[1], whole[1]
+    assert isinstance(cut, SFTExample)
+    assert isinstance(full, SFTExample)
+    assert (cut.row, cut.num_cut) == (2, 7)
+    assert cut.token_ids == full.token_ids[:limit]
+    assert cut.loss_mask == full.loss_mask[:limit]
+    assert cut.loss_mask[-1]
 
 
 # Prompts, tags and vocabularies
@@ -504,6 +655,11 @@ def test_arguments_out_of_range_are_refused(make_data: MakeData):
         StratosDataModule(val_rows=-1)
     with pytest.raises(InputError, match=r"max_bad_frac must be in \[0, 1\], but is 2"):
         StratosDataModule(max_bad_frac=2)
+    for columns in ([], ["a", "a"]):
+        with pytest.raises(InputError, match=r"trace_columns must name one or several different columns"):
+            StratosDataModule(trace_columns=columns)
+    with pytest.raises(InputError, match=r"trace_columns must name columns of traces, but names completion"):
+        StratosDataModule(trace_columns=["completion"])
     with pytest.raises(InputError, match=r"data\.tokenizer must name"):
         StratosDataModule().setup("fit")
     with pytest.raises(

@@ -2,18 +2,22 @@
 
 from rlt_lightning.callbacks.checkpoint import Checkpoint
 from rlt_lightning.callbacks.distillation import DistillationWriter
+from rlt_lightning.callbacks.evaluation import EvaluationWriter
 from rlt_lightning.callbacks.export import ModelExporter
 from rlt_lightning.callbacks.metrics import MetricsCSV
 from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
 from rlt_lightning.callbacks.reference import ReferenceSync
+from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.callbacks.rollout import RolloutCallback
 
 __all__ = [
     "Checkpoint",
     "DistillationWriter",
+    "EvaluationWriter",
     "MetricsCSV",
     "ModelExporter",
     "ReferenceSync",
+    "ResponseCallback",
     "RolloutCallback",
     "RolloutRecorder",
     "ScoreWriter",

@@ -105,3 +105,19 @@ class IterationBar(ProgressBar):
             source = trainer.datamodule.source  # type: ignore[attr-defined]
             done = "generated" if trainer.datamodule.task == "rlt" else "scored"  # type: ignore[attr-defined]
             print(f"{done} batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self.enabled and batch.records:
+            right = sum(record["correct"] for record in batch.records)
+            line = f"evaluated batch {batch_idx + 1}/{trainer.num_test_batches[dataloader_idx]}: "
+            line += f"{right} of {len(batch.records)} responses to {batch.records[0]['set']} are right"
+            print(line, file=sys.stderr, flush=True)

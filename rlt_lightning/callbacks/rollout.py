@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.pretrained import model_config
+from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
 
 T = TypeVar("T")
@@ -147,7 +146,7 @@ class RolloutCallback(Callback):
         """Check, before any model is loaded, that settings agree and that completions fit."""
         self.trainer = trainer
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(pl_module, RLTModule) or data.task == "score":
+        if not isinstance(pl_module, RLTModule):
             return
         if stage == "fit":
             self._check_sampling(pl_module)
@@ -155,8 +154,7 @@ class RolloutCallback(Callback):
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
             if model is None:
                 continue
-            config = model_config(str(model), bool(pl_module.trust_remote_code)).get_text_config()
-            context = getattr(config, "max_position_embeddings", sys.maxsize)  # some have no limit
+            context = context_length(str(model), bool(pl_module.trust_remote_code))
             require_room(data.problems, role, context, longest)
 
     def _check_sampling(self, module: RLTModule) -> None:
@@ -502,7 +500,7 @@ def from_plain(state: dict[str, Any]) -> Order:
 
 
 def require_room(problems: list[Problem], role: str, context: int, max_completion_length: int) -> None:
-    """Check that the longest problem and a full-length completion fit into a model's context, in tokens.
+    """Check that every problem and its completion, given or of full length, fit into a context, in tokens.
 
     Raises:
         InputError: Naming the row, the lengths and the settings that would make room.
@@ -512,9 +510,16 @@ def require_room(problems: list[Problem], role: str, context: int, max_completio
         if role == "student":
             fixed = sum(map(len, (problem.student_prefix, problem.think_prefix, problem.student_suffix)))
             fixed += len(problem.solution_ids)
-        if fixed + max_completion_length > context:
+        given = problem.given_completion
+        if given and fixed + len(given.token_ids) > context:
+            raise InputError(
+                f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
+                f"{problem.row} needs {fixed + len(given.token_ids)}. Lower data.max_length: longer rows are "
+                "counted and kept out."
+            )
+        if not given and fixed + max_completion_length > context:
             raise InputError(
                 f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
                 f"{problem.row} needs {fixed} + max_completion_length {max_completion_length}. Lower "
-                "sampling.max_completion_length or data.max_prompt_length."
+                "sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
             )

@@ -1,6 +1,7 @@
-"""Rows from any source, tokenised into the contexts of teacher and student."""
+"""Rows from any source, tokenised into the contexts of teacher and student; evaluation sets."""
 
+from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat, TagStyle
 from rlt_lightning.datamodules.stratos import StratosDataModule
 
-__all__ = ["ChatFormat", "StratosDataModule", "TagStyle"]
+__all__ = ["ChatFormat", "EvaluationDataModule", "StratosDataModule", "TagStyle"]

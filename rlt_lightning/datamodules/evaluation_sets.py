@@ -7,17 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.answers import LETTERS, reference_answer
+from rlt_lightning.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
 from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows
-from rlt_lightning.judge import Kind, Reference, require_reasoning_gym
 from rlt_lightning.types import InputError
 
 MATH_PROMPT = "Return your final response within \\boxed{{}}. {question}"
 CHOICE_PROMPT = "Return the letter of the right option within \\boxed{{}}. {question}\n\n{options}"
-COUNTDOWN_PROMPT = (
-    "Make {target} from the numbers {numbers}. Use each of the numbers exactly once, with +, -, *, / and "
-    "parentheses. Write the expression, without an equals sign, in \\boxed{{}}."
-)
 QUESTIONS = ("question", "problem", "prompt", "Question")  # columns, the first that a row has
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
@@ -86,8 +81,8 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
     if spec.kind == "countdown":
         require_reasoning_gym()
     where = source or spec.source
-    rows = read_rows(where, spec.split if source is None else "test", max_rows or NUM_EMBEDDED_ROWS, seed)
-    rows = rows[:max_rows]
+    split = spec.split if source is None else "test"
+    rows = read_rows(where, split, max_rows or NUM_EMBEDDED_ROWS, seed, max_rows)
     ids = row_ids(rows)
     questions: list[Question] = []
     unusable: list[tuple[int, BadRowError]] = []
@@ -102,9 +97,9 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
     if unusable:
         shown = ", ".join(str(number) for number, _ in unusable[:SHOWN_ROWS])
         raise InputError(
-            f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in '{where}' are "
-            f"not (row {shown}{', …' if len(unusable) > SHOWN_ROWS else ''}; {unusable[0][1].detail}). Correct "
-            "or remove them."
+            f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in '{where}' "
+            f"are not (row {shown}{', …' if len(unusable) > SHOWN_ROWS else ''}: {unusable[0][1].detail}). "
+            "Correct or remove them."
         )
     return questions
 
@@ -144,14 +139,13 @@ def read_choice(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
 
 
 def read_countdown(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
-    """Numbers and the target that they are to make; the question is ours where the row has none."""
+    """Numbers and the target that they are to make; `read_rows` asks where a row has no question."""
     numbers = next((row[column] for column in NUMBERS if row.get(column) is not None), None)
     target = row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in [*numbers, target]):
         detail = "it must have a list of integers, numbers or nums, and an integer target"
         raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
-    text = COUNTDOWN_PROMPT.format(target=target, numbers=", ".join(map(str, numbers)))
-    return text, {"kind": "countdown", "numbers": numbers, "target": target}
+    return question_of(row), {"kind": "countdown", "numbers": numbers, "target": target}
 
 
 READERS: dict[Kind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -270,13 +271,23 @@ class ChatFormat:
         """Render the teacher's conversation up to the assistant's text."""
         return self.render(self.teacher_system_prompt, question)
 
-    def student_chat(self, question: str, student_system_prompt: str | None = None) -> str:
-        """Render the student's conversation up to the assistant's text."""
+    def student_chat(
+        self,
+        question: str,
+        student_system_prompt: str | None = None,
+        earlier: Sequence[tuple[str, str]] = (),
+    ) -> str:
+        """Render the student's conversation up to the assistant's text; see `render`."""
         system_prompt = self.student_system_prompt if student_system_prompt is None else student_system_prompt
-        return self.render(system_prompt, question)
+        return self.render(system_prompt, question, earlier)
 
-    def render(self, system_prompt: str, question: str) -> str:
+    def render(self, system_prompt: str, question: str, earlier: Sequence[tuple[str, str]] = ()) -> str:
         """Render system message, user message and generation prompt with the tokenizer's chat template.
+
+        Args:
+            system_prompt: The empty string for none.
+            question: What the user asks.
+            earlier: Questions before it, with the answers that they got, tags included.
 
         Raises:
             InputError: If there is no template, or it refuses a system message.
@@ -284,6 +295,8 @@ class ChatFormat:
         import jinja2
 
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        for asked, answered in earlier:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(

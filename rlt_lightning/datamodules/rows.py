@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -33,6 +33,7 @@ CHOICES = (
     "id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
+TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 SHOWN_ROWS = 5  # row numbers per reason in messages
 
 
@@ -71,10 +72,12 @@ class BadRowReport:
 
     source: str
     num_rows: int
+    first_row: int = 1  # what row 1 of this source is called in a run that reads several
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
+    truncated: list[int] = field(default_factory=list)  # rows that are used without their end
 
     def add(self, row: int, error: BadRowError) -> None:
-        """Count a bad row."""
+        """Count a bad row, numbered as in its source."""
         self.bad.append((row, error))
 
     @property
@@ -93,23 +96,35 @@ class BadRowReport:
         """Counts by reason and the first row numbers, in one line."""
         reasons = []
         for reason, rows in self.rows_by_reason().items():
-            shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
-            reasons.append(f"{reason} {len(rows)} (row{'s' if len(rows) > 1 else ''} {shown})")
+            reasons.append(f"{reason} {len(rows)} ({row_list(rows)})")
         return f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used" + (
             f": {', '.join(reasons)}" if reasons else ""
         )
+
+    def lines(self) -> list[str]:
+        """What a user should know: a line for rows that cannot be used, and one for those cut off."""
+        lines = [self.summary()] if self.bad else []
+        if self.truncated:
+            lines.append(
+                f"{len(self.truncated)} of {self.num_rows} rows of '{self.source}' are cut off at "
+                f"data.max_length ({row_list(self.truncated)})"
+            )
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """Counts, and every bad row with its reason and detail."""
         return {
             "source": self.source,
+            "first_row": self.first_row,
             "num_rows": self.num_rows,
             "num_used": self.num_rows - len(self.bad),
             "num_bad": len(self.bad),
+            "num_truncated": len(self.truncated),
             "reasons": {reason: len(rows) for reason, rows in self.rows_by_reason().items()},
             "bad_rows": [
                 {"row": row, "reason": str(error.reason), "detail": error.detail} for row, error in self.bad
             ],
+            "truncated_rows": self.truncated,
         }
 
     def check(self, max_bad_frac: float, report_path: Path | None) -> None:
@@ -121,6 +136,12 @@ class BadRowReport:
             f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
             f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
         )
+
+
+def row_list(rows: list[int]) -> str:
+    """Name the first of some rows."""
+    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
+    return f"row{'s' if len(rows) > 1 else ''} {shown}"
 
 
 def write_reports(path: Path, reports: list[BadRowReport]) -> None:
@@ -186,8 +207,8 @@ def _read_file(path: Path) -> Iterator[Row]:
         yield from READERS[path.suffix](path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The data file {path} must be readable, but is not ({error}). Check its permissions and "
-            "encoding (UTF-8)."
+            f"The data file {path} must be readable, but is not ({_one_line(error)}). Check that it is "
+            "whole, its permissions and its encoding (UTF-8)."
         ) from error
 
 
@@ -229,9 +250,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"The file {path} must be a Parquet file, but is not ({reason}). Write it anew, or use {CHOICES}."
+            f"The file {path} must be a whole Parquet file, but is not ({_one_line(error)}). Write it anew, "
+            f"or use {CHOICES}."
         ) from error
     yield from enumerate(rows, start=1)
 
@@ -309,6 +330,8 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
 
     try:
         dataset = datasets.load_from_disk(str(folder))
+    except IndexError:  # the library fails on a set that was saved without rows
+        return
     except (OSError, ValueError) as error:
         raise InputError(
             f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it anew, "
@@ -321,7 +344,7 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
                 "Set data.split."
             )
         dataset = dataset[split]
-    yield from enumerate(dataset.to_list(), start=1)
+    yield from enumerate(dataset, start=1)
 
 
 def _read_hub(source: str, split: str) -> Iterator[Row]:
@@ -340,7 +363,7 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
         ) from error
     finally:
         hub_log.setLevel(level)
-    yield from enumerate(dataset.to_list(), start=1)
+    yield from enumerate(dataset, start=1)
 
 
 def _one_line(error: Exception) -> str:
@@ -409,19 +432,21 @@ class ParsedRow:
 
     question: str
     solution: str  # as it stands between the solution tags, surrounding newlines included
-    trace: str | None  # as it stands between the thought tags
+    traces: dict[str, str]  # by column, as they stand between the thought tags; '' for one without text
     completion: str | None  # raw generated text of a teacher
     system: str | None  # the row's own system prompt, of the student
 
 
-def check_columns(rows: Iterable[Row], source: str, needs_trace: bool, allows_completion: bool) -> None:
+def check_columns(
+    rows: Iterable[Row], source: str, trace_columns: Sequence[str], allows_completion: bool
+) -> None:
     """Stop if no row of the source has the columns that a task needs.
 
     Raises:
         InputError: Naming the missing columns and those found.
     """
     columns = [row for _, row in rows if isinstance(row, dict)]
-    missing = [missing_columns(row, needs_trace, allows_completion) for row in columns]
+    missing = [missing_columns(row, trace_columns, allows_completion) for row in columns]
     if not missing or not all(missing):
         return
     found = sorted({str(name) for row in columns[:100] for name in row})
@@ -432,19 +457,23 @@ def check_columns(rows: Iterable[Row], source: str, needs_trace: bool, allows_co
     )
 
 
-def missing_columns(row: dict[str, Any], needs_trace: bool, allows_completion: bool) -> list[str]:
+def missing_columns(row: dict[str, Any], trace_columns: Sequence[str], allows_completion: bool) -> list[str]:
     """Return the names of the columns that a row should have but has not."""
+    has = set(row)
     if row.get("conversations") is not None:
-        return []
-    missing = [] if any(name in row for name in QUESTION_COLUMNS) else ["question"]
-    missing += [] if "solution" in row else ["solution"]
-    if needs_trace and "reasoning_trace" not in row and not (allows_completion and "completion" in row):
-        missing += ["reasoning_trace"]
-    return missing
+        has |= {"question", "solution", TRACE_COLUMN}
+    if has & {*QUESTION_COLUMNS}:
+        has.add("question")
+    if allows_completion and "completion" in has:
+        has.add(TRACE_COLUMN)
+    return [name for name in ("question", "solution", *trace_columns) if name not in has]
 
 
 def parse_row(
-    row: dict[str, Any], tags: TagStyle, needs_trace: bool = False, allows_completion: bool = False
+    row: dict[str, Any],
+    tags: TagStyle,
+    trace_columns: Sequence[str] = (),
+    allows_completion: bool = False,
 ) -> ParsedRow:
     """Understand a row of Bespoke-Stratos' format or one with question and solution.
 
@@ -452,13 +481,13 @@ def parse_row(
         row: Its columns.
         tags: Of the texts to be made. Text between a row's own tags stays as it is where they are these tags,
             and else gets these tags' separator.
-        needs_trace: Whether the task needs a reasoning trace.
-        allows_completion: Whether a `completion` will do instead.
+        trace_columns: Names of the traces that the task needs.
+        allows_completion: Whether a `completion` will do instead of `reasoning_trace`.
 
     Raises:
         BadRowError: With the reason why the row cannot be used.
     """
-    if missing := missing_columns(row, needs_trace, allows_completion):
+    if missing := missing_columns(row, trace_columns, allows_completion):
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
     parsed = _parse_stratos(row, tags) if row.get("conversations") is not None else _parse_custom(row, tags)
     if not parsed.question.strip():
@@ -466,21 +495,29 @@ def parse_row(
     if not parsed.solution.strip():
         raise BadRowError(BadRowReason.EMPTY_SOLUTION, "the solution has no text")
     has_completion = allows_completion and bool(parsed.completion)
-    if needs_trace and not (parsed.trace or "").strip() and not has_completion:
-        raise BadRowError(BadRowReason.EMPTY_TRACE, "the reasoning trace has no text")
+    for name in trace_columns:
+        if name not in parsed.traces:
+            parsed.traces[name] = _trace(row, name, tags)
+        has_text = parsed.traces[name].strip() or (name == TRACE_COLUMN and has_completion)
+        if not has_text:
+            raise BadRowError(BadRowReason.EMPTY_TRACE, f"{name} has no text")
     return parsed
 
 
 def _parse_custom(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
     question = next((row[name] for name in QUESTION_COLUMNS if row.get(name) is not None), None)
-    trace = _text(row.get("reasoning_trace"), "reasoning_trace")
     return ParsedRow(
         question=_text(question, "question"),
         solution=tags.wrap(_text(row["solution"], "solution")),
-        trace=tags.wrap(trace) if trace.strip() else None,
+        traces={TRACE_COLUMN: _trace(row, TRACE_COLUMN, tags)},
         completion=_text(row.get("completion"), "completion") or None,
         system=None,
     )
+
+
+def _trace(row: dict[str, Any], column: str, tags: TagStyle) -> str:
+    text = _text(row.get(column), column)
+    return tags.wrap(text) if text.strip() else ""
 
 
 def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
@@ -496,10 +533,11 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
     system = _text(row.get("system"), "system") or next(iter(systems), None)
     completion = _text(row.get("completion"), "completion") or None
     if blocks := _split_blocks(answer, tags):
-        return ParsedRow(question, blocks[1], blocks[0], completion, system)
+        return ParsedRow(question, blocks[1], {TRACE_COLUMN: blocks[0]}, completion, system)
     if blocks := _split_blocks(answer, STRATOS):
         thought, solution = map(tags.wrap, blocks)
-        return ParsedRow(question, solution, thought, completion, system and _translate(system, tags))
+        system = system and _translate(system, tags)
+        return ParsedRow(question, solution, {TRACE_COLUMN: thought}, completion, system)
     raise BadRowError(BadRowReason.MISSING_TAGS, "the assistant's turn lacks one of the four tags in order")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,12 @@ from rlt_lightning.datamodules.formats import ChatFormat, TagStyle
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.rows import (
     ARITHMETIC,
+    TRACE_COLUMN,
     BadRowError,
     BadRowReason,
     BadRowReport,
     ParsedRow,
+    Row,
     check_columns,
     parse_row,
     read_rows,
@@ -38,6 +40,7 @@ from rlt_lightning.types import (
 )
 
 Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
+LongTraces = Literal["drop", "truncate"]
 Item = Problem | SFTExample
 
 
@@ -49,11 +52,14 @@ class StratosDataModule(LightningDataModule):
 
     Args:
         source: "arithmetic", one kind of it such as "arithmetic:addition", or "countdown" (embedded), a
-            JSONL, JSON, Parquet or CSV file, a folder, or a hub id.
-        split: Split of the source, where it has any.
+            JSONL, JSON, Parquet or CSV file, a folder, a hub id, or a list of these: they are read one after
+            another, and their rows numbered through.
+        split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
             model answers alone (student_rl).
+        trace_columns: Columns of the traces; a row has them all and makes an item of each. Scored rows name
+            theirs as `trace_column`, unless it is `reasoning_trace` alone.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
@@ -62,16 +68,18 @@ class StratosDataModule(LightningDataModule):
         prompts_per_step: Rows per optimizer step, over all processes.
         max_prompt_length: Tokens of a prompt; longer rows are kept out.
         max_solution_length: Tokens of a solution; None for no limit.
-        max_length: Tokens of a whole sequence; longer rows are kept out.
+        max_length: Tokens of a whole sequence; longer rows are kept out, or as `long_traces` says.
+        long_traces: What fine-tuning does with rows that are longer: "drop" keeps them out, "truncate" keeps
+            their first `max_length` tokens.
         student_context: Tokens of the students that generated traces are for; None for no limit.
-        val_source: Source of held-out rows.
+        val_source: Source or sources of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
         val_batch_size: Rows per batch of validation and prediction, over all processes; None:
             prompts_per_step.
-        max_rows: Rows read of the source at most, from its start.
+        max_rows: Rows read of each source at most, from its start.
         num_embedded_rows: Size of an embedded source.
-        max_bad_frac: Part of the rows that may be unusable.
+        max_bad_frac: Part of each source's rows that may be unusable.
         seed: Of order, held-out rows and embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
@@ -79,9 +87,10 @@ class StratosDataModule(LightningDataModule):
 
     def __init__(
         self,
-        source: str = ARITHMETIC,
+        source: list[str] | str = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
+        trace_columns: Sequence[str] = (TRACE_COLUMN,),
         tokenizer: str | None = None,
         student_tokenizer: str | None = None,
         tags: str | TagStyle = "stratos",
@@ -91,8 +100,9 @@ class StratosDataModule(LightningDataModule):
         max_prompt_length: int = 16384,
         max_solution_length: int | None = None,
         max_length: int = 16384,
+        long_traces: LongTraces = "drop",
         student_context: int | None = None,
-        val_source: str | None = None,
+        val_source: list[str] | str | None = None,
         val_split: str = "test",
         val_rows: int = 0,
         val_batch_size: int | None = None,
@@ -104,9 +114,11 @@ class StratosDataModule(LightningDataModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        self.source = source
+        self.sources = as_list(source)
+        self.source = ", ".join(self.sources)  # for messages
         self.split = split
         self.task: Task = task
+        self.trace_columns = list(trace_columns)
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
         self.tags = tags
@@ -116,8 +128,9 @@ class StratosDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.max_solution_length = max_solution_length
         self.max_length = max_length
+        self.long_traces: LongTraces = long_traces
         self.student_context = student_context
-        self.val_source = val_source
+        self.val_sources = as_list(val_source)
         self.val_split = val_split
         self.val_rows = val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
@@ -145,6 +158,18 @@ class StratosDataModule(LightningDataModule):
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+        if not self.sources:
+            raise InputError("data.source must name at least one source, but is an empty list. Name one.")
+        if len(set(self.trace_columns)) != len(self.trace_columns) or not self.trace_columns:
+            raise InputError(
+                "data.trace_columns must name one or several different columns, but is "
+                f"{self.trace_columns}. Change it."
+            )
+        if "completion" in self.trace_columns:
+            raise InputError(
+                f"data.trace_columns must name columns of traces, but names completion, which is scored for "
+                f"{TRACE_COLUMN} where a row has it. Name {TRACE_COLUMN} instead."
+            )
         if self.val_rows < 0:
             raise InputError(f"data.val_rows must be at least 0, but is {self.val_rows}. 0 holds none out.")
         if not 0 <= self.max_bad_frac <= 1:
@@ -159,25 +184,24 @@ class StratosDataModule(LightningDataModule):
         if self._prepared_for == stage:
             return
         self.format = self._load_format()
-        self.report, items = self._prepare(self.source, self.split)
-        reports = [self.report]
+        self.reports, items = self._prepare(self.sources, self.split)
         val_items: list[Item] = []
         if stage != "predict":
-            if self.val_source is not None:
-                val_report, val_items = self._prepare(self.val_source, self.val_split)
+            if self.val_sources:
+                val_reports, val_items = self._prepare(self.val_sources, self.val_split)
                 val_items = val_items[: self.val_rows or None]
-                reports.append(val_report)
+                self.reports += val_reports
             elif self.val_rows:
                 items, val_items = self._hold_out(items)
         self.items: list[Item] = items
         self.val_items: list[Item] = val_items
         path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
         if path and self._rank() == 0:
-            write_reports(path, reports)
-        for report in reports:
+            write_reports(path, self.reports)
+        for report in self.reports:
             report.check(self.max_bad_frac, path)
-            if report.bad:
-                rank_zero_info(report.summary() + (f"; see {path}" if path else ""))
+            for line in report.lines():
+                rank_zero_info(line + (f"; see {path}" if path else ""))
         if stage == "fit":
             self.train_dataloader()  # says now whether a step's rows can be had and shared out
         self._prepared_for = stage
@@ -265,35 +289,52 @@ class StratosDataModule(LightningDataModule):
             check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
         return ChatFormat(tokenizer, self.tags, self.teacher_system_prompt, self.student_system_prompt)
 
-    def _prepare(self, source: str, split: str) -> tuple[BadRowReport, list[Item]]:
-        """Read a source and make its usable rows into items."""
-        rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+    def _prepare(self, sources: list[str], split: str) -> tuple[list[BadRowReport], list[Item]]:
+        """Read sources one after another; their rows are numbered through."""
+        reports: list[BadRowReport] = []
+        items: list[Item] = []
+        first_row = 1
+        for source in sources:
+            rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+            report = BadRowReport(source, len(rows), first_row)
+            items += self._make_items(rows, report)
+            reports.append(report)
+            first_row += rows[-1][0]
+        return reports, items
+
+    def _make_items(self, rows: list[Row], report: BadRowReport) -> list[Item]:
+        """Make the usable rows of a source into items, and report the others."""
         if self.task == "student_rl":
             rows = [(number, with_solution(columns)) for number, columns in rows]
-        needs_trace = self.task not in ("rlt", "student_rl")
-        check_columns(rows, source, needs_trace, self.task == "score")
-        report = BadRowReport(source, len(rows))
+        needed = [] if self.task in ("rlt", "student_rl") else self.trace_columns
+        allows_completion = self.task == "score"
+        check_columns(rows, report.source, needed, allows_completion)
         items: list[Item] = []
-        make_item = self._item_maker()
         for number, columns in rows:
             try:
                 if isinstance(columns, BadRowError):
                     raise columns
-                parsed = parse_row(columns, self.format.tags, needs_trace, self.task == "score")
-                items.append(make_item(number, parsed, columns))
+                parsed = parse_row(columns, self.format.tags, needed, allows_completion)
+                made = self._items_of(report.first_row - 1 + number, parsed, columns)
+                items += made
+                if any(isinstance(item, SFTExample) and item.num_cut for item in made):
+                    report.truncated.append(number)
             except BadRowError as error:
                 report.add(number, error)
-        return report, items
+        return items
 
-    def _item_maker(self) -> Callable[[int, ParsedRow, dict[str, Any]], Item]:
-        makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any]], Item]] = {
-            "rlt": self._problem,
+    def _items_of(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
+        """Make one item of a row, or one for each of its traces."""
+        if self.task == "rlt":
+            return [self._problem(number, row, columns)]
+        if self.task == "student_rl":
+            return [self._student_problem(number, row, columns)]
+        makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any], str], Item]] = {
             "score": self._scored_problem,
             "teacher_sft": self._teacher_example,
             "student_sft": self._student_example,
-            "student_rl": self._student_problem,
         }
-        return makers[self.task]
+        return [makers[self.task](number, row, columns, name) for name in self.trace_columns]
 
     def _student_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
         system = self._student_prompt(row)
@@ -311,28 +352,32 @@ class StratosDataModule(LightningDataModule):
         require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0), self.max_length)
         return problem
 
-    def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+    def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> Problem:
+        if self.trace_columns != [TRACE_COLUMN]:
+            columns = {**columns, "trace_column": name}
         problem = self._problem(number, row, columns)
-        if row.completion:
+        if row.completion and name == TRACE_COLUMN:
             completion = self.format.completion_from_text(problem, row.completion)
         else:
-            completion = self.format.completion_from_trace(problem, row.trace or "")
+            completion = self.format.completion_from_trace(problem, row.traces[name])
         num_tokens = len(completion.token_ids)
         require_length(BadRowReason.TOO_LONG, longest_sequence(problem, num_tokens), self.max_length)
         return replace(problem, given_completion=completion)
 
-    def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> SFTExample:
+    def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
         problem = self._problem(number, row, columns)
-        return self._short_enough(self.format.teacher_sft_example(problem, row.trace or ""))
+        return self._short_enough(self.format.teacher_sft_example(problem, row.traces[name]))
 
-    def _student_example(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> SFTExample:
-        prompt = self._student_prompt(row)
-        example = self.format.student_sft_example(number, row.question, row.trace or "", row.solution, prompt)
+    def _student_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
+        prompt, thought = self._student_prompt(row), row.traces[name]
+        example = self.format.student_sft_example(number, row.question, thought, row.solution, prompt)
         num_prompt = example.loss_mask.index(True)
         require_length(BadRowReason.PROMPT_TOO_LONG, num_prompt, self.max_prompt_length)
         return self._short_enough(example)
 
     def _short_enough(self, example: SFTExample) -> SFTExample:
+        if self.long_traces == "truncate" and any(example.loss_mask[: self.max_length]):
+            return example.truncated(self.max_length)
         require_length(BadRowReason.TOO_LONG, len(example.token_ids), self.max_length)
         return example
 
@@ -341,15 +386,21 @@ class StratosDataModule(LightningDataModule):
         return row.system if self.student_system_prompt is None else None
 
     def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
-        """Split items by seed into training and held-out ones, both in the source's order."""
-        if self.val_rows >= len(items):
+        """Split rows by seed into training and held-out ones, both in the source's order."""
+        rows = list(dict.fromkeys(item.row for item in items))
+        if self.val_rows >= len(rows):
             raise InputError(
                 f"data.val_rows must be below the number of usable rows, but is {self.val_rows} of "
-                f"{len(items)}. Lower it, or set data.val_source."
+                f"{len(rows)}. Lower it, or set data.val_source."
             )
-        held_out = set(random.Random(f"held out {self.seed}").sample(range(len(items)), self.val_rows))
-        train = [item for i, item in enumerate(items) if i not in held_out]
-        return train, [items[i] for i in sorted(held_out)]
+        held_out = set(random.Random(f"held out {self.seed}").sample(rows, self.val_rows))
+        train = [item for item in items if item.row not in held_out]
+        return train, [item for item in items if item.row in held_out]
+
+
+def as_list(sources: list[str] | str | None) -> list[str]:
+    """Return no, one or several sources as a list."""
+    return [sources] if isinstance(sources, str) else list(sources or [])
 
 
 def require_length(reason: BadRowReason, length: int, limit: int) -> None:

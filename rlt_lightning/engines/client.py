@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import ssl
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 
 from rlt_lightning.engines.base import EngineError, Sampling
-from rlt_lightning.types import Completion, FinishReason
+from rlt_lightning.types import Completion, FinishReason, InputError
 
 JSON = dict[str, Any]
 
@@ -122,10 +123,14 @@ class WorkerClient:
             )
         return answer
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every call."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
     def _http(self) -> httpx.AsyncClient:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return httpx.AsyncClient(
-            headers=headers, timeout=None, verify=trusted_certificates(), trust_env=False
+            headers=self.headers, timeout=None, verify=trusted_certificates(), trust_env=False
         )
 
     async def probe(self, deadline_s: float) -> str | None:
@@ -320,6 +325,18 @@ def refusal(place: str, response: httpx.Response) -> WorkerError:
         f"{place} was refused with status {status} ({reason}). {advice}",
         retryable=status >= 500 or status in (408, 429),
     )
+
+
+def key_from(variable: str) -> str:
+    """The API key in an environment variable; empty if there is none.
+
+    Raises:
+        InputError: If no header can carry it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise InputError(f"The key in {variable} must be printable ASCII, but is not. Correct it.")
+    return key
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import re
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost, require_context
-from rlt_lightning.engines.client import Request, WorkerClient, WorkerError
+from rlt_lightning.engines.client import Request, WorkerClient, WorkerError, key_from
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
@@ -119,9 +118,7 @@ class VLLMEngine:
         self.vocab_size = 0
         self.max_model_len = sys.maxsize
         self.started = False
-        api_key = os.environ.get(api_key_env, "").strip()
-        if not api_key.isascii() or not api_key.isprintable():
-            raise InputError(f"The key in {api_key_env} must be printable ASCII, but is not. Correct it.")
+        api_key = key_from(api_key_env)
         faulty = [url for url in urls or [] if not re.fullmatch(r"https?://[^@/]+/?", url)]
         if faulty or len({url.rstrip("/") for url in urls or []}) < len(urls or []):
             raise InputError(

@@ -1,7 +1,8 @@
-"""LightningModules: RLTModule (GRPO of the teacher) and SFTModule (fine-tuning); rewards of text alone."""
+"""LightningModules: RLTModule (GRPO), SFTModule, EvaluationModule; and rewards of a text alone."""
 
+from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sft import SFTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward, TextReward
 
-__all__ = ["CorrectnessReward", "RLTModule", "SFTModule", "TextReward"]
+__all__ = ["CorrectnessReward", "EvaluationModule", "RLTModule", "SFTModule", "TextReward"]

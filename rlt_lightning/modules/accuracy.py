@@ -16,9 +16,10 @@ class PassAt1(Metric):
 
     pass@1 = mean_i p_i, with p_i the part of problem i's k responses that are right
 
-    The standard error is that of a mean of n problems drawn from many alike: sqrt(Σ (p_i − mean)² / (n (n − 1))).
-    Responses to one problem are not independent of each other, problems are; so k enters only through the
-    p_i. NaN for one problem.
+    standard error = sqrt(sum_i (p_i - pass@1)^2 / (n (n - 1)))
+
+    The standard error is over n problems, taken as drawn from many alike. Responses to one problem are not
+    independent of each other, so k enters through the p_i alone. NaN for a single problem.
     """
 
     full_state_update = False

@@ -10,8 +10,8 @@ from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.packed import HeadOptions, log_probs_of
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
-from rlt_lightning.pretrained import EMBEDDED_MODEL
-from rlt_lightning.types import SFTBatch, SFTExample
+from rlt_lightning.pretrained import EMBEDDED_MODEL, context_length
+from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 
 class SFTModule(PolicyModule):
@@ -60,6 +60,19 @@ class SFTModule(PolicyModule):
             seed,
             lora,
         )
+
+    def setup(self, stage: str) -> None:
+        """Check too, before anything is loaded, that every example fits into the model's context."""
+        super().setup(stage)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        context = context_length(self.pretrained, self.trust_remote_code)
+        for example in [*data.items, *data.val_items]:
+            if len(example.token_ids) > context:
+                raise InputError(
+                    f"Examples must fit into the model's context of {context} tokens, but row "
+                    f"{example.row} has {len(example.token_ids)}. Lower data.max_length: longer rows are "
+                    "counted and kept out, or truncated with data.long_traces."
+                )
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """One optimizer step over all examples of the batch."""

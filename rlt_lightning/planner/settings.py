@@ -285,7 +285,8 @@ def sequence_lengths(
     Rows that lie on this machine are read and tokenised; else the limits are taken for the longest.
     """
     limit = rollouts.sampling.max_completion_length if rlt else 0
-    if options.prompt_length is None and (data.source in EMBEDDED or Path(data.source).exists()):
+    is_local = all(source in EMBEDDED or Path(source).exists() for source in data.sources)
+    if options.prompt_length is None and is_local:
         data.setup("fit")
         if rlt:
             prompts, rests = [len(p.teacher_prompt) for p in data.problems], [limit]

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs the extra
+# deepspeed, vLLM in ../vllm (docs/rollouts.md), access to the Hugging Face hub and about 1 TB of disk. Run it again
+# after a crash: finished stages are passed over, the one that was broken off goes on. `rlt plan` says beforehand
+# whether a stage fits. Written from measured parts; not run as a whole yet.
+#
+#   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
+set -euo pipefail
+cd "$(dirname "$0")/.."
+run=${1:-runs/released}
+rlt=${RLT:-.venv/bin/rlt}
+c=configs o=configs/overlays
+
+stage() {  # stage NAME RESULT COMMAND...: run the command unless its result is there
+    local name=$1 result=$2
+    shift 2
+    if [ -e "$run/$name/$result" ]; then
+        echo "== $name: finished before ($run/$name/$result)"
+    else
+        echo "== $name"
+        "$@" --output_dir "$run/$name" --resume true
+    fi
+}
+
+stage teacher_sft model/config.json $rlt fit --config $c/teacher_sft.yaml --config $o/zero3.yaml --trainer.devices 8
+stage teacher_rlt model/config.json $rlt fit --config $c/teacher_rlt.yaml --config $o/zero3_8gpu.yaml \
+    --model.teacher "$run/teacher_sft/model"
+stage generate README.md $rlt predict --config $c/generate.yaml --config $o/generate_8gpu.yaml \
+    --model.teacher "$run/teacher_rlt/model"
+stage student_sft model/config.json $rlt fit --config $c/student_sft.yaml --config $o/zero3.yaml --trainer.devices 8 \
+    --data.source "$run/generate/distillation.jsonl"
+stage evaluate evaluation.json $rlt test --config $c/evaluate.yaml --config $o/evaluate_8gpu.yaml \
+    --model.pretrained "$run/student_sft/model"
+cat "$run/evaluate/evaluation.md"

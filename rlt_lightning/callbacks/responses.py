@@ -1,0 +1,188 @@
+"""The callback of `rlt test` that brings the responses."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from rlt_lightning.engines.base import Engine, Sampling, WorkersLost, generate_patiently, require_context
+from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
+from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.engines.vllm import VLLMEngine
+from rlt_lightning.lora import merged_weights
+from rlt_lightning.modules.base import mix_seed
+from rlt_lightning.modules.evaluation import EvaluationModule
+from rlt_lightning.modules.packed import sequence_log_probs
+from rlt_lightning.pretrained import model_config, resolve
+from rlt_lightning.tags import decode
+from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
+
+PROBE_TOKENS = 64  # of a prompt, by which workers are verified
+
+
+class ResponseCallback(Callback):
+    """Sample responses to the questions of a batch; idle where data.responses gives them.
+
+    Args:
+        engine: Where responses come from; None: HFEngine(), in process. VLLMEngine with NoPush: workers that
+            serve the model, which is then not loaded here.
+        sampling: Temperature and limits. `max_completion_length` counts thought and answer.
+        num_samples: Responses to each problem, k.
+        budget: Least and most tokens of a thought; None: as the model likes.
+        seed: Of all sampling. A response depends on (seed, problem, number of the sample) alone, so a run
+            that goes on repeats nothing and changes nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        sampling: Sampling = Sampling(),
+        num_samples: int = 1,
+        budget: BudgetForcing | None = None,
+        seed: int = 0,
+    ) -> None:
+        if num_samples < 1:
+            raise InputError(f"rollouts.num_samples must be at least 1, but is {num_samples}. Raise it.")
+        self.engine: Engine = HFEngine() if engine is None else engine
+        self.sampling = sampling
+        self.num_samples = num_samples
+        self.budget = budget
+        self.seed = seed
+
+    def settings(self) -> dict[str, Any]:
+        """All that a response depends on beside the model and the question."""
+        return {
+            "sampling": asdict(self.sampling),
+            "num_samples": self.num_samples,
+            "budget": self.budget and asdict(self.budget),
+            "seed": self.seed,
+            "engine": type(self.engine).__name__,
+        }
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check, before any model is loaded, that responses fit; say whether one must be loaded."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
+            return
+        if self.budget is not None:
+            self.budget.require_room(self.sampling, len(data.format.answer_opening))
+        if isinstance(self.engine, VLLMEngine) and self.engine.plain:
+            launch = self.engine.launch
+            if launch is not None and launch.model is None:
+                self.engine.launch = replace(launch, model=resolve(pl_module.pretrained))
+            return
+        pl_module.needs_model = bool(data.left)
+        config = model_config(pl_module.pretrained, pl_module.trust_remote_code).get_text_config()
+        context = getattr(config, "max_position_embeddings", sys.maxsize)  # some have no limit
+        longest = max(data.problems, key=lambda problem: len(problem.prompt))
+        needed = len(longest.prompt) + self._num_opening(trainer) + self.sampling.max_completion_length
+        if needed > context:
+            raise InputError(
+                f"Question and response must fit into the model's context of {context} tokens, but "
+                f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
+                f"{self.sampling.max_completion_length}. Lower rollouts.sampling.max_completion_length."
+            )
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(pl_module, EvaluationModule) or data.format is None or not data.left:
+            return
+        self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
+        longest = max(len(problem.prompt) for problem in data.problems) + self._num_opening(trainer)
+        require_context(longest + self.sampling.max_completion_length, self.engine.max_model_len)
+        self._push(trainer, pl_module)
+
+    @override
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: EvaluationBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not isinstance(pl_module, EvaluationModule) or batch.responses is not None or not batch.problems:
+            return
+        while batch.responses is None:
+            try:
+                with trainer.precision_plugin.forward_context():
+                    batch.responses = self._sample(trainer, batch.problems)
+            except WorkersLost:
+                self._push(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.engine.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.engine.close()
+
+    def _num_opening(self, trainer: Trainer) -> int:
+        """Tokens that a forced budget adds to the prompt: the opened thought."""
+        return len(trainer.datamodule.format.thought_opening) if self.budget else 0  # type: ignore[attr-defined]
+
+    def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
+        """Bring the weights to workers that do not serve them by themselves."""
+        self.engine.health()
+        if self.engine.in_process or module.policy is None:
+            return
+        tensors = dict(module.policy.named_parameters())
+        while self.engine.policy_version != 0:
+            self.engine.update_weights(merged_weights(module.policy, tensors), 0)
+            self.engine.health()
+        text = trainer.datamodule.problems[0].prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
+        self.engine.verify(text, {0: sequence_log_probs(module.policy, text).tolist()})
+
+    def _sample(self, trainer: Trainer, problems: list[EvaluationProblem]) -> list[list[Response]]:
+        """Sample `num_samples` responses to each problem."""
+        chat_format = trainer.datamodule.format  # type: ignore[attr-defined]
+        tokenizer = chat_format.tokenizer
+        prompts = [problem.prompt for problem in problems]
+        seeds = [mix_seed(self.seed, zlib.crc32(problem.id.encode())) for problem in problems]
+        if self.budget is None:
+            groups = generate_patiently(self.engine, prompts, self.sampling, self.num_samples, "", seeds)
+            return [
+                [
+                    Response(turn(tokenizer, c.token_ids, c.finish_reason), len(c.token_ids), c.finish_reason)
+                    for c in group
+                ]
+                for group in groups
+            ]
+        opening = chat_format.thought_opening
+        budgeted = generate_with_budget(
+            self.engine,
+            tokenizer,
+            [prompt + opening for prompt in prompts],
+            self.sampling,
+            self.num_samples,
+            seeds,
+            self.budget,
+            chat_format.tags.thought_close,
+            chat_format.answer_opening,
+        )
+        return [
+            [
+                Response(
+                    turn(tokenizer, opening + c.token_ids, c.finish_reason),
+                    len(c.token_ids),
+                    c.finish_reason,
+                    c.num_thinking_tokens,
+                )
+                for c in group
+            ]
+            for group in budgeted
+        ]
+
+
+def turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:
+    """The text of a turn, without the token that ended it."""
+    return decode(tokenizer, token_ids[:-1] if finish_reason == "eos" else token_ids)

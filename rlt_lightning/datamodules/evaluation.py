@@ -1,0 +1,198 @@
+"""The datamodule of `rlt test`: questions of evaluation sets, and responses where they are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from rlt_lightning.datamodules.evaluation_sets import SETS, Question, read_set
+from rlt_lightning.datamodules.formats import ChatFormat, TagStyle, encode
+from rlt_lightning.datamodules.loader import OrderedLoader
+from rlt_lightning.datamodules.rows import BadRowError, read_rows
+from rlt_lightning.jsonl import Row, whole_rows
+from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
+
+DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
+SHOWN_IDS = 3  # in messages
+
+
+class EvaluationDataModule(LightningDataModule):
+    """Questions of evaluation sets, as the student's prompts.
+
+    `setup` reads all sets before any model is loaded, and leaves out the problems that a run which goes on
+    has finished.
+
+    Args:
+        sets: What to evaluate on, by the names of `SETS`, each with a file, folder or hub id in place of its
+            own hub id, or null. None: AIME 2024, MATH-500 and GPQA Diamond.
+        tokenizer: Name of the model whose chat template is used; linked from the model.
+        tags: "stratos", "r1", or the fields of a TagStyle.
+        student_system_prompt: None for ours; '' for none.
+        max_rows: Problems of each set at most, from its start.
+        seed: Of the order of GPQA's options and of the embedded sets.
+        batch_size: Problems whose responses are sampled at once, and recorded together.
+        num_samples: Responses to each problem; linked from rollouts.
+        responses: File of given responses, with `id` and `response`: they are judged without a model.
+        output_dir: The run folder.
+        trust_remote_code: Run code that comes with a tokenizer.
+    """
+
+    def __init__(
+        self,
+        sets: dict[str, str | None] | None = None,
+        tokenizer: str | None = None,
+        tags: str | TagStyle = "stratos",
+        student_system_prompt: str | None = None,
+        max_rows: int | None = None,
+        seed: int = 0,
+        batch_size: int = 32,
+        num_samples: int = 1,
+        responses: str | None = None,
+        output_dir: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sets = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
+        self.tokenizer_name = tokenizer
+        self.tags = tags
+        self.student_system_prompt = student_system_prompt
+        self.max_rows = max_rows
+        self.seed = seed
+        self.batch_size = batch_size
+        self.num_samples = num_samples
+        self.responses = responses
+        self.output_dir = output_dir
+        self.trust_remote_code = trust_remote_code
+        self.format: ChatFormat | None = None  # None where responses are given
+        self.finished: list[Row] = []  # records of an earlier part of this run
+        self.given: dict[str, list[Response]] = {}  # by problem
+        self.left: list[EvaluationProblem] = []  # to be done
+        self.is_set_up = False
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        if not self.sets:
+            raise InputError(
+                f"data.sets must name at least one of {', '.join(SETS)}, but is empty. Name one."
+            )
+        for name in ("max_rows", "batch_size", "num_samples"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+
+    def setup(self, stage: str) -> None:
+        """Read everything; nothing is left to fail once a model is loaded."""
+        if self.is_set_up:
+            return
+        questions = {
+            name: read_set(name, source, self.max_rows, self.seed) for name, source in self.sets.items()
+        }
+        if self.responses is None:
+            self.format = self._load_format()
+        else:
+            self._take_responses(self.responses, [q.id for part in questions.values() for q in part])
+        self.problems = [self._problem(name, q) for name, part in questions.items() for q in part]
+        self.finished = self._finished_records()
+        done = {record["id"] for record in self.finished}
+        self.left = [problem for problem in self.problems if problem.id not in done]
+        self.is_set_up = True
+
+    def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
+        """The sets one after another, in their order; a batch never holds problems of two."""
+        batches: list[list[EvaluationProblem]] = []
+        for name in self.sets:
+            left = [problem for problem in self.left if problem.set_name == name]
+            batches += [left[i : i + self.batch_size] for i in range(0, len(left), self.batch_size)]
+        # Lightning calls no hook without batches, and the results of a finished run could not be written.
+        return OrderedLoader(batches or [[]], 1, self.collate)
+
+    def collate(self, batches: list[list[EvaluationProblem]]) -> EvaluationBatch:
+        """Make a batch, with responses where they are given."""
+        [problems] = batches
+        responses = [self.given[problem.id] for problem in problems] if self.given else None
+        return EvaluationBatch(problems, responses)
+
+    # Helpers
+
+    def _load_format(self) -> ChatFormat:
+        from rlt_lightning.pretrained import load_tokenizer
+
+        if self.tokenizer_name is None:
+            raise InputError(
+                "data.tokenizer must name the model that is evaluated, but is not set. Set it to a folder or "
+                "hub id, or give data.responses."
+            )
+        tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
+        return ChatFormat(tokenizer, self.tags, student_system_prompt=self.student_system_prompt)
+
+    def _problem(self, name: str, question: Question) -> EvaluationProblem:
+        prompt: list[int] = []
+        if self.format is not None:
+            prompt = encode(self.format.tokenizer, self.format.student_chat(question.text))
+        return EvaluationProblem(
+            question.id, name, question.text, prompt, question.reference, SETS[name].private
+        )
+
+    def _finished_records(self) -> list[Row]:
+        """The records of problems with all their responses, of a run that goes on."""
+        if self.output_dir is None:
+            return []
+        records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
+        for _, record in whole_rows(Path(self.output_dir) / "responses.jsonl"):
+            records.setdefault(record["id"], []).append(record)
+        return [record for part in records.values() if len(part) == self.num_samples for record in part]
+
+    def _take_responses(self, source: str, ids: list[str]) -> None:
+        """Read the given responses and share them out to the problems.
+
+        Raises:
+            InputError: If a row is no response, a problem has none, or problems have different numbers.
+        """
+        short_ids = {name.partition("/")[2]: name for name in ids} if len(self.sets) == 1 else {}
+        found: dict[str, list[tuple[Any, Response]]] = {name: [] for name in ids}
+        for number, row in read_rows(source):
+            response = given_response(source, number, row)
+            assert isinstance(row, dict)
+            name = str(row["id"])
+            place = found.get(name if name in found else short_ids.get(name, ""))
+            if place is not None:  # others are of problems that are left out
+                place.append((row.get("sample", len(place)), response))
+        missing = [name for name, responses in found.items() if not responses]
+        if missing:
+            raise InputError(
+                f"data.responses must have a response to every problem, but '{source}' has none to "
+                f"{len(missing)} of {len(ids)}: {', '.join(missing[:SHOWN_IDS])}"
+                f"{', …' if len(missing) > SHOWN_IDS else ''}. Add them (an id is SET/ID), or lower "
+                "data.max_rows."
+            )
+        most = max(len(responses) for responses in found.values())
+        for name, responses in found.items():
+            if len(responses) != most or len({sample for sample, _ in responses}) != most:
+                raise InputError(
+                    f"data.responses must have equally many responses to every problem, but '{source}' has "
+                    f"{len({sample for sample, _ in responses})} different ones to {name} and {most} to "
+                    "another. Correct their `id` and `sample`."
+                )
+        self.num_samples = most
+        self.given = {
+            name: [response for _, response in sorted(responses, key=lambda pair: str(pair[0]).zfill(9))]
+            for name, responses in found.items()
+        }
+
+
+def given_response(source: str, number: int, row: Row | BadRowError) -> Response:
+    """The response of a row.
+
+    Raises:
+        InputError: If there is none.
+    """
+    if isinstance(row, BadRowError) or row.get("id") is None or not isinstance(row.get("response"), str):
+        raise InputError(
+            f"Every row of data.responses must have an id and a response, a text, but row {number} of "
+            f"'{source}' has not. Correct it; responses to private sets are not recorded, and cannot be "
+            "judged again."
+        )
+    text = row["response"].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
+    return Response(text, row.get("num_tokens"), row.get("finish_reason"), row.get("num_thinking_tokens"))
