@@ -51,7 +51,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
     ),
     "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
 }
-FORMAT_SETTINGS = ("tags", "teacher_system_prompt", "student_system_prompt")  # the same in all stages
+STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
+FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
 # What a run may leave in its folder: all that --overwrite may delete.
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
@@ -233,20 +234,26 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        student = frozen_student(self.config[self.subcommand].model)
-        if student is not None and (folder / "model").exists() and not adapter:
-            print(f"Next: score explanations of your own (docs/data.md):\n  {self.next_command(student)}")
+        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists() and not adapter:
+            print(f"Next: {self.next_command()}")
 
-    def next_command(self, student: str) -> str:
-        """The command that scores explanations with the trained teacher, in the format of its training."""
+    def next_command(self) -> str:
+        """What to do with a model from RL, and the command for it in the format of its training."""
         config = self.config[self.subcommand]
         program = sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
-        options = {"model.teacher": f"{config.output_dir}/model", "model.student": student}
-        formats = {name: config.data.init_args.get(name) for name in FORMAT_SETTINGS}
+        model, student = f"{config.output_dir}/model", frozen_student(config.model)
+        if student is not None:
+            purpose = "score explanations of your own (docs/data.md)"
+            words = [program, "predict", "--config", "configs/score.yaml", "--data.source", "FILE"]
+            options, settings = {"model.teacher": model, "model.student": student}, FORMAT_SETTINGS
+        else:
+            purpose = "evaluate it (docs/evaluation.md)"
+            words = [program, "test", "--config", "configs/evaluate.yaml"]
+            options, settings = {"model.pretrained": model}, STUDENT_FORMAT
+        formats = {name: config.data.init_args.get(name) for name in settings}
         options |= {f"data.{name}": value for name, value in formats.items() if isinstance(value, str)}
-        words = [program, "predict", "--config", "configs/score.yaml"]
         words += [word for name, value in options.items() for word in (f"--{name}", value)]
-        return shlex.join([*words, "--data.source", "FILE"])
+        return f"{purpose}:\n  {shlex.join(words)}"
 
     def after_predict(self) -> None:
         """Say where the scores, or the traces, are."""

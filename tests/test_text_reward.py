@@ -119,7 +119,7 @@ def test_a_better_answer_may_not_earn_less() -> None:
 
 def test_countdown_needs_its_checker_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     CorrectnessReward().check([answer("", kind="countdown").problem])
-    monkeypatch.setattr("rlt_lightning.judge.find_spec", lambda name: None)
+    monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
     CorrectnessReward().check([answer("", answer="1").problem])
     with pytest.raises(InputError, match="needs the package reasoning-gym"):
         CorrectnessReward().check([answer("", kind="countdown").problem])
@@ -150,7 +150,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
     ]
     made = rows_of(tmp_path, tiny_model, rows)
     assert [problem.row for problem in made.problems] == [1, 2, 3, 4, 5]
-    reasons = {row: str(error.reason) for row, error in made.report.bad}
+    reasons = {row: str(error.reason) for row, error in made.reports[0].bad}
     assert reasons == {6: "no_answer", 7: "wrong_type", 8: "wrong_type", 9: "missing_column"}
     terms = CorrectnessReward()
     answers = ["18", "2", "3", "B", r"\boxed{(3 + 4) * 5}"]
@@ -245,11 +245,12 @@ def test_the_judge_ends_with_a_run_that_fails(tiny_model: str, tmp_path: Path) -
 
 
 def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    result = rlt(*student_fit(tiny_model, run, "--trainer.max_steps=2", "--trainer.val_check_interval=2"))
+    run, options = tmp_path / "run", ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
-    assert "score explanations" not in result.stdout
+    assert f"rlt test --config configs/evaluate.yaml --model.pretrained {run / 'model'}" in result.stdout
+    assert "--data.tags r1" in result.stdout
     found = metrics(run)[2]
     for prefix in ("reward/", "reward/val_"):
         assert {found[prefix + name] for name in ("correct", "formatted", "timed_out")} == {0.0}
@@ -261,8 +262,7 @@ def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path
     exported = rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path / 'model'}")
     assert exported.returncode == 0, exported.stderr
     assert (tmp_path / "model" / "README.md").read_text() == card
-    options = student_fit(str(run / "model"), tmp_path / "validated")[1:]
-    validated = rlt("validate", *options)
+    validated = rlt("validate", *student_fit(str(run / "model"), tmp_path / "validated")[1:])
     assert validated.returncode == 0, validated.stderr
     assert "reward/val_correct" in validated.stdout
 

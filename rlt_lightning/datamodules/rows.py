@@ -451,8 +451,9 @@ def check_columns(
         return
     found = sorted({str(name) for row in columns[:100] for name in row})
     raise InputError(
-        "Rows must have the columns question and solution (and reasoning_trace for fine-tuning and scoring), "
-        f"or conversations, but '{source}' lacks {', '.join(missing[0])} and has "
+        "Rows must have the columns question and solution (for student_rl an answer will do; for "
+        "fine-tuning and scoring also reasoning_trace), or conversations, but "
+        f"'{source}' lacks {', '.join(missing[0])} and has "
         f"{', '.join(found) or 'no columns'}. Rename its columns."
     )
 

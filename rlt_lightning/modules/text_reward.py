@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlt_lightning.judge import Judge, require_reasoning_gym
+from rlt_lightning.answers import require_reasoning_gym
+from rlt_lightning.judge import Judge
 from rlt_lightning.numerics.rewards import Reward, RewardTerms
 from rlt_lightning.types import InputError, Problem, Rollout
 
