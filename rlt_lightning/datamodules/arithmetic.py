@@ -89,10 +89,10 @@ def addition(rng: Random) -> Worked:
 
 
 def small_sum(rng: Random) -> Worked:
-    """The sum of three small numbers: easy, for runs that are to learn within minutes."""
-    a, b, c = (rng.randint(2, 15) for _ in range(3))
-    trace = f"{a} + {b} = {a + b}, {a + b} + {c} = {a + b + c}."
-    return f"What is {a} + {b} + {c}?", trace, str(a + b + c)
+    """A digit added to a number below 1000: easy, for runs that are to learn within minutes."""
+    a, b = rng.randint(101, 989), rng.randint(2, 9)
+    trace = f"{a % 10} + {b} = {a % 10 + b}, so {a} + {b} = {a + b}."
+    return f"What is {a} + {b}?", trace, str(a + b)
 
 
 def subtraction(rng: Random) -> Worked:
