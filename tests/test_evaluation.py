@@ -387,7 +387,7 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
         ),
         (
             ["--data.sets={math500: FOLDER/no_answers.jsonl}"],
-            r"math500 must be usable, but 2 of 2 in '.*' are not \(row 1, 2: it has neither an answer",
+            r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: it has neither an answer",
         ),
         (["--data.sets={math500: FOLDER/none.jsonl}"], "'.*none.jsonl' must exist, but does not"),
         (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "must be a Parquet file, but is not"),
@@ -414,7 +414,7 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
         (["--rollouts.budget={max_thinking_tokens: 9}"], "must hold a thought of 9 tokens"),
         (["--trainer.devices=2"], "must run in one process, but got 2"),
         (
-            ["--trainer.strategy=rlt_lightning.strategies.FSDP2"],
+            ["--config=configs/overlays/fsdp2.yaml"],
             "must have the model whole, .* use a vLLM worker",
         ),
         (

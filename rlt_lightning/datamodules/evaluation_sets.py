@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlt_lightning.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
-from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows
+from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows, row_list
 from rlt_lightning.types import InputError
 
 MATH_PROMPT = "Return your final response within \\boxed{{}}. {question}"
@@ -17,7 +17,6 @@ QUESTIONS = ("question", "problem", "prompt", "Question")  # columns, the first 
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
 NUM_EMBEDDED_ROWS = 200  # of a set that is made from a seed, unless max_rows asks for more
-SHOWN_ROWS = 5  # row numbers in messages
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,10 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
-        shown = ", ".join(str(number) for number, _ in unusable[:SHOWN_ROWS])
+        numbers = row_list([number for number, _ in unusable])
         raise InputError(
             f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in '{where}' "
-            f"are not (row {shown}{', …' if len(unusable) > SHOWN_ROWS else ''}: {unusable[0][1].detail}). "
+            f"are not ({numbers}: {unusable[0][1].detail}). "
             "Correct or remove them."
         )
     return questions
