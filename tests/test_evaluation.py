@@ -18,6 +18,7 @@ from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
 from rlt_lightning.answers import reference_answer
+from rlt_lightning.datamodules.arithmetic import arithmetic_rows
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.judge import Judge, Verdict
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn, majority_accuracy
@@ -184,7 +185,8 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
     assert (found["num_problems"], found["num_samples"], found["tokens_mean"]) == (4, 2, 8)
     assert found["pass_at"].keys() == {"1", "2"}
     assert found["prompt"].endswith("<|im_start|>assistant\n")
-    assert "Return your final response within \\boxed{}." in found["prompt"]
+    [row] = arithmetic_rows(1, seed=0, split="test")
+    assert f"user\n{row['question']}<|im_end|>" in found["prompt"]  # as students are trained on it
     assert summary["overall"] is None
     records = read(finished / "responses.jsonl")
     assert [(r["id"], r["sample"]) for r in records] == [
