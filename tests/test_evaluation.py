@@ -382,7 +382,7 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
     ("options", "line"),
     [
         (["--data.sets={maths: null}"], "may name aime24, .* but names 'maths'"),
-        (["--data.sets={}"], "must name one of aime24, .* but is empty"),
+        (["--data.sets={}"], "must name at least one of aime24, .* but is empty"),
         (
             ["--data.sets={math500: FOLDER/empty.jsonl}"],
             "must have at least one row, but '.*empty.jsonl' has none",
