@@ -18,8 +18,9 @@ quickstart: setup
 pipeline:
 	examples/pipeline.sh
 
+# Two files at a time: the tests use one core each, and wait much for processes that they start.
 test: setup
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n 2 --dist loadfile
 
 test-vllm: setup setup-vllm
 	$(RUN)/python -m pytest -m 'vllm and not slow'

@@ -30,7 +30,7 @@ def table(evaluations: dict[str, Any]) -> str:
     for label, evaluation in evaluations.items():
         for name, result in evaluation["sets"].items():
             size = f"{result['num_problems']:.0f} × {result['num_samples']}"
-            score, error = 100 * result["pass_at_1"], 100 * result["pass_at_1_stderr"]
+            score, error = 100 * result["pass_at_1"], 100 * result["standard_error"]
             lines.append(f"| {label} | {name} | {size} | {score:.1f} % | {error:.1f} |")
     return "\n".join(lines) + "\n"
 
@@ -52,7 +52,7 @@ def draw(run: Path, evaluations: dict[str, Any]) -> None:
     loss.set(title="4: the student's loss", xlabel="optimizer step", ylabel="nats per token")
     for place, (label, evaluation) in enumerate(evaluations.items()):
         [result] = evaluation["sets"].values()
-        score, error = 100 * result["pass_at_1"], 100 * result["pass_at_1_stderr"]
+        score, error = 100 * result["pass_at_1"], 100 * result["standard_error"]
         accuracy.bar(place, score, yerr=error, capsize=6, width=0.6, label=label)
         accuracy.annotate(f"{score:.1f} %", (place, score + error), ha="center", va="bottom")
     accuracy.set(title="5: accuracy on unseen problems", ylabel="pass@1, %")

@@ -78,6 +78,8 @@ RUN_ENTRIES |= {
     "evaluation.md",
 }
 
+FINISHED_ROWS = ("traces.jsonl", "scores.jsonl", "responses.jsonl")  # of runs that go on row by row
+
 
 class OneLineParser(LightningArgumentParser):
     """Says what is wrong with an argument in one line, without the usage text."""
@@ -383,6 +385,8 @@ def how_to_go_on() -> str:
     """What a stopped run has left, and the words that go on from it."""
     folder = RLTCommandLine.run_folder
     found = [] if folder is None else checkpoints_in(folder / "checkpoints")
+    if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
+        return f"What is finished is kept. To go on: --output_dir {folder} --resume true"
     if not found:
         return "No checkpoint was written."
     return f"The newest checkpoint is {found[-1]}. To go on: --output_dir {folder} --ckpt_path last"

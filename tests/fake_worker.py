@@ -300,7 +300,7 @@ GROUPS: dict[str, Any] = {}  # worker's name -> gloo group of this process
 
 
 def worker_of(model: str, **options: Any) -> FakeWorker:
-    """A fake worker that scores texts with the weights pushed to it."""
+    """A fake worker that scores texts with the weights pushed to it; a plain one with those of the model."""
     import torch
     from safetensors.torch import load_file
 
@@ -309,9 +309,10 @@ def worker_of(model: str, **options: Any) -> FakeWorker:
     copy = load_model(model)
 
     def score(token_ids: list[int]) -> list[float]:
-        assert worker.folder is not None
-        for file in worker.folder.glob("*.safetensors"):
-            copy.load_state_dict(load_file(file), strict=False)
+        if worker.dev_mode:
+            assert worker.folder is not None
+            for file in worker.folder.glob("*.safetensors"):
+                copy.load_state_dict(load_file(file), strict=False)
         with torch.no_grad():
             log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
         return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()

@@ -18,6 +18,7 @@ from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
 from rlt_lightning.answers import reference_answer
+from rlt_lightning.datamodules.arithmetic import arithmetic_rows
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.judge import Judge, Verdict
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn, majority_accuracy
@@ -184,7 +185,8 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
     assert (found["num_problems"], found["num_samples"], found["tokens_mean"]) == (4, 2, 8)
     assert found["pass_at"].keys() == {"1", "2"}
     assert found["prompt"].endswith("<|im_start|>assistant\n")
-    assert "Return your final response within \\boxed{}." in found["prompt"]
+    [row] = arithmetic_rows(1, seed=0, split="test")
+    assert f"user\n{row['question']}<|im_end|>" in found["prompt"]  # as students are trained on it
     assert summary["overall"] is None
     records = read(finished / "responses.jsonl")
     assert [(r["id"], r["sample"]) for r in records] == [
@@ -380,14 +382,14 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
     ("options", "line"),
     [
         (["--data.sets={maths: null}"], "may name aime24, .* but names 'maths'"),
-        (["--data.sets={}"], "must name one of aime24, .* but is empty"),
+        (["--data.sets={}"], "must name at least one of aime24, .* but is empty"),
         (
             ["--data.sets={math500: FOLDER/empty.jsonl}"],
             "must have at least one row, but '.*empty.jsonl' has none",
         ),
         (
             ["--data.sets={math500: FOLDER/no_answers.jsonl}"],
-            r"math500 must be usable, but 2 of 2 in '.*' are not \(row 1, 2: it has neither an answer",
+            r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: it has neither an answer",
         ),
         (["--data.sets={math500: FOLDER/none.jsonl}"], "'.*none.jsonl' must exist, but does not"),
         (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "must be a Parquet file, but is not"),
@@ -414,7 +416,7 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
         (["--rollouts.budget={max_thinking_tokens: 9}"], "must hold a thought of 9 tokens"),
         (["--trainer.devices=2"], "must run in one process, but got 2"),
         (
-            ["--trainer.strategy=rlt_lightning.strategies.FSDP2"],
+            ["--config=configs/overlays/fsdp2.yaml"],
             "must have the model whole, .* use a vLLM worker",
         ),
         (

@@ -219,7 +219,7 @@ def test_monsters_are_cut_off_and_their_neighbours_judged() -> None:
         monsters = list(MONSTERS.values())
         pairs = [(text, {"answer": "17"}) for monster in monsters for text in (monster, r"\boxed{17}")]
         verdicts = judge.judge_all(pairs)
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 20 * len(monsters)  # most of it the start of new processes
     assert not any(verdict.correct for verdict in verdicts[::2])
     assert verdicts[0] == Verdict(False, False, "9^{9^{9}}", timed_out=True)
     neighbours = [verdict for verdict in verdicts[1::2] if not verdict.timed_out]

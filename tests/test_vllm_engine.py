@@ -22,7 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo
+from commands import rlt
+from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo, worker_of
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
@@ -716,6 +717,26 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
         assert token_ids(generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)) == undisturbed()
     finally:
         engine.close()
+
+
+def test_validation_takes_plain_servers_and_training_does_not(tiny_model: str, tmp_path: Path) -> None:
+    with worker_of(tiny_model, dev_mode=False) as worker:
+        options = ["--config=configs/quickstart.yaml", "--config=configs/overlays/vllm.yaml"]
+        options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
+        options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.NoPush"]
+        options += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
+        options += ["--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"]
+        result = rlt("validate", *options, f"--output_dir={tmp_path / 'validate'}")
+        assert result.returncode == 0, result.stderr
+        assert worker.delivered
+        result = rlt("fit", *options, "--trainer.max_steps=2", f"--output_dir={tmp_path / 'fit'}")
+        assert result.returncode == 2
+        assert "NoPush leaves workers the weights that they serve" in result.stderr
+        assert {call.partition(" ")[2] for call in worker.calls} == {
+            "/health",
+            "/v1/models",
+            "/v1/completions",
+        }
 
 
 def test_what_a_plain_server_cannot_do_is_refused(tmp_path: Path) -> None:

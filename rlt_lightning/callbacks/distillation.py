@@ -152,6 +152,7 @@ def write_parquet(source: Path, path: Path) -> None:
 
     if not source.stat().st_size:
         raise InputError(f"The distillation set must have at least one row, but {source} has none.")
+    datasets.disable_progress_bars()
     with TemporaryDirectory(dir=path.parent, prefix=".parquet-") as cache:
         try:
             rows = datasets.Dataset.from_json(str(source), cache_dir=cache)

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlt_lightning.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
-from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows
+from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows, row_list
 from rlt_lightning.types import InputError
 
-MATH_PROMPT = "Return your final response within \\boxed{{}}. {question}"
+IN_A_BOX = "Return your final response within \\boxed{}. "  # before a question, as Bespoke-Stratos-17k has it
 CHOICE_PROMPT = "Return the letter of the right option within \\boxed{{}}. {question}\n\n{options}"
 QUESTIONS = ("question", "problem", "prompt", "Question")  # columns, the first that a row has
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
 NUM_EMBEDDED_ROWS = 200  # of a set that is made from a seed, unless max_rows asks for more
-SHOWN_ROWS = 5  # row numbers in messages
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class EvaluationSet:
         kind: How its answers are judged.
         private: Whether its authors ask that its rows stay out of plain text: then nothing that could quote
             them is written or shown.
+        instruction: Before each question.
     """
 
     title: str
@@ -38,17 +38,18 @@ class EvaluationSet:
     split: str = "test"
     kind: Kind = "math"
     private: bool = False
+    instruction: str = ""
 
 
 SETS = {
-    "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train"),
-    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25"),
-    "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500"),
+    "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train", instruction=IN_A_BOX),
+    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25", instruction=IN_A_BOX),
+    "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500", instruction=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
         "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", kind="choice", private=True
     ),
-    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main"),
-    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23"),
+    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", instruction=IN_A_BOX),
+    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", instruction=IN_A_BOX),
     "countdown": EvaluationSet("Countdown", "countdown", kind="countdown"),
     "arithmetic": EvaluationSet("arithmetic", "arithmetic"),
 }
@@ -91,14 +92,14 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
             if isinstance(row, BadRowError):
                 raise row
             text, reference = READERS[spec.kind](row, f"{seed} {name}/{row_id}")
-            questions.append(Question(f"{name}/{row_id}", text, reference))
+            questions.append(Question(f"{name}/{row_id}", spec.instruction + text, reference))
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
-        shown = ", ".join(str(number) for number, _ in unusable[:SHOWN_ROWS])
+        numbers = row_list([number for number, _ in unusable])
         raise InputError(
             f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in '{where}' "
-            f"are not (row {shown}{', …' if len(unusable) > SHOWN_ROWS else ''}: {unusable[0][1].detail}). "
+            f"are not ({numbers}: {unusable[0][1].detail}). "
             "Correct or remove them."
         )
     return questions
@@ -124,7 +125,7 @@ def read_math(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
     if answer is None:
         detail = "it has neither an answer nor a solution with a \\boxed{} one"
         raise BadRowError(BadRowReason.EMPTY_SOLUTION, detail)
-    return MATH_PROMPT.format(question=question_of(row)), {"kind": "math", "answer": answer}
+    return question_of(row), {"kind": "math", "answer": answer}
 
 
 def read_choice(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
