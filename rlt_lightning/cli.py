@@ -236,26 +236,29 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists() and not adapter:
-            print(f"Next: {self.next_command()}")
+        if (folder / "model").exists() and not adapter and (following := self.next_command()):
+            print(f"Next: {following}")
 
-    def next_command(self) -> str:
-        """What to do with a model from RL, and the command for it in the format of its training."""
+    def next_command(self) -> str | None:
+        """What to do with the trained model, and the command for it in the format of its training."""
+        config = self.config[self.subcommand]
+        model, task = f"{config.output_dir}/model", config.data.init_args.task
+        if task == "rlt":
+            words = ["predict", "--config", "configs/score.yaml", "--data.source", "FILE"]
+            words += ["--model.teacher", model, "--model.student", str(frozen_student(config.model))]
+            return f"score explanations of your own (docs/data.md):\n  {self.command(words, FORMAT_SETTINGS)}"
+        if task in ("student_rl", "student_sft"):
+            words = ["test", "--config", "configs/evaluate.yaml", "--model.pretrained", model]
+            return f"evaluate it (docs/evaluation.md):\n  {self.command(words, STUDENT_FORMAT)}"
+        return None
+
+    def command(self, words: list[str], settings: tuple[str, ...]) -> str:
+        """A command line that goes on in the format of this run."""
         config = self.config[self.subcommand]
         program = sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
-        model, student = f"{config.output_dir}/model", frozen_student(config.model)
-        if student is not None:
-            purpose = "score explanations of your own (docs/data.md)"
-            words = [program, "predict", "--config", "configs/score.yaml", "--data.source", "FILE"]
-            options, settings = {"model.teacher": model, "model.student": student}, FORMAT_SETTINGS
-        else:
-            purpose = "evaluate it (docs/evaluation.md)"
-            words = [program, "test", "--config", "configs/evaluate.yaml"]
-            options, settings = {"model.pretrained": model}, STUDENT_FORMAT
         formats = {name: config.data.init_args.get(name) for name in settings}
-        options |= {f"data.{name}": value for name, value in formats.items() if isinstance(value, str)}
-        words += [word for name, value in options.items() for word in (f"--{name}", value)]
-        return f"{purpose}:\n  {shlex.join(words)}"
+        given = [(f"--data.{name}", value) for name, value in formats.items() if isinstance(value, str)]
+        return shlex.join([program, *words, *(word for option in given for word in option)])
 
     def after_predict(self) -> None:
         """Say where the scores, or the traces, are."""
@@ -278,9 +281,9 @@ class RLTCommandLine(LightningCLI):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
         if (folder / "distillation.jsonl").exists():
-            print("Next: train a student on them:")
-            words = ["rlt", "fit", "--config", "configs/student_sft.yaml", "--data.source"]
-            print(f"  {shlex.join([*words, str(folder / 'distillation.jsonl')])}")
+            words = ["fit", "--config", "configs/student_sft.yaml"]
+            words += ["--data.source", str(folder / "distillation.jsonl")]
+            print(f"Next: train a student on them:\n  {self.command(words, STUDENT_FORMAT)}")
 
 
 class PlanCommandLine(RLTCommandLine):
