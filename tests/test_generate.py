@@ -22,7 +22,7 @@ from rlt_lightning.callbacks.distillation import write_parquet
 from rlt_lightning.data_card import histogram
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import R1, STRATOS
-from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.types import Completion, InputError, SFTExample
@@ -62,6 +62,9 @@ def generated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("generated") / "run"
     result = rlt(*command(tiny_model, folder))
     assert result.returncode == 0, result.stderr
+    assert (
+        f"{PROBLEMS} of {PROBLEMS} problems have no trace that fits a student" in result.stderr
+    )  # all are open
     assert "Next: train a student on them" in result.stdout
     return folder
 
@@ -83,11 +86,13 @@ def test_every_problem_has_its_traces_each_with_finite_rewards(generated: Path, 
 def test_rows_come_in_the_form_of_bespoke_stratos_too(generated: Path) -> None:
     for row in read(generated / "distillation.jsonl"):
         assert row["system"] == "Think <|begin_of_thought|> then <|begin_of_solution|>."
-        stratos = parse_row({name: row[name] for name in ("system", "conversations")}, STRATOS, True)
+        stratos = parse_row(
+            {name: row[name] for name in ("system", "conversations")}, STRATOS, [TRACE_COLUMN]
+        )
         assert (stratos.question, stratos.system) == (row["question"], row["system"])
         own = {name: row[name] for name in ("question", "solution", "reasoning_trace")}
-        parsed = parse_row(own, R1, True)
-        assert (stratos.trace or "").strip() == (parsed.trace or "").strip()
+        parsed = parse_row(own, R1, [TRACE_COLUMN])
+        assert stratos.traces[TRACE_COLUMN].strip() == parsed.traces[TRACE_COLUMN].strip()
         assert stratos.solution.strip() == parsed.solution.strip()
 
 
@@ -162,7 +167,7 @@ def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_mode
     [
         (["--rollouts.seed=1"], "rollouts.seed was 0 and is 1"),
         (["--data.num_embedded_rows=13"], "data.init_args.num_embedded_rows was 12 and is 13"),
-        (["--rollouts.sampling.temperature=0"], "num_traces must be at least 1, and 1 at temperature 0"),
+        (["--rollouts.sampling.temperature=0"], "at temperature 0 exactly these, but are 3 and 0"),
         (["--rollouts.sampling.max_completion_length=3000"], "context of 2048 tokens, but row 1 needs"),
     ],
 )

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.recorder import require_one_process, score_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.data_card import data_card
+from rlt_lightning.datamodules.rows import row_list
 from rlt_lightning.jsonl import Row, append_rows, rewrite, to_line, whole_rows
 from rlt_lightning.types import InputError, PromptBatch
 
@@ -85,6 +87,13 @@ class DistillationWriter(Callback):
         selected = list(self.selected(rows))
         rewrite(folder / SELECTED, map(to_line, selected))
         write_parquet(selected, folder / TABLE)
+        fitting = {row["row"] for row in rows if row["fits"]}
+        if unfit := sorted({row["row"] for row in rows} - fitting):
+            rank_zero_warn(
+                f"{len(unfit)} of {len(data.items)} problems have no trace that fits a student "
+                f"({row_list(unfit)}). Raise max_completion_length or max_resamples of rollouts, or "
+                "data.student_context."
+            )
         recipe = pl_module.recipe() | data.recipe() | sampler_of(trainer).recipe()  # type: ignore[operator]
         recipe["selection"] = self.select
         rewrite(folder / CARD, [data_card(recipe, rows, selected, TABLE, len(data.items))])
