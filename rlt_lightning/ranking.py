@@ -42,6 +42,8 @@ def write_groups(rows: list[Row], num_groups: int, folder: Path) -> None:
     """Write each group's rows, their figures and a plot: `groups/`, `groups.json`, `groups.svg`."""
     groups = [[rows[i] for i in group] for group in equal_groups([row["reward"] for row in rows], num_groups)]
     (folder / "groups").mkdir(exist_ok=True)
+    for stale in (folder / "groups").glob("group-*.jsonl"):  # of an earlier division
+        stale.unlink()
     figures = []
     for number, group in enumerate(groups, start=1):
         name = f"groups/group-{number:02d}.jsonl"
@@ -67,7 +69,8 @@ def plot_groups(figures: list[dict[str, Any]], path: Path) -> None:
     labels = ("reward, mean", "solution term", "KL term")
     for (name, style), label in zip(styles.items(), labels, strict=True):
         axes.plot(numbers, [row[name] for row in figures], style, label=label, markersize=4)
-    axes.set_xlabel(f"group by reward, best first ({figures[0]['num_rows']} rows each)")
+    sizes = " or ".join(map(str, sorted({row["num_rows"] for row in figures})))
+    axes.set_xlabel(f"group by reward, best first ({sizes} rows each)")
     axes.set_ylabel("reward, nats")
     axes.set_xticks(numbers)
     axes.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import rlt
 
-from rlt_lightning.ranking import comparison_page, equal_groups
+from rlt_lightning.ranking import comparison_page, equal_groups, write_groups
 from rlt_lightning.types import InputError
 
 
@@ -23,6 +23,18 @@ def test_groups_have_equal_size_and_fall_in_reward() -> None:
     assert {len(group) for group in groups} == {62, 63}
     for better, worse in pairwise(groups):
         assert min(rewards[i] for i in better) >= max(rewards[i] for i in worse)
+
+
+def test_groups_replace_those_of_an_earlier_division(tmp_path: Path) -> None:
+    terms = dict.fromkeys(("solution_log_prob_reward", "kl_reward", "format_reward"), 0.0)
+    rows = [{"reward": float(i), **terms} for i in range(5)]
+    for num_groups in (5, 2):
+        write_groups(rows, num_groups, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "groups").iterdir()) == [
+        "group-01.jsonl",
+        "group-02.jsonl",
+    ]
+    assert "(2 or 3 rows each)" in (tmp_path / "groups.svg").read_text()
 
 
 @pytest.mark.parametrize("num_groups", [0, 4])
