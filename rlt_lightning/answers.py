@@ -56,11 +56,10 @@ def marked_answer(text: str) -> str | None:
 
 def braced(text: str, start: int) -> str | None:
     """The text from `start` to the brace that closes what was opened before; None without, or too far off."""
-    depth = 1
+    depth, escaped = 1, False
     for end in range(start, min(len(text), start + ANSWER_CHARS)):
-        if text[end - 1] == "\\" and text[end] in "{}":
-            continue
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        depth += 0 if escaped else {"{": 1, "}": -1}.get(text[end], 0)
+        escaped = text[end] == "\\" and not escaped  # a line break of a matrix escapes nothing
         if depth == 0:
             return text[start:end]
     return None
@@ -181,8 +180,10 @@ def equivalence_classes(answers: list[str]) -> list[int]:
 
 def solves_countdown(expression: str, numbers: list[int], target: int) -> bool:
     """Whether reasoning-gym's checker gives an expression of `arithmetic_expression` the full score."""
+    from sympy import parse_expr
+
     score = countdown_checker().score_answer(expression, {"metadata": {"numbers": numbers, "target": target}})
-    return bool(score == 1.0)
+    return bool(score == 1.0 and parse_expr(expression) == target)  # it takes 999999 for 1000001
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from rlt_lightning.datamodules.formats import ChatFormat, TagStyle, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import WorkerClient, key_from, refusal, trusted_certificates
 from rlt_lightning.engines.hf import device_of, draw, eos_token_ids, row_uniforms
+from rlt_lightning.modules.base import Dtype
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import decode
 from rlt_lightning.types import FinishReason, InputError
@@ -48,7 +49,7 @@ class ChatModel:
     url: str | None = None
     served_model: str | None = None
     api_key_env: str = "VLLM_API_KEY"
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     trust_remote_code: bool = False
 
 
@@ -77,17 +78,32 @@ def chat(
         EngineError: If the server cannot be reached, or fails.
     """
     sampling = Sampling(temperature, top_p, max_completion_length=max_tokens)
-    question = "" if sys.stdin.isatty() else sys.stdin.read().strip()
-    if not question and not sys.stdin.isatty():
-        raise InputError("rlt chat needs a question, but standard input is empty. Pipe one in, or type it.")
+    question = piped_question()
     chat_format = ChatFormat(
         load_tokenizer(model.path, model.trust_remote_code), tags, student_system_prompt=student_system_prompt
     )
     conversation = Conversation(chat_format, speaker_of(model, chat_format.tokenizer), sampling, seed)
-    if question:
+    if question is not None:
         conversation.ask(question, Screen(chat_format.tags))
     else:
         converse(conversation)
+
+
+def piped_question() -> str | None:
+    """What is piped in; None at a terminal.
+
+    Raises:
+        InputError: If that is nothing, or not in the encoding of standard input.
+    """
+    if sys.stdin is not None and sys.stdin.isatty():
+        return None
+    try:
+        question = "" if sys.stdin is None else sys.stdin.read().strip()
+    except UnicodeError as error:
+        raise InputError(f"A question must be text in UTF-8, but is not ({error}). Convert it.") from error
+    if not question:
+        raise InputError("rlt chat needs a question, but standard input is empty. Pipe one in, or type it.")
+    return question
 
 
 def converse(conversation: Conversation) -> None:
@@ -138,8 +154,12 @@ class Conversation:
         """Show the answer as it comes; what has come of it is remembered, however it ends.
 
         Raises:
-            InputError: If the conversation leaves the model no room for an answer.
+            InputError: If the question is no text, or the conversation leaves no room for an answer.
         """
+        if any(
+            "\ud800" <= character <= "\udfff" for character in question
+        ):  # what Python makes of such bytes
+            raise InputError("A question must be text in UTF-8, but holds other bytes. Convert it.")
         text = self.chat_format.student_chat(question, earlier=self.turns)
         prompt = encode(self.chat_format.tokenizer, text)
         room = self.speaker.context - len(prompt)

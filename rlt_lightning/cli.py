@@ -396,6 +396,9 @@ def run_command(verb: str) -> int:
         )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads the answer has enough; Python shall not try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return 0
 
 

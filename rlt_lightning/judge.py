@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +37,8 @@ from rlt_lightning.types import InputError
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]
+POLL_S = 1.0  # between two looks at whether the processes that a task waits for are still there
+MAX_POOLS = 2  # that may break under one task
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Judge:
     """Judge responses by the equivalence of their answers, never by equal text alone.
 
     Answers are compared by math_verify, in processes with a hard deadline: a signal interrupts no C code, and
-    so no power tower. Only bounded pieces of a response reach them; see `rlt_lightning.answers`.
+    so no power tower. Only bounded pieces of a response reach them; see `rlt_lightning.answers`. Processes
+    that something else ends, such as a system short of memory, are replaced.
 
     Args:
         tags: Of the responses: "stratos", "r1" or a TagStyle.
@@ -111,7 +115,8 @@ class Judge:
             Their verdicts, in the same order.
 
         Raises:
-            InputError: If a reference has no answer, or reasoning-gym is needed and not installed.
+            InputError: If a reference has no answer, reasoning-gym is needed and not installed, or processes
+                end as soon as they begin.
         """
         waiting = [self._begin(response, reference) for response, reference in pairs]
         return [end() for end in waiting]
@@ -133,7 +138,7 @@ class Judge:
         hard = {verdict.answer for verdict in verdicts if verdict.timed_out}
         texts = [text for text in firsts if text not in hard]
         if kind == "math" and len(texts) > 1:
-            classes, broken_off = self._result(self._submit(equivalence_classes, texts), None)
+            classes, broken_off = self._submit(equivalence_classes, texts)(None)
             if classes is not None and not broken_off:
                 firsts |= {text: firsts[texts[number]] for text, number in zip(texts, classes, strict=True)}
         return [
@@ -173,10 +178,10 @@ class Judge:
             raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")
         marked = marked_answer(block)
         text = block[-ANSWER_CHARS:] if marked is None else marked
-        future = self._submit(equals_reference, require_answer(reference), text, marked is not None)
+        result = self._submit(equals_reference, require_answer(reference), text, marked is not None)
 
         def end() -> Verdict:
-            (correct, answer), broken_off = self._result(future, (False, marked))
+            (correct, answer), broken_off = result((False, marked))
             return Verdict(correct, formatted, answer, broken_off)
 
         return end
@@ -187,15 +192,37 @@ class Judge:
         if expression is None:
             return lambda: Verdict(False, formatted, None)
         numbers, target = [int(number) for number in reference["numbers"]], int(reference["target"])
-        future = self._submit(solves_countdown, expression, numbers, target)
+        result = self._submit(solves_countdown, expression, numbers, target)
 
         def end() -> Verdict:
-            correct, broken_off = self._result(future, False)
+            correct, broken_off = result(False)
             return Verdict(correct, formatted, expression, broken_off)
 
         return end
 
-    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Callable[[Any], tuple[Any, bool]]:
+        """Hand out a task, and return what waits for it.
+
+        That takes what to say if a process was killed, died, or ran out of memory or stack, and returns what
+        the process found, or this; and whether it was broken off.
+        """
+        pool, future = self._schedule(function, *arguments)
+
+        def result(otherwise: Any) -> tuple[Any, bool]:
+            nonlocal pool, future
+            for _ in range(MAX_POOLS):
+                try:
+                    return result_of(pool, future), False
+                except (TimeoutError, ProcessExpired, MemoryError, RecursionError):
+                    return otherwise, True
+                except BrokenProcessPool:
+                    self._replace_broken_pool()
+                    pool, future = self._schedule(function, *arguments)
+            return otherwise, True
+
+        return result
+
+    def _schedule(self, function: Callable[..., Any], *arguments: Any) -> tuple[ProcessPool, Future[Any]]:
         if self._pool is None:
             # Not forked from this process, whose threads may hold locks; a server forks them that has
             # imported what takes long, so that a killed one is soon replaced.
@@ -204,15 +231,32 @@ class Judge:
             self._pool = ProcessPool(
                 self.num_workers, initializer=enter_worker, initargs=[self.memory_gib], context=context
             )
-        return self._pool.schedule(function, args=arguments, timeout=self.deadline_s)
-
-    @staticmethod
-    def _result(future: Future[Any], otherwise: Any) -> tuple[Any, bool]:
-        """What a process found, or what to say where it was killed, died, or ran out of memory or stack."""
         try:
-            return future.result(), False
-        except (TimeoutError, ProcessExpired, MemoryError, RecursionError):
-            return otherwise, True
+            return self._pool, self._pool.schedule(function, args=arguments, timeout=self.deadline_s)
+        except RuntimeError:  # it broke since the last task
+            self._replace_broken_pool()
+            return self._schedule(function, *arguments)
+
+    def _replace_broken_pool(self) -> None:
+        """Start anew, if no other task has: a pool ends when a process of it dies that has no task yet."""
+        if self._pool is not None and self._pool.active:
+            return
+        self.close()
+        try:
+            result_of(*self._schedule(os.getpid))
+        except BrokenProcessPool as error:
+            raise InputError(
+                "The processes that judge answers must start, but end at once. Give them more memory than "
+                f"memory_gib={self.memory_gib:g}, or free some; a script needs `if __name__ == '__main__':`."
+            ) from error
+
+
+def result_of(pool: ProcessPool, future: Future[Any]) -> Any:
+    """Wait for a task; a pool that breaks may forget one."""
+    while not wait([future], timeout=POLL_S).done:
+        if not pool.active:
+            raise BrokenProcessPool("The pool ended before the task.")
+    return future.result()
 
 
 def enter_worker(memory_gib: float) -> None:

@@ -362,3 +362,21 @@ def test_a_key_that_the_server_refuses_is_named_by_its_variable(
 def test_an_empty_pipe_is_no_question(ask: Any, tiny_model: str) -> None:
     with pytest.raises(InputError, match="standard input is empty"):
         ask(ChatModel(tiny_model), " \n")
+
+
+def test_a_question_that_is_no_text_is_one_clear_line(ask: Any, tiny_model: str) -> None:
+    with pytest.raises(InputError, match="must be text in UTF-8"):
+        ask(ChatModel(tiny_model), "a\udcff")
+
+
+def test_a_reader_that_has_enough_ends_the_chat_quietly(tiny_model: str) -> None:
+    command = [sys.executable, "-m", "rlt_lightning", "chat", f"--model.path={tiny_model}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write(QUESTION.encode())
+        process.stdin.close()
+        process.stdout.read(1)
+        process.stdout.close()
+        told = process.stderr.read().decode()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in told

@@ -402,6 +402,8 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
             "equally many .* has 1 different ones to arithmetic/2 and 2",
         ),
         (["--data.responses=FOLDER/no_answers.jsonl"], "must have an id and a response, a text, but row 1"),
+        (["--data.responses=FOLDER/odd.jsonl"], "num_tokens .* integers .* but row 1 of '.*odd.jsonl'"),
+        (["--data.sets={math500: FOLDER/halved.jsonl}"], "row 1: its question holds half a surrogate pair"),
         (["--data.max_rows=0"], "data.max_rows must be at least 1, but is 0"),
         (["--rollouts.num_samples=0"], "num_samples must be at least 1, but is 0"),
         (["--model.pretrained=FOLDER"], "FOLDER' .* chat template|could not be loaded"),
@@ -430,6 +432,8 @@ def test_bad_input_is_one_clear_line(options: list[str], line: str, tiny_model: 
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     write(tmp_path / "no_answers.jsonl", [{"problem": "1 + 1?", "solution": "Two."}] * 2)
     write(tmp_path / "one.jsonl", [{"id": "arithmetic/1", "response": "5"}])
+    write(tmp_path / "odd.jsonl", [{"id": "arithmetic/1", "response": "5", "num_tokens": "many"}])
+    write(tmp_path / "halved.jsonl", [{"problem": "1 + \ud800", "answer": "1"}])
     uneven = [{"id": f"arithmetic/{i}", "response": "5"} for i in (1, 1, 2, 3, 4)]
     write(tmp_path / "uneven.jsonl", uneven)
     shutil.copytree(tiny_model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))

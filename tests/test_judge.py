@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from commands import ROOT
@@ -160,6 +163,9 @@ def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> N
     ]
     verdicts = judge.judge_all((f"\\boxed{{{answer}}}", COUNTDOWN) for answer in answers)
     assert [verdict.correct for verdict in verdicts] == [True, True, *[False] * 6]
+    large = COUNTDOWN | {"numbers": [1000, 1000, 1], "target": 1000001}
+    nearly = judge.judge_all((f"\\boxed{{1000*1000{sign}1}}", large) for sign in "+-")
+    assert [verdict.correct for verdict in nearly] == [True, False]
 
 
 def test_countdown_without_its_extra_says_how_to_install_it(
@@ -234,6 +240,30 @@ def test_an_answer_that_eats_memory_ends_its_process_alone() -> None:
         assert judge.judge(r"\boxed{17}", {"answer": "17"}).correct
 
 
+def test_idle_processes_that_something_else_kills_are_replaced() -> None:
+    right = [(r"\boxed{17}", {"answer": "17"})] * 5
+    with Judge(deadline_s=30.0, num_workers=2) as judge:
+        judge.judge_all(right)
+        broken = judge._pool
+        assert broken is not None
+        for worker in list(broken._pool_manager.worker_manager.workers):
+            os.kill(worker, signal.SIGKILL)
+        while broken.active:
+            time.sleep(0.1)
+        assert all(verdict.correct for verdict in judge.judge_all(right))
+        assert [judge._submit(os._exit, 1)(None) for _ in range(3)] == [(None, True)] * 3  # dies at once
+        assert judge.judge(*right[0]).correct
+
+
+def test_processes_that_cannot_start_are_one_clear_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"  # each process would run it again
+    script.write_text("from rlt_lightning.judge import Judge\nJudge().judge('5', {'answer': '5'})")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "InputError: The processes that judge answers must start, but end at once." in run.stderr
+
+
 def test_a_judge_closes_twice_starts_again_and_can_be_sent_to_other_processes() -> None:
     judge = Judge("r1", num_workers=1)
     assert judge.judge("5", {"answer": "5"}).correct
@@ -281,4 +311,5 @@ def test_marked_answers_balance_their_braces() -> None:
     assert marked_answer(r"\boxed{\left\{1, 2\right\}}") == r"\left\{1, 2\right\}"
     assert marked_answer(r"\fbox{3}") == "3"
     assert marked_answer(r"\boxed {3}") == "3"
+    assert marked_answer(r"\boxed{1\\{2}}") == r"1\\{2}"  # a line break, then a brace
     assert marked_answer("3") is None

@@ -194,5 +194,16 @@ def given_response(source: str, number: int, row: Row | BadRowError) -> Response
             f"'{source}' has not. Correct it; responses to private sets are not recorded, and cannot be "
             "judged again."
         )
+    sample, num_tokens, num_thinking, reason = map(
+        row.get, ("sample", "num_tokens", "num_thinking_tokens", "finish_reason")
+    )
+    integers = all(count is None or isinstance(count, int) for count in (num_tokens, num_thinking))
+    known = isinstance(sample, int | str | None) and reason in (None, "eos", "stop", "length")
+    if not (integers and known):
+        raise InputError(
+            "In data.responses, sample must be a number, num_tokens and num_thinking_tokens integers and "
+            f"finish_reason eos, stop or length, each where it is given, but row {number} of '{source}' has "
+            "others. Correct or remove them."
+        )
     text = row["response"].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
-    return Response(text, row.get("num_tokens"), row.get("finish_reason"), row.get("num_thinking_tokens"))
+    return Response(text, num_tokens, reason, num_thinking)

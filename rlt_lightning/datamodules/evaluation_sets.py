@@ -161,4 +161,6 @@ def question_of(row: dict[str, Any]) -> str:
     question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
+    if any("\ud800" <= character <= "\udfff" for character in question):
+        raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
     return question.strip()
