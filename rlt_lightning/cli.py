@@ -54,6 +54,15 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
 STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
 FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
+# What may change when a prediction or evaluation goes on: it leaves finished rows alone, others but for rounding.
+FREE_SETTINGS = (
+    ".rollouts.engine",
+    ".model.init_args.micro_batch_tokens",
+    *(
+        f".data.init_args.{name}"
+        for name in ("output_dir", "prompts_per_step", "val_batch_size", "batch_size")
+    ),
+)
 # What a run may leave in its folder: all that --overwrite may delete.
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
 RUN_ENTRIES |= {"traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"}
@@ -68,17 +77,17 @@ RUN_ENTRIES |= {
     "reference",
     "wandb",
     "lightning_logs",
-    "metrics.tmp",
-    "rollouts.tmp",
     "weights",
     "workers",
     "responses.jsonl",
-    "responses.tmp",
     "evaluation.json",
     "evaluation.md",
+    ".writable",
 }
+RUN_ENTRIES |= {f"{Path(name).stem}.tmp" for name in RUN_ENTRIES if Path(name).suffix}  # half written
 
 FINISHED_ROWS = ("traces.jsonl", "scores.jsonl", "responses.jsonl")  # of runs that go on row by row
+RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # what --resume never replaces
 
 
 class OneLineParser(LightningArgumentParser):
@@ -95,7 +104,9 @@ class SaveConfig(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called on rank zero, before the models are loaded."""
         path = Path(trainer.default_root_dir) / "config.yaml"
-        self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
+        scratch = path.with_suffix(".tmp")  # a kill must not leave half of what a resumed run compares with
+        self.parser.save(self.config, str(scratch), skip_none=False, overwrite=True, multifile=False)
+        scratch.replace(path)
 
 
 class RLTCommandLine(LightningCLI):
@@ -179,9 +190,13 @@ class RLTCommandLine(LightningCLI):
             ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
             resume = bool(ckpt_path) and self.subcommand == "fit"
             resume = resume and folder.resolve() in Path(ckpt_path).resolve().parents
-            if self.subcommand != "fit" and config.resume and (folder / "config.yaml").exists():
-                resume = True
-                require_same_run(folder, yaml.safe_load(self._parser(self.subcommand).dump(config)))
+            if self.subcommand != "fit" and config.resume:
+                resume = any((folder / name).exists() for name in FINISHED_ROWS)
+                if resume:
+                    require_same_run(folder, yaml.safe_load(self._parser(self.subcommand).dump(config)))
+            if config.resume and not resume:
+                require_dead_start(folder)
+                config.overwrite = True
             open_run_folder(folder, resume, config.overwrite)
         config.trainer.default_root_dir = str(folder)
         if "output_dir" in (config.data.get("init_args") or {}):
@@ -236,26 +251,29 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "rollouts.jsonl").exists() and (folder / "model").exists() and not adapter:
-            print(f"Next: {self.next_command()}")
+        if (folder / "model").exists() and not adapter and (following := self.next_command()):
+            print(f"Next: {following}")
 
-    def next_command(self) -> str:
-        """What to do with a model from RL, and the command for it in the format of its training."""
+    def next_command(self) -> str | None:
+        """What to do with the trained model, and the command for it in the format of its training."""
+        config = self.config[self.subcommand]
+        model, task = f"{config.output_dir}/model", config.data.init_args.task
+        if task == "rlt":
+            words = ["predict", "--config", "configs/score.yaml", "--data.source", "FILE"]
+            words += ["--model.teacher", model, "--model.student", str(frozen_student(config.model))]
+            return f"score explanations of your own (docs/data.md):\n  {self.command(words, FORMAT_SETTINGS)}"
+        if task in ("student_rl", "student_sft"):
+            words = ["test", "--config", "configs/evaluate.yaml", "--model.pretrained", model]
+            return f"evaluate it (docs/evaluation.md):\n  {self.command(words, STUDENT_FORMAT)}"
+        return None
+
+    def command(self, words: list[str], settings: tuple[str, ...]) -> str:
+        """A command line that goes on in the format of this run."""
         config = self.config[self.subcommand]
         program = sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
-        model, student = f"{config.output_dir}/model", frozen_student(config.model)
-        if student is not None:
-            purpose = "score explanations of your own (docs/data.md)"
-            words = [program, "predict", "--config", "configs/score.yaml", "--data.source", "FILE"]
-            options, settings = {"model.teacher": model, "model.student": student}, FORMAT_SETTINGS
-        else:
-            purpose = "evaluate it (docs/evaluation.md)"
-            words = [program, "test", "--config", "configs/evaluate.yaml"]
-            options, settings = {"model.pretrained": model}, STUDENT_FORMAT
         formats = {name: config.data.init_args.get(name) for name in settings}
-        options |= {f"data.{name}": value for name, value in formats.items() if isinstance(value, str)}
-        words += [word for name, value in options.items() for word in (f"--{name}", value)]
-        return f"{purpose}:\n  {shlex.join(words)}"
+        given = [(f"--data.{name}", value) for name, value in formats.items() if isinstance(value, str)]
+        return shlex.join([program, *words, *(word for option in given for word in option)])
 
     def after_predict(self) -> None:
         """Say where the scores, or the traces, are."""
@@ -278,9 +296,9 @@ class RLTCommandLine(LightningCLI):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
         if (folder / "distillation.jsonl").exists():
-            print("Next: train a student on them:")
-            words = ["rlt", "fit", "--config", "configs/student_sft.yaml", "--data.source"]
-            print(f"  {shlex.join([*words, str(folder / 'distillation.jsonl')])}")
+            words = ["fit", "--config", "configs/student_sft.yaml"]
+            words += ["--data.source", str(folder / "distillation.jsonl")]
+            print(f"Next: train a student on them:\n  {self.command(words, STUDENT_FORMAT)}")
 
 
 class PlanCommandLine(RLTCommandLine):
@@ -428,13 +446,33 @@ def require_known_strategy(strategy: Any) -> None:
         )
 
 
+def require_dead_start(folder: Path) -> None:
+    """Check that a run which has nothing to go on from may begin anew in its folder: no result is there.
+
+    Raises:
+        InputError: If there is one.
+    """
+    found = [folder / name for name in RESULTS if (folder / name).exists()]
+    if found := [*found, *checkpoints_in(folder / "checkpoints")]:
+        raise InputError(
+            f"--resume true found nothing to go on from, but it does not replace {found[0]}, which is there. "
+            "Choose another --output_dir, or replace all of it by --overwrite true instead."
+        )
+
+
 def require_same_run(folder: Path, config: dict[str, Any]) -> None:
     """Check that a run which goes on finds the settings that its rows were made with.
 
     Raises:
-        InputError: Naming the first that differs. Trainer and engine may change: they leave the rows alone.
+        InputError: Naming the first that differs. FREE_SETTINGS and the trainer's may change.
     """
-    before = yaml.safe_load((folder / "config.yaml").read_text())
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise InputError(
+            f"A run that goes on must have the settings that it began with, but {path} is gone. Restore it, "
+            "or choose another --output_dir."
+        )
+    before = yaml.safe_load(path.read_text())
 
     def flat(value: Any, name: str = "") -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -443,8 +481,8 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
 
     def that_count(settings: dict[str, Any]) -> dict[str, Any]:
         found = flat({name: settings.get(name) for name in ("model", "data", "rollouts")})
-        free = (".rollouts.engine", ".data.init_args.output_dir")
-        return {name: value for name, value in found.items() if not name.startswith(free)}
+        found |= flat((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
+        return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 
     old, new = that_count(before), that_count(config)
     for name in sorted(old.keys() | new.keys()):

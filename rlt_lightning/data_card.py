@@ -18,7 +18,6 @@ def data_card(
     selected: list[Row],
     file_name: str,
     num_problems: int,
-    context: int | None,
 ) -> str:
     """Return the card as Markdown, with the header by which `datasets.load_dataset(FOLDER)` finds the rows.
 
@@ -28,7 +27,6 @@ def data_card(
         selected: Those in the set.
         file_name: Of the set, beside the card.
         num_problems: Usable rows of the source.
-        context: Tokens of the student's context, if it was given.
     """
     done = len({row["row"] for row in traces})
     counts = {
@@ -36,10 +34,8 @@ def data_card(
         "traces sampled": len(traces),
         "traces in this set": len(selected),
         "closed by the teacher": f"{sum(row['closed'] for row in selected)} of {len(selected)}",
+        "fit a student as a whole": f"{sum(row['fits'] for row in selected)} of {len(selected)}",
     }
-    if context is not None:
-        fitting = sum(row["student_tokens"] <= context for row in selected)
-        counts[f"fit into {context} tokens of a student"] = f"{fitting} of {len(selected)}"
     lines = [
         "---",
         "configs:",

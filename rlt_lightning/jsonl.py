@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlt_lightning.types import InputError
+
 Row = dict[str, Any]
 
 
@@ -22,13 +24,25 @@ def to_line(row: Row) -> str:
 
 
 def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield every line that was written to its end, and its row; nothing if there is no file."""
+    """Yield every line that was written to its end, and its row; nothing if there is no file.
+
+    Raises:
+        InputError: If such a line is no JSON, as after a crash of the machine.
+    """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:  # a kill may tear a character too
-        for line in file:  # splitlines() would also split inside JSON texts
-            if line.endswith("\n"):
-                yield line, json.loads(line)
+        for number, line in enumerate(file, start=1):  # splitlines() would also split inside JSON texts
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(
+                    f"Every line of {path} must be JSON, but line {number} is not ({error}). Delete it and "
+                    "those after it: their rows are made anew."
+                ) from error
+            yield line, row
 
 
 def rewrite(path: Path, lines: Iterable[str]) -> None:

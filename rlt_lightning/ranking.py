@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rlt_lightning.jsonl import Row, rewrite, to_line
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, Rollout
 
 TERMS = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
 SHOWN, SHOWN_CHARACTERS = 5, 600  # problems per side of a comparison's page, and of each trace there
@@ -42,6 +42,8 @@ def write_groups(rows: list[Row], num_groups: int, folder: Path) -> None:
     """Write each group's rows, their figures and a plot: `groups/`, `groups.json`, `groups.svg`."""
     groups = [[rows[i] for i in group] for group in equal_groups([row["reward"] for row in rows], num_groups)]
     (folder / "groups").mkdir(exist_ok=True)
+    for stale in (folder / "groups").glob("group-*.jsonl"):  # of an earlier division
+        stale.unlink()
     figures = []
     for number, group in enumerate(groups, start=1):
         name = f"groups/group-{number:02d}.jsonl"
@@ -67,7 +69,8 @@ def plot_groups(figures: list[dict[str, Any]], path: Path) -> None:
     labels = ("reward, mean", "solution term", "KL term")
     for (name, style), label in zip(styles.items(), labels, strict=True):
         axes.plot(numbers, [row[name] for row in figures], style, label=label, markersize=4)
-    axes.set_xlabel(f"group by reward, best first ({figures[0]['num_rows']} rows each)")
+    sizes = " or ".join(map(str, sorted({row["num_rows"] for row in figures})))
+    axes.set_xlabel(f"group by reward, best first ({sizes} rows each)")
     axes.set_ylabel("reward, nats")
     axes.set_xticks(numbers)
     axes.grid(alpha=0.3)
@@ -75,21 +78,24 @@ def plot_groups(figures: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def write_comparison(rows: list[Row], columns: list[str], folder: Path) -> None:
+def write_comparison(rows: list[Row], rollouts: list[Rollout], columns: list[str], folder: Path) -> None:
     """Compare two traces of each problem: `comparison.jsonl`, best for the first on top, and a page.
 
     Args:
         rows: Scored ones. `trace_column` says which trace it is; each problem has both, one after another.
+        rollouts: What was scored, one per row.
         columns: The two columns.
         folder: Where to write.
     """
+    scored = list(zip(rows, rollouts, strict=True))
     pairs = []
-    for first, second in zip(rows[::2], rows[1::2], strict=True):
-        assert [first["trace_column"], second["trace_column"]] == columns
-        pair: Row = {name: first[name] for name in ("question", "solution") if name in first}
-        pair["difference"] = first["reward"] - second["reward"]
-        for column, row in zip(columns, (first, second), strict=True):
-            pair[column] = {name: row[name] for name in TERMS} | {"trace": row[column]}
+    for both in zip(scored[::2], scored[1::2], strict=False):  # a limited run may lack the last one
+        assert [row["trace_column"] for row, _ in both] == columns
+        problem = both[0][1].problem
+        pair: Row = {"question": problem.question, "solution": problem.solution.strip()}
+        pair["difference"] = both[0][0]["reward"] - both[1][0]["reward"]
+        for column, (row, rollout) in zip(columns, both, strict=True):
+            pair[column] = {name: row[name] for name in TERMS} | {"trace": rollout.text}
         pairs.append(pair)
     pairs.sort(key=lambda pair: -pair["difference"])
     rewrite(folder / "comparison.jsonl", map(to_line, pairs))
@@ -113,7 +119,7 @@ def comparison_page(pairs: list[Row], columns: list[str]) -> str:
         for pair in shown:
             if (pair["difference"] > 0) != (column == columns[0]):
                 continue
-            lines += ["", f"### {pair['difference']:+.3f}", "", *quoted(str(pair.get("question", "")))]
+            lines += ["", f"### {pair['difference']:+.3f}", "", *quoted(pair["question"])]
             for name in columns:
                 terms = ", ".join(f"{term} {pair[name][term]:.3f}" for term in TERMS)
                 lines += ["", f"`{name}`: {terms}", "", *quoted(pair[name]["trace"])]

@@ -416,6 +416,28 @@ def test_rows_longer_than_the_context_are_one_clear_line(
     assert_one_clear_line(rlt(*command, f"--output_dir={tmp_path / 'run'}"), expected)
 
 
+def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: Path) -> None:
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    row = {"question": "Twice 2?", "solution": "4", "reasoning_trace": "2 + 2."}
+    rows.write_text(json.dumps(row) + "\n")
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--data.source={rows}"]
+    score = ["predict", "--config=configs/score.yaml", *models, f"--output_dir={folder}", "--resume=true"]
+    folder.mkdir()
+    for name in ("config.yaml", "config.tmp", "data_report.json", ".writable"):
+        (folder / name).write_text("half: [writt")  # killed before the first row
+    result = rlt(*score)
+    assert result.returncode == 0, result.stderr
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    mistaken = rlt("fit", "--config=configs/quickstart.yaml", f"--output_dir={folder}", "--resume=true")
+    [line] = mistaken.stderr.strip().splitlines()
+    assert mistaken.returncode == 2
+    assert f"does not replace {folder / 'scores.jsonl'}" in line
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "scores.jsonl").unlink()
+    (folder / "model").mkdir()
+    assert f"does not replace {folder / 'model'}" in rlt(*score).stderr
+
+
 @pytest.mark.parametrize("verb", ["fit", "predict"])
 def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear_line(
     verb: str, tiny_model: str, short_config: str, tmp_path: Path

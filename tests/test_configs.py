@@ -21,6 +21,7 @@ TINY = [  # whatever the experiment, at a size that runs here
     "--data.prompts_per_step=2",
     "--data.num_embedded_rows=4",
     "--data.max_length=2048",
+    "--data.val_rows=0",
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
     "--trainer.num_nodes=1",
@@ -39,22 +40,29 @@ TINY_EVALUATION = [
 EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_colocated")
 
 
-@pytest.mark.parametrize("name", EIGHT_GPUS)
+PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
+
+
+@pytest.mark.parametrize("name", [*EIGHT_GPUS, *PLAIN_WORKERS])
 def test_eight_gpus_are_shared_out(name: str) -> None:
     overlay = yaml.safe_load((ROOT / "configs" / "overlays" / f"{name}.yaml").read_text())
     engine = overlay["rollouts"]["engine"]["init_args"]
     workers = Launch(**engine["launch"])  # as many lists of GPUs as workers
-    trains, samples = range(overlay["trainer"]["devices"]), [gpu for [gpu] in workers.gpus or []]
+    devices = overlay["trainer"].get("devices", 0)  # an evaluation with workers needs none of its own
+    trains, samples = (
+        range(devices) if isinstance(devices, int) else devices,
+        [g for [g] in workers.gpus or []],
+    )
     assert sorted({*trains, *samples}) == list(range(8))
     together = engine.get("sleep", False)
     assert together == bool(set(trains) & set(samples)) == ("--enable-sleep-mode" in workers.arguments)
 
 
-def verb_of(config: Path) -> str:
-    """The launch line on top of every config names its verb."""
+def launch_line(config: Path) -> list[str]:
+    """The launch line on top of every config: verb, configs and options."""
     [line] = [line for line in config.read_text().splitlines() if line.startswith("# Run: rlt ")]
     assert f"--config configs/{config.relative_to(ROOT / 'configs')}" in line
-    return line.split()[3]
+    return line.split()[3:]
 
 
 @pytest.fixture
@@ -63,14 +71,21 @@ def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
         yield worker
 
 
+@pytest.fixture
+def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
+    with worker_of(tiny_model, dev_mode=False) as worker:
+        yield worker
+
+
 @pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
 def test_a_shipped_config_builds_and_runs_at_tiny_size(
     config: Path, tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    base = config if config in CONFIGS else ROOT / "configs" / "quickstart.yaml"
+    verb, _, first, *_ = launch_line(config)
+    base = ROOT / ("configs/quickstart.yaml" if config in OVERLAYS and verb == "fit" else first)
     settings = yaml.safe_load(base.read_text())
     is_sft = settings["model"]["class_path"].endswith("SFTModule")
-    is_evaluation = verb_of(config) == "test"
+    is_evaluation = verb == "test"
     models = ["pretrained"] if is_sft or is_evaluation else ["teacher"]
     if models == ["teacher"] and settings["model"].get("init_args", {}).get("student", "") is not None:
         models.append("student")
@@ -82,20 +97,28 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     ]
     if config.stem == "vllm_launch" and not (ROOT / ".venv-vllm").exists():
         pytest.skip("needs .venv-vllm: make setup-vllm")
-    if config.stem in ("vllm", "vllm_async", *EIGHT_GPUS):
-        worker = request.getfixturevalue("fake_worker")
+    if config.stem in ("vllm", "vllm_async", *EIGHT_GPUS, *PLAIN_WORKERS):
+        plain = config.stem in PLAIN_WORKERS
+        worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
         overlay = OVERLAYS[0].with_name("vllm.yaml")
         options[1:1] = [f"--config={overlay}"] if config.stem == "vllm_async" else []
-        options += ["--rollouts.engine.init_args.launch=null"] if config.stem in EIGHT_GPUS else []
+        options += ["--rollouts.engine.init_args.launch=null"] if "8gpu" in config.stem else []
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
-    if verb_of(config) == "fit":
+        if not plain:
+            options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+    if verb == "fit":
         options += ["--trainer.max_steps=1", *([] if is_sft else SHORT)]
-    result = rlt(verb_of(config), *options)
+    generates = "distillation" in settings or config.stem == "countdown_generate"
+    if generates:
+        options += SHORT
+    if "scores" in settings:
+        options += ["--scores.rank_groups=2"]
+    result = rlt(verb, *options)
     assert result.returncode == 0, result.stderr
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert resolved["model"]["class_path"] == settings["model"]["class_path"]
-    written = "scores.jsonl" if verb_of(config) == "predict" else "metrics.csv"
+    written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
+    written = "distillation.parquet" if generates else written
     assert (tmp_path / "run" / written).stat().st_size > 0
 
 

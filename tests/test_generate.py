@@ -18,13 +18,14 @@ from commands import ROOT, rlt
 from lightning.pytorch import Trainer
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
+from rlt_lightning.callbacks.distillation import write_parquet
 from rlt_lightning.data_card import histogram
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import R1, STRATOS
-from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.types import Completion
+from rlt_lightning.types import Completion, InputError, SFTExample
 
 PROBLEMS, TRACES = 12, 3
 
@@ -61,6 +62,9 @@ def generated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("generated") / "run"
     result = rlt(*command(tiny_model, folder))
     assert result.returncode == 0, result.stderr
+    assert (
+        f"{PROBLEMS} of {PROBLEMS} problems have no trace that fits a student" in result.stderr
+    )  # all are open
     assert "Next: train a student on them" in result.stdout
     return folder
 
@@ -82,11 +86,13 @@ def test_every_problem_has_its_traces_each_with_finite_rewards(generated: Path, 
 def test_rows_come_in_the_form_of_bespoke_stratos_too(generated: Path) -> None:
     for row in read(generated / "distillation.jsonl"):
         assert row["system"] == "Think <|begin_of_thought|> then <|begin_of_solution|>."
-        stratos = parse_row({name: row[name] for name in ("system", "conversations")}, STRATOS, True)
+        stratos = parse_row(
+            {name: row[name] for name in ("system", "conversations")}, STRATOS, [TRACE_COLUMN]
+        )
         assert (stratos.question, stratos.system) == (row["question"], row["system"])
         own = {name: row[name] for name in ("question", "solution", "reasoning_trace")}
-        parsed = parse_row(own, R1, True)
-        assert (stratos.trace or "").strip() == (parsed.trace or "").strip()
+        parsed = parse_row(own, R1, [TRACE_COLUMN])
+        assert stratos.traces[TRACE_COLUMN].strip() == parsed.traces[TRACE_COLUMN].strip()
         assert stratos.solution.strip() == parsed.solution.strip()
 
 
@@ -95,7 +101,7 @@ def test_the_set_loads_with_datasets_from_card_and_parquet(generated: Path, tmp_
     loaded = datasets.load_dataset(str(generated), split="train", cache_dir=str(tmp_path))
     table = datasets.Dataset.from_parquet(str(generated / "distillation.parquet"), cache_dir=str(tmp_path))
     assert loaded.to_list() == table.to_list() == rows
-    assert not list(generated.glob(".parquet-*"))
+    assert not list(generated.glob("*.tmp"))
 
 
 def test_the_card_counts_what_is_there(generated: Path) -> None:
@@ -161,7 +167,7 @@ def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_mode
     [
         (["--rollouts.seed=1"], "rollouts.seed was 0 and is 1"),
         (["--data.num_embedded_rows=13"], "data.init_args.num_embedded_rows was 12 and is 13"),
-        (["--rollouts.sampling.temperature=0"], "num_traces must be at least 1, and 1 at temperature 0"),
+        (["--rollouts.sampling.temperature=0"], "at temperature 0 exactly these, but are 3 and 0"),
         (["--rollouts.sampling.max_completion_length=3000"], "context of 2048 tokens, but row 1 needs"),
     ],
 )
@@ -178,29 +184,93 @@ def test_what_cannot_go_on_is_one_clear_line_and_loses_nothing(
     assert {path.name: path.read_bytes() for path in generated.iterdir() if path.is_file()} == before
 
 
+def test_traces_of_a_row_that_was_edited_are_not_gone_on_with(tiny_model: str, tmp_path: Path) -> None:
+    source, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    for solution in ("4", "5"):
+        source.write_text(json.dumps({"question": "Twice 2?", "solution": solution}) + "\n")
+        result = rlt(*command(tiny_model, folder, "--resume=true", f"--data.source={source}"))
+    assert result.returncode == 2
+    assert "has traces of others. Restore data.source" in result.stderr
+    assert [row["solution"] for row in read(folder / "traces.jsonl")] == ["4"] * TRACES
+
+
 def test_selections_take_what_they_say() -> None:
-    def row(problem: int, trace: int, reward: float, tokens: int, closed: bool = True) -> dict[str, Any]:
-        return {
-            "row": problem,
-            "trace": trace,
-            "reward": reward,
-            "student_tokens": tokens,
-            "closed": closed,
-        }
+    def row(problem: int, trace: int, reward: float, tokens: int, fits: bool) -> dict[str, Any]:
+        return {"row": problem, "trace": trace, "reward": reward, "student_tokens": tokens, "fits": fits}
 
     rows = [
-        *(row(1, 0, -3, 50), row(1, 1, -1, 200), row(1, 2, -2, 60)),
-        *(row(2, 0, -1, 150), row(2, 1, -2, 120)),  # none fits: the shorter
-        *(row(3, 0, -1, 30, closed=False), row(3, 1, -9, 90)),  # an open one does not fit
+        *(row(1, 0, -3, 50, True), row(1, 1, -1, 200, False), row(1, 2, -2, 60, True)),
+        *(row(2, 0, -1, 150, False), row(2, 1, -2, 120, False)),  # none fits: the shorter
+        *(row(3, 0, -1, 30, False), row(3, 1, -9, 90, True)),
     ]
     chosen = {
-        select: [(r["row"], r["trace"]) for r in DistillationWriter(select).selected(rows, 100)]  # type: ignore[arg-type]
+        select: [(r["row"], r["trace"]) for r in DistillationWriter(select).selected(rows)]  # type: ignore[arg-type]
         for select in ("first", "best_reward", "all", "fits_context")
     }
     assert chosen["first"] == [(1, 0), (2, 0), (3, 0)]
     assert chosen["best_reward"] == [(1, 1), (2, 0), (3, 0)]
     assert chosen["all"] == [(r["row"], r["trace"]) for r in rows]
     assert chosen["fits_context"] == [(1, 2), (2, 1), (3, 1)]
+
+
+INJECTED = "<|end_of_thought|>\n\n<|begin_of_solution|>\n\nWrong.\n\n<|end_of_solution|>"
+
+
+@pytest.mark.parametrize("tags", ["stratos", "r1"])
+@pytest.mark.parametrize(
+    ("trace", "fits"),
+    [
+        ("Words.", True),
+        ("", False),
+        (f"One {INJECTED} two.", False),
+        (
+            "One <think>a</think>\n\n<solution>b</solution> two.",
+            None,
+        ),  # tags in the one style, text in the other
+    ],
+)
+def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
+    trace: str, fits: bool | None, tags: str, tiny_model: str, tmp_path: Path
+) -> None:
+    answer = "<|begin_of_thought|>x<|end_of_thought|><|begin_of_solution|>So.<|end_of_solution|>"
+    turns = [{"from": "user", "value": "Why?"}, {"from": "assistant", "value": answer}]
+    source, made = tmp_path / "rows.jsonl", tmp_path / "made.jsonl"
+    source.write_text(json.dumps({"conversations": turns}) + "\n")  # no separators around its solution
+    data = StratosDataModule(str(source), tokenizer=tiny_model, tags=tags, student_context=2000)
+    data.setup("predict")
+    [problem] = data.problems
+    rollout = data.rollout(problem, data.format.completion_from_trace(problem, trace))
+    assert data.fits_student(rollout) == (tags == "stratos" if fits is None else fits)
+    made.write_text(json.dumps(data.format.conversation(problem, rollout.text)) + "\n")
+    student = StratosDataModule(
+        str(made), task="student_sft", tokenizer=tiny_model, tags=tags, prompts_per_step=1
+    )
+    if not trace:
+        with pytest.raises(InputError, match="empty_trace"):
+            student.setup("fit")
+        return
+    student.setup("fit")
+    [example] = student.items
+    assert isinstance(example, SFTExample)
+    assert len(example.token_ids) == data.student_length(rollout)
+    style = data.format.tags
+    expected = style.thought_open + style.wrap(trace) + style.thought_close + "\n\n"
+    expected += style.solution_open + style.wrap("So.") + style.solution_close
+    assert expected in data.format.tokenizer.decode(example.token_ids)
+
+
+def test_a_table_holds_whatever_columns_the_source_has(tmp_path: Path) -> None:
+    # The first 12 MB hold no text and no number in these columns: their type shows later.
+    rows = [{"text": "x" * 20000, "late": None, "day": "2025-06-22", "mixed": i} for i in range(600)]
+    rows += [{"text": "y", "late": "a", "day": "2025-06-23", "mixed": "b", "new": 1.5}]
+    path = tmp_path / "rows.parquet"
+    write_parquet(rows, path)
+    loaded = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
+    assert loaded.to_list() == [{"new": None, **row} for row in rows]
+    assert [file.name for file in tmp_path.glob("*.tmp")] == []
+    with pytest.raises(InputError, match="must be able to hold the source's columns"):
+        write_parquet([{"a": 2**70}], path)
+    assert datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path)).num_rows == 601
 
 
 class Scripted(HFEngine):
@@ -251,7 +321,8 @@ def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, 
     ]
     assert engine.lengths == {question: [] for question in lengths}
     assert len(set(engine.seeds)) == len(engine.seeds) == 8
-    assert [row["student_tokens"] <= 150 for row in rows] == [True, True, False, True]
+    assert [row["fits"] for row in rows] == [row["student_tokens"] <= 150 for row in rows]
+    assert [row["fits"] for row in rows] == [True, True, False, True]
     student = StratosDataModule(
         str(tmp_path / "traces.jsonl"),
         task="student_sft",

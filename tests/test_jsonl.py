@@ -6,7 +6,10 @@ import datetime
 import json
 from pathlib import Path
 
+import pytest
+
 from rlt_lightning.jsonl import append_rows, rewrite, whole_rows
+from rlt_lightning.types import InputError
 
 
 def test_rows_with_unicode_separators_survive_a_resume(tmp_path: Path) -> None:
@@ -24,3 +27,10 @@ def test_columns_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     append_rows(path, [{"when": datetime.date(2025, 6, 22), "reward": -1.0}])
     assert json.loads(path.read_text()) == {"when": "2025-06-22", "reward": -1.0}
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    path.write_bytes(b'{"a": 1}\n\x00\x00\x00\n{"a": 2}\n')
+    with pytest.raises(InputError, match=r"Every line of .*scores.jsonl must be JSON, but line 2 is not"):
+        list(whole_rows(path))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import rlt
 
-from rlt_lightning.ranking import comparison_page, equal_groups
+from rlt_lightning.ranking import comparison_page, equal_groups, write_groups
 from rlt_lightning.types import InputError
 
 
@@ -23,6 +23,18 @@ def test_groups_have_equal_size_and_fall_in_reward() -> None:
     assert {len(group) for group in groups} == {62, 63}
     for better, worse in pairwise(groups):
         assert min(rewards[i] for i in better) >= max(rewards[i] for i in worse)
+
+
+def test_groups_replace_those_of_an_earlier_division(tmp_path: Path) -> None:
+    terms = dict.fromkeys(("solution_log_prob_reward", "kl_reward", "format_reward"), 0.0)
+    rows = [{"reward": float(i), **terms} for i in range(5)]
+    for num_groups in (5, 2):
+        write_groups(rows, num_groups, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "groups").iterdir()) == [
+        "group-01.jsonl",
+        "group-02.jsonl",
+    ]
+    assert "(2 or 3 rows each)" in (tmp_path / "groups.svg").read_text()
 
 
 @pytest.mark.parametrize("num_groups", [0, 4])
@@ -106,7 +118,7 @@ def test_foreign_traces_are_warned_of_and_the_teachers_own_are_not(
 ) -> None:
     foreign = rlt(*command("score", tiny_model, source, tmp_path / "foreign"))
     assert "9 of 9 traces were not sampled by the teacher" in foreign.stderr
-    source.write_text("".join(json.dumps({**row, "teacher": tiny_model}) + "\n" for row in ROWS))
+    source.write_text("".join(json.dumps({**row, "teacher": f"{tiny_model}/"}) + "\n" for row in ROWS))
     own = rlt(*command("score", tiny_model, source, tmp_path / "own"))
     assert own.returncode == foreign.returncode == 0
     assert "not sampled" not in own.stderr
@@ -145,3 +157,48 @@ def test_two_traces_of_each_problem_are_compared(tiny_model: str, source: Path, 
     )
     assert {pair["other"]["trace"] for pair in pairs} == {"Nobody knows what it is."}
     assert "against `other`" in (folder / "comparison.md").read_text()
+
+
+def test_a_comparison_knows_stratos_rows_and_completions(tiny_model: str, tmp_path: Path) -> None:
+    answer = "<|begin_of_thought|>R1's.<|end_of_thought|><|begin_of_solution|>4<|end_of_solution|>"
+    turns = [{"from": "user", "value": "Twice 2?"}, {"from": "assistant", "value": answer}]
+    rows = [
+        {"conversations": turns, "other": "Ours."},
+        {
+            "problem": "Twice 3?",
+            "solution": "6",
+            "completion": "Raw.\n\n<|end_of_explanation|>",
+            "other": "Ours.",
+            "teacher": tiny_model,
+        },
+    ]
+    source, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = rlt(
+        *command("score", tiny_model, source, folder, "--data.trace_columns=[reasoning_trace, other]"),
+        "--scores.rank_groups=16",  # as in rank.yaml: of no use here, and no obstacle
+    )
+    assert result.returncode == 0, result.stderr
+    assert "3 of 4 traces were not sampled by the teacher" in result.stderr  # `other` names no teacher
+    pairs = {pair["question"]: pair for pair in read(folder / "comparison.jsonl")}
+    texts = {q: (p["solution"], p["reasoning_trace"]["trace"], p["other"]["trace"]) for q, p in pairs.items()}
+    assert texts == {"Twice 2?": ("4", "R1's.", "Ours."), "Twice 3?": ("6", "Raw.", "Ours.")}
+    assert not (folder / "groups").exists()
+
+
+def test_scores_of_other_rows_or_settings_are_not_gone_on_with(
+    tiny_model: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    whole = command("score", tiny_model, source, folder)
+    assert rlt(*whole).returncode == 0
+    before = (folder / "scores.jsonl").read_bytes()
+    texts = rlt(*whole, "--resume=true", "--scores.per_token=true")
+    assert "scores.per_token was False and is True" in texts.stderr
+    for rows in ([{**ROWS[0], "solution": "7"}, *ROWS[1:]], ROWS[:-1]):
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        result = rlt(*whole, "--resume=true")
+        [line] = result.stderr.strip().splitlines()
+        assert result.returncode == 2
+        assert "has scores of others. Restore data.source" in line
+    assert (folder / "scores.jsonl").read_bytes() == before

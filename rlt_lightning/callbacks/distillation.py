@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.recorder import require_one_process, score_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.data_card import data_card
+from rlt_lightning.datamodules.rows import row_list
 from rlt_lightning.jsonl import Row, append_rows, rewrite, to_line, whole_rows
 from rlt_lightning.types import InputError, PromptBatch
 
@@ -30,8 +31,7 @@ class DistillationWriter(Callback):
 
     Args:
         select: Traces of a problem that are taken: its first; that of the best reward; all; or, of those that
-            are closed and fit into data.student_context, that of the best reward, and where none does the
-            shortest.
+            fit a student, that of the best reward, and where none does the shortest.
     """
 
     def __init__(self, select: Selection = "fits_context") -> None:
@@ -46,13 +46,13 @@ class DistillationWriter(Callback):
         require_one_process(trainer)
         num_traces = sampler_of(trainer).num_traces
         path = self._folder(trainer) / TRACES
-        lines, rows = [], []
+        lines, written = [], []
         for line, row in whole_rows(path):
             lines.append(line)
-            rows.append(row["row"])
-        num_finished = len(rows) // num_traces
-        problems = data.items[:num_finished]
-        if rows[::num_traces][:num_finished] != [problem.row for problem in problems]:
+            written.append((row["row"], row["question"], row["solution"]))
+        num_finished = len(lines) // num_traces
+        expected = [(p.row, p.question, p.solution.strip()) for p in data.items[:num_finished]]
+        if written[::num_traces][:num_finished] != expected:
             raise InputError(
                 f"A run that goes on must have the rows that it began with, but {path} has traces of others. "
                 "Restore data.source, or choose another --output_dir."
@@ -82,16 +82,23 @@ class DistillationWriter(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if stage != "predict" or data.task != "rlt":
             return
-        folder, context = self._folder(trainer), data.student_context
+        folder = self._folder(trainer)
         rows = [row for _, row in whole_rows(folder / TRACES)]
-        selected = list(self.selected(rows, context))
+        selected = list(self.selected(rows))
         rewrite(folder / SELECTED, map(to_line, selected))
-        write_parquet(folder / SELECTED, folder / TABLE)
+        write_parquet(selected, folder / TABLE)
+        fitting = {row["row"] for row in rows if row["fits"]}
+        if unfit := sorted({row["row"] for row in rows} - fitting):
+            rank_zero_warn(
+                f"{len(unfit)} of {len(data.items)} problems have no trace that fits a student "
+                f"({row_list(unfit)}). Raise max_completion_length or max_resamples of rollouts, or "
+                "data.student_context."
+            )
         recipe = pl_module.recipe() | data.recipe() | sampler_of(trainer).recipe()  # type: ignore[operator]
         recipe["selection"] = self.select
-        (folder / CARD).write_text(data_card(recipe, rows, selected, SELECTED, len(data.items), context))
+        rewrite(folder / CARD, [data_card(recipe, rows, selected, TABLE, len(data.items))])
 
-    def selected(self, rows: Iterable[Row], context: int | None) -> Iterator[Row]:
+    def selected(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Choose among the traces of each problem, which lie together."""
         for _, group in groupby(rows, key=lambda row: row["row"]):
             traces = list(group)
@@ -100,7 +107,7 @@ class DistillationWriter(Callback):
             elif self.select == "first":
                 yield traces[0]
             else:
-                fitting = [row for row in traces if self.select == "best_reward" or fits(row, context)]
+                fitting = [row for row in traces if self.select == "best_reward" or row["fits"]]
                 if fitting:
                     yield max(fitting, key=lambda row: row["reward"])
                 else:
@@ -114,11 +121,6 @@ def sampler_of(trainer: Trainer) -> RolloutCallback:
     """The callback that brings the traces."""
     found = [callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback)]  # type: ignore[attr-defined]
     return found[0]
-
-
-def fits(row: Row, context: int | None) -> bool:
-    """Whether a student can be trained on a trace as a whole."""
-    return row["closed"] and (context is None or row["student_tokens"] <= context)
 
 
 def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
@@ -141,26 +143,29 @@ def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
             "finish_reason": completion.finish_reason,
             "num_tokens": len(completion.token_ids),
             "student_tokens": data.student_length(rollout),
+            "fits": data.fits_student(rollout),
             "seed": completion.seed,
             "teacher": teacher,
         }
 
 
-def write_parquet(source: Path, path: Path) -> None:
-    """Make a Parquet file of a JSONL file, whole or not at all."""
+def write_parquet(rows: list[Row], path: Path) -> None:
+    """Write rows as a Parquet file, whole or not at all; a column of several types holds JSON."""
     import datasets
+    import pyarrow  # type: ignore[import-untyped]
 
-    if not source.stat().st_size:
-        raise InputError(f"The distillation set must have at least one row, but {source} has none.")
+    if not rows:
+        raise InputError(f"A distillation set must have at least one row, but {path.parent} has no traces.")
     datasets.disable_progress_bars()
-    with TemporaryDirectory(dir=path.parent, prefix=".parquet-") as cache:
-        try:
-            rows = datasets.Dataset.from_json(str(source), cache_dir=cache)
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise InputError(
-                f"A table's columns must have one type each, but {source} has some that do not ({error}). "
-                f"It is whole; for {path.name} mend the source's columns and repeat with --resume true."
-            ) from error
-        scratch = path.with_suffix(".tmp")
-        rows.to_parquet(str(scratch))
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    try:
+        table = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    except (OverflowError, pyarrow.ArrowException) as error:
+        raise InputError(
+            f"A table must be able to hold the source's columns, but {path} is not ({error}). {SELECTED} is "
+            "whole; for the table, mend the source's columns and begin anew."
+        ) from error
+    scratch = path.with_suffix(".tmp")
+    table.to_parquet(str(scratch))
     scratch.replace(path)

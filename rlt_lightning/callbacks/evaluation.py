@@ -77,8 +77,9 @@ class EvaluationWriter(Callback):
         folder = Path(trainer.default_root_dir)
         summary = summarise(trainer, pl_module)
         page = render(summary)
-        (folder / "evaluation.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
-        (folder / "evaluation.md").write_text(page)
+        rewrite(folder / "evaluation.md", [page])
+        # The last file, and at once: it tells that the stage is done.
+        rewrite(folder / "evaluation.json", [json.dumps(summary, indent=1, ensure_ascii=False) + "\n"])
         print(f"\n{page}\n{folder / 'evaluation.json'}: these figures, with all settings")
         print(f"{folder / 'responses.jsonl'}: every response, judged")
 

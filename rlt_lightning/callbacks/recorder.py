@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.ranking import equal_groups, write_comparison, write_groups
-from rlt_lightning.types import InputError, PromptBatch, Scores
+from rlt_lightning.types import InputError, Problem, PromptBatch, Scores
 
 
 class RolloutRecorder(Callback):
@@ -59,7 +60,7 @@ class ScoreWriter(Callback):
     Args:
         per_token: Also write `solution_log_probs` and `thought_kl` (nats) of every token.
         rank_groups: Divide the scored rows by reward into so many groups of equal size, each a file, and plot
-            them.
+            them; not where data.trace_columns are several, whose traces of one problem are compared.
     """
 
     def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:
@@ -78,13 +79,20 @@ class ScoreWriter(Callback):
                 f"scores.per_token needs RLTReward, but model.reward is {type(pl_module.reward).__name__}, "
                 "which asks no model. Set it to false."
             )
-        if self.rank_groups is not None:
+        if self.rank_groups is not None and len(data.trace_columns) == 1:
             equal_groups([0.0] * len(data.items), self.rank_groups)
+        path = self._path(trainer)
+        if path.exists():
+            finished = list(whole_rows(path))
+            rows = [row for _, row in finished]
+            if len(rows) > len(data.items) or not all(map(is_of, rows, data.items)):
+                raise InputError(
+                    f"A run that goes on must have the rows that it began with, but {path} has scores of "
+                    "others. Restore data.source, or choose another --output_dir."
+                )
+            data.num_finished = len(rows)
+            rewrite(path, (line for line, _ in finished))
         warn_of_foreign_traces(data.items, pl_module)
-        if self._path(trainer).exists():
-            lines = [line for line, _ in whole_rows(self._path(trainer))]
-            data.num_finished = len(lines)
-            rewrite(self._path(trainer), lines)
 
     @override
     def on_predict_batch_end(
@@ -119,13 +127,27 @@ class ScoreWriter(Callback):
         if stage != "predict" or data.task != "score":
             return
         rows, folder = [row for _, row in whole_rows(self._path(trainer))], self._path(trainer).parent
-        if self.rank_groups is not None:
+        if self.rank_groups is not None and len(data.trace_columns) == 1:
             write_groups(rows, self.rank_groups, folder)
         if len(data.trace_columns) == 2:
-            write_comparison(rows, data.trace_columns, folder)
+            rollouts = [data.rollout(item, item.given_completion) for item in data.items[: len(rows)]]
+            write_comparison(rows, rollouts, data.trace_columns, folder)
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "scores.jsonl"
+
+
+def is_of(row: Row, problem: Problem) -> bool:
+    """Whether a scored row has the texts of a problem's row."""
+    texts = {n: v for n, v in problem.columns.items() if isinstance(v, str) or n == "conversations"}
+    return texts == {name: row.get(name) for name in texts}
+
+
+def is_sampled_by(teacher: str, problem: Problem) -> bool:
+    """Whether a row says that its scored trace is this teacher's, whichever way its folder is written."""
+    columns = problem.columns
+    named = columns.get("teacher") if columns.get("trace_column", TRACE_COLUMN) == TRACE_COLUMN else None
+    return isinstance(named, str) and Path(named).resolve() == Path(teacher).resolve()
 
 
 def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
@@ -133,7 +155,7 @@ def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
     reward: Any = module.reward
     if not isinstance(reward, RLTReward):
         return
-    foreign = sum(problem.columns.get("teacher") != module.pretrained for problem in items)
+    foreign = sum(not is_sampled_by(str(module.pretrained), problem) for problem in items)
     if foreign and reward.kl_estimator != "exact":
         rank_zero_warn(
             f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "

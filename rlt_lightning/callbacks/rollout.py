@@ -84,8 +84,7 @@ class RolloutCallback(Callback):
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
         num_traces: Completions per problem of `rlt predict`.
-        max_resamples: How often `rlt predict` samples a trace anew that is left open or does not fit into
-            data.student_context.
+        max_resamples: How often `rlt predict` samples a trace anew that does not fit a student.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
@@ -124,10 +123,11 @@ class RolloutCallback(Callback):
         self.order: Order | None = None  # not yet handed over
         self.verified_at: int | None = None  # optimizer step of the last check
         self.probe_log_probs: dict[int, list[float]] = {}  # the trainer's, by policy version; the last two
-        if num_traces < 1 or max_resamples < 0 or (num_traces > 1 and sampling.temperature == 0):
+        alike = sampling.temperature == 0 and (num_traces > 1 or max_resamples > 0)
+        if num_traces < 1 or max_resamples < 0 or alike:
             raise InputError(
-                "rollouts.num_traces must be at least 1, and 1 at temperature 0, and max_resamples at least "
-                f"0, but are {num_traces} and {max_resamples}. Correct them."
+                "rollouts.num_traces must be at least 1 and max_resamples at least 0, and at temperature 0 "
+                f"exactly these, but are {num_traces} and {max_resamples}. Correct them."
             )
         if asynchronous and self.engine.takes_turns:
             raise InputError(

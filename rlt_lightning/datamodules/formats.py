@@ -71,6 +71,10 @@ class TagStyle:
             text = text.replace("{" + name + "}", tag)
         return text
 
+    def occur_in(self, text: str) -> bool:
+        """Whether a text holds any of the tags."""
+        return any(tag in text for tag in self.tags().values())
+
     def wrap(self, text: str) -> str:
         """Put the separator on both sides of a text, instead of the white space that it has there."""
         return self.separator + text.strip() + self.separator

@@ -533,7 +533,9 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
     question, answer = (text for role, text in turns if role != "system")
     system = _text(row.get("system"), "system") or next(iter(systems), None)
     completion = _text(row.get("completion"), "completion") or None
-    if blocks := _split_blocks(answer, tags):
+    own, stratos = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
+    is_own = own >= 0 and not 0 <= stratos < own  # the thought may hold tags of the other style
+    if is_own and (blocks := _split_blocks(answer, tags)):
         return ParsedRow(question, blocks[1], {TRACE_COLUMN: blocks[0]}, completion, system)
     if blocks := _split_blocks(answer, STRATOS):
         thought, solution = map(tags.wrap, blocks)
@@ -543,11 +545,11 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
 
 
 def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:
-    """Return thought and solution as they stand between their tags; None if a tag is missing."""
+    """Return thought and solution as they stand between the outer tags; None if a tag is missing."""
     _, opened, rest = text.partition(tags.thought_open)
-    thought, closed, rest = rest.partition(tags.thought_close)
-    _, solution_opened, rest = rest.partition(tags.solution_open)
-    solution, solution_closed, _ = rest.partition(tags.solution_close)
+    rest, solution_closed, _ = rest.rpartition(tags.solution_close)
+    rest, solution_opened, solution = rest.rpartition(tags.solution_open)
+    thought, closed, _ = rest.rpartition(tags.thought_close)
     return (thought, solution) if opened and closed and solution_opened and solution_closed else None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from rlt_lightning.datamodules.formats import ChatFormat, TagStyle
+from rlt_lightning.datamodules.formats import STRATOS, ChatFormat, TagStyle
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.rows import (
     ARITHMETIC,
@@ -240,15 +240,17 @@ class StratosDataModule(LightningDataModule):
 
     def student_length(self, rollout: Rollout) -> int:
         """Tokens of the example that stage 4 makes of an explanation."""
-        problem, thought = rollout.problem, self.format.tags.wrap(rollout.text)
-        system = problem.student_system_prompt
-        turn = (problem.row, problem.question, thought, problem.solution, system)
+        problem, wrap = rollout.problem, self.format.tags.wrap
+        thought, solution = wrap(rollout.text), wrap(problem.solution)
+        turn = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
         return len(self.format.student_sft_example(*turn).token_ids)
 
     def fits_student(self, rollout: Rollout) -> bool:
-        """Whether a student can be trained on an explanation as a whole."""
-        limit = self.student_context
-        return rollout.closed and (limit is None or self.student_length(rollout) <= limit)
+        """Whether a student can learn from an explanation: text, an end, no tag inside, not too long."""
+        text, limit = rollout.text, self.student_context
+        if not (rollout.closed and text) or self.format.tags.occur_in(text) or STRATOS.occur_in(text):
+            return False
+        return limit is None or self.student_length(rollout) <= limit
 
     def recipe(self) -> dict[str, Any]:
         """What the rows are and how they are presented, for a data card."""
