@@ -92,7 +92,7 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     assert "--data.tags r1" in result.stdout
     assert "iteration 2/2: reward" in result.stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["model"]["init_args"]["reward"]["kl_weight"] == 3.0  # defaults are resolved
+    assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
     assert config["model"]["init_args"]["teacher"] == tiny_model
     assert metrics(run).keys() == {1, 2}
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]

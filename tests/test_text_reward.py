@@ -358,7 +358,7 @@ def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tm
     assert result.returncode == 0, result.stderr
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     reward = resolved["model"]["init_args"]["reward"]
-    assert reward.get("init_args", reward)["kl_weight"] == 2.0
+    assert reward["init_args"]["kl_weight"] == 2.0
     row = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
     assert row["kl_reward"] == pytest.approx(-2 * (row["kl_mean"] + 0.01 * row["kl_max"]), abs=1e-4)
 
