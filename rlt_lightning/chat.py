@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch
 
 from rlt_lightning.datamodules.formats import ChatFormat, TagStyle, encode
 from rlt_lightning.engines.base import EngineError, Sampling
-from rlt_lightning.engines.client import WorkerClient, key_from, refusal, trusted_certificates
+from rlt_lightning.engines.client import ADDRESS, WorkerClient, key_from, refusal, trusted_certificates
 from rlt_lightning.engines.hf import device_of, draw, eos_token_ids, row_uniforms
 from rlt_lightning.modules.base import Dtype
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -51,6 +52,13 @@ class ChatModel:
     api_key_env: str = "VLLM_API_KEY"
     dtype: Dtype = "auto"
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.url is not None and not re.fullmatch(ADDRESS, self.url):
+            raise InputError(
+                "--model.url must be an address such as http://127.0.0.1:8000, without user and path, but is "
+                "none. Correct it; a key goes into the environment variable that api_key_env names."
+            )
 
 
 def chat(

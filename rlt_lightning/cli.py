@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
 STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
 FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
-# What may change when a prediction or evaluation goes on: it leaves finished rows alone, others but for rounding.
+# What may change when a prediction or evaluation goes on: at most it rounds the rows to come otherwise.
 FREE_SETTINGS = (
     ".rollouts.engine",
     ".model.init_args.micro_batch_tokens",
@@ -548,7 +548,7 @@ def one_line(message: str) -> str:
         got = f". Got value: {value.group(1)}" if plain and value else ""
         message = (f"{place.group()} " if place else "") + reasons[-1] + got
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
-    if "arguments are required" in text:
+    if "arguments are required" in text and sys.argv[1:2] != ["chat"]:
         text += ". Name an experiment, such as --config configs/quickstart.yaml."
     if "is not accepted" in text or "unrecognized arguments" in text:
         text += ". Check the spelling; `rlt fit --help` lists the settings"

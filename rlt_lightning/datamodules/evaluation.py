@@ -141,7 +141,8 @@ class EvaluationDataModule(LightningDataModule):
             return []
         records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
         for _, record in whole_rows(Path(self.output_dir) / "responses.jsonl"):
-            records.setdefault(record["id"], []).append(record)
+            if record["id"] in records:
+                records[record["id"]].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]
 
     def _take_responses(self, source: str, ids: list[str]) -> None:

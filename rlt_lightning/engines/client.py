@@ -19,6 +19,7 @@ import httpx
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.types import Completion, FinishReason, InputError
 
+ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages show it
 JSON = dict[str, Any]
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost, require_context
-from rlt_lightning.engines.client import Request, WorkerClient, WorkerError, key_from
+from rlt_lightning.engines.client import ADDRESS, Request, WorkerClient, WorkerError, key_from
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
@@ -119,7 +119,7 @@ class VLLMEngine:
         self.max_model_len = sys.maxsize
         self.started = False
         api_key = key_from(api_key_env)
-        faulty = [url for url in urls or [] if not re.fullmatch(r"https?://[^@/]+/?", url)]
+        faulty = [url for url in urls or [] if not re.fullmatch(ADDRESS, url)]
         if faulty or len({url.rstrip("/") for url in urls or []}) < len(urls or []):
             raise InputError(
                 "VLLMEngine.urls must be different addresses such as http://127.0.0.1:8000, without user and "
