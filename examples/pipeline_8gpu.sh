@@ -2,7 +2,7 @@
 # The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs the extra
 # deepspeed, vLLM in ../vllm (docs/rollouts.md), access to the Hugging Face hub and about 1 TB of disk. Run it again
 # after a crash: finished stages are passed over, the one that was broken off goes on. `rlt plan` says beforehand
-# whether a stage fits. Written from measured parts; not run as a whole yet.
+# whether a training stage fits. Not run yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail
