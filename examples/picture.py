@@ -26,12 +26,14 @@ def main(run: Path) -> None:
 
 def table(evaluations: dict[str, Any]) -> str:
     """Accuracy before and after, one row per model and set."""
-    lines = ["| student | set | problems × samples | pass@1 | standard error |", "|---|---|---|---|---|"]
+    lines = ["| student | set | problems × samples | pass@1 ± standard error | well-formed |"]
+    lines.append("|---|---|---|---|---|")
     for label, evaluation in evaluations.items():
         for name, result in evaluation["sets"].items():
             size = f"{result['num_problems']:.0f} × {result['num_samples']}"
             score, error = 100 * result["pass_at_1"], 100 * result["standard_error"]
-            lines.append(f"| {label} | {name} | {size} | {score:.1f} % | {error:.1f} |")
+            formed = 100 * result["formatted_frac"]
+            lines.append(f"| {label} | {name} | {size} | {score:.1f} ± {error:.1f} % | {formed:.0f} % |")
     return "\n".join(lines) + "\n"
 
 

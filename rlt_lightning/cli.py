@@ -259,9 +259,12 @@ class RLTCommandLine(LightningCLI):
         config = self.config[self.subcommand]
         model, task = f"{config.output_dir}/model", config.data.init_args.task
         if task == "rlt":
-            words = ["predict", "--config", "configs/score.yaml", "--data.source", "FILE"]
+            words = ["predict", "--config", "configs/generate.yaml", "--data.source", "FILE"]
             words += ["--model.teacher", model, "--model.student", str(frozen_student(config.model))]
-            return f"score explanations of your own (docs/data.md):\n  {self.command(words, FORMAT_SETTINGS)}"
+            return f"write data for students (docs/generating.md):\n  {self.command(words, FORMAT_SETTINGS)}"
+        if task == "teacher_sft":
+            words = ["fit", "--config", "configs/teacher_rlt.yaml", "--model.teacher", model]
+            return f"train it by its students' reward:\n  {self.command(words, FORMAT_SETTINGS)}"
         if task in ("student_rl", "student_sft"):
             words = ["test", "--config", "configs/evaluate.yaml", "--model.pretrained", model]
             return f"evaluate it (docs/evaluation.md):\n  {self.command(words, STUDENT_FORMAT)}"
