@@ -71,6 +71,7 @@ RUN_ENTRIES |= {
     "checkpoints",
     "validate",
     "predict",
+    "test",
     "model",
     "model.tmp",
     "model.old",
