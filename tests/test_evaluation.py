@@ -392,7 +392,7 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
             r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: it has neither an answer",
         ),
         (["--data.sets={math500: FOLDER/none.jsonl}"], "'.*none.jsonl' must exist, but does not"),
-        (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "must be a Parquet file, but is not"),
+        (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "must be a whole Parquet file, but is not"),
         (
             ["--data.responses=FOLDER/one.jsonl"],
             "has none to 3 of 4: arithmetic/2, arithmetic/3, arithmetic/4",

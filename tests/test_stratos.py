@@ -362,7 +362,8 @@ def test_bad_rows_are_counted_with_their_number_and_reason(
 
 
 def test_every_reason_is_tested():
-    assert {reason for _, reason in BAD_ROWS} == set(BadRowReason)
+    elsewhere = {BadRowReason.NO_ANSWER}  # of student_rl alone: test_text_reward.py
+    assert {reason for _, reason in BAD_ROWS} == set(BadRowReason) - elsewhere
 
 
 def test_traces_are_needed_only_by_tasks_that_use_them(make_data: MakeData):

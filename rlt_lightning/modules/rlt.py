@@ -129,6 +129,7 @@ class RLTModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge what the rows are made into."""
+        super().setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if stage == "predict" and data.task == "student_rl":
             raise InputError(
