@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.engines.base import Engine, Sampling, WorkersLost, generate_patiently, require_context
+from rlt_lightning.engines.base import (
+    PROBE_TOKENS,
+    Engine,
+    Sampling,
+    WorkersLost,
+    generate_patiently,
+    require_context,
+)
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.vllm import VLLMEngine
@@ -19,11 +25,9 @@ from rlt_lightning.lora import merged_weights
 from rlt_lightning.modules.base import mix_seed
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.packed import sequence_log_probs
-from rlt_lightning.pretrained import model_config, resolve
+from rlt_lightning.pretrained import context_length, resolve
 from rlt_lightning.tags import decode
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
-
-PROBE_TOKENS = 64  # of a prompt, by which workers are verified
 
 
 class ResponseCallback(Callback):
@@ -79,8 +83,7 @@ class ResponseCallback(Callback):
                 self.engine.launch = replace(launch, model=resolve(pl_module.pretrained))
             return
         pl_module.needs_model = bool(data.left)
-        config = model_config(pl_module.pretrained, pl_module.trust_remote_code).get_text_config()
-        context = getattr(config, "max_position_embeddings", sys.maxsize)  # some have no limit
+        context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
         longest = max(data.problems, key=lambda problem: len(problem.prompt))
         needed = len(longest.prompt) + self._num_opening(trainer) + self.sampling.max_completion_length
         if needed > context:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.engines.base import (
+    PROBE_TOKENS,
     Engine,
     EngineError,
     NamedTensor,
@@ -34,7 +35,6 @@ from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
 
 T = TypeVar("T")
-PROBE_TOKENS = 64  # of a prompt, by which workers are verified
 VALIDATION, PREDICTION = -1, -2  # stand for the optimizer step in seeds
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlt_lightning.types import Completion, InputError
 
 NamedTensor = tuple[str, Tensor]  # a parameter's name, and the parameter, which may be sharded over ranks
+PROBE_TOKENS = 64  # of a prompt, by which workers are verified
 
 
 class EngineError(RuntimeError):
