@@ -12,11 +12,12 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import auto_cli
+from jsonargparse import Namespace, auto_cli
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -29,7 +30,10 @@ from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.chat import chat
 from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_in
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
 from rlt_lightning.export import export_checkpoint
+from rlt_lightning.jsonl import append_rows
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
@@ -308,6 +312,53 @@ class PlanCommandLine(RLTCommandLine):
         """Nothing is run."""
 
 
+class ExplainCommandLine(RLTCommandLine):
+    """`rlt explain`: what `rlt predict` makes of one explanation, token by token. No run folder is made."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The parser is that of a prediction."""
+        return {"predict": VERBS["predict"]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add its own."""
+        super().add_arguments_to_parser(parser)
+        parser.add_class_arguments(ExplainOptions, "explain")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the arguments of a prediction."""
+        self.config = parser.parse_args(["predict", *sys.argv[2:]])
+
+    def before_instantiate_classes(self) -> None:
+        """Put the explanation in the place of the source, in a folder that is gone at the end."""
+        config = self.config["predict"]
+        self.folder = TemporaryDirectory(prefix="rlt-explain-")
+        data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
+        options = ExplainOptions(**config.explain.as_dict())
+        append_rows(path, rows_to_score(options, data.as_dict()))
+        data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
+        data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
+        config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
+        config.scores.update(Namespace(rank_groups=None, per_token=False))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Only what prints."""
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.append(Explainer(self.config_init["predict"].explain))  # type: ignore[attr-defined]
+        trainer.progress_bar_callback.disable()  # type: ignore[union-attr]
+        return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        with self.folder:
+            super()._run_subcommand(subcommand)
+
+    def after_predict(self) -> None:
+        """The callback has said it."""
+
+
+VERBS_OF_A_KIND = {"plan": PlanCommandLine, "explain": ExplainCommandLine}
+
+
 def run() -> int:
     """Run the command line; 2 after a mistake of the user's, which is told in one line."""
     quiet_third_parties()
@@ -315,7 +366,7 @@ def run() -> int:
     try:
         if sys.argv[1] in COMMANDS:
             return run_command(sys.argv[1])
-        command_line = (PlanCommandLine if sys.argv[1:2] == ["plan"] else RLTCommandLine)(
+        command_line = VERBS_OF_A_KIND.get(sys.argv[1], RLTCommandLine)(
             PolicyModule,
             StratosDataModule,
             save_config_callback=SaveConfig,

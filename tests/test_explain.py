@@ -1,0 +1,154 @@
+"""`rlt explain`: the reward of one explanation, term by term and token by token."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import rlt
+
+from rlt_lightning.explain import ExplainOptions, page, rows_to_score
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.types import InputError
+
+DATA = {"source": "arithmetic", "split": "train", "num_embedded_rows": 5, "seed": 0, "max_rows": None}
+DATA |= {"tags": "r1", "trace_columns": ["reasoning_trace"]}
+ROW = {
+    "reward": -2.5,
+    "solution_log_prob_reward": -1.02,
+    "solution_log_prob_mean": -1.0,
+    "solution_log_prob_min": -2.0,
+    "kl_reward": -1.48,
+    "kl_mean": 0.48,
+    "kl_max": 1.5,
+    "format_reward": 0.0,
+    "thought_tokens": ["\n", "a", "\x1b[31mb"],
+    "thought_kl": [0.1, 1.5, -0.2],
+    "solution_tokens": ["4", "2"],
+    "solution_log_probs": [-2.0, -0.1],
+}
+
+
+def explain(model: str, *options: str) -> str:
+    models = [f"--model.teacher={model}", f"--model.student={model}"]
+    result = rlt("explain", "--config=configs/quickstart.yaml", *models, *options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def numbers(text: str) -> dict[str, float]:
+    """Reward and terms at the top of a page."""
+    return {name: float(value) for name, value in re.findall(r"^ *(\w+) +([+-]\d+\.\d+)", text, re.M)}
+
+
+def values(text: str) -> list[list[float]]:
+    """The numbers of a table, by place of the token."""
+    rows = re.findall(r"^ +(\d+)((?: +-?\d+\.\d+)+)  \"", text, re.M)
+    return [list(map(float, cells.split())) for _, cells in sorted(rows, key=lambda row: int(row[0]))]
+
+
+def test_the_terms_and_tokens_are_those_that_predict_scores(tiny_model: str, tmp_path: Path) -> None:
+    scoring = ["--config=configs/score.yaml", "--data.source=arithmetic", "--data.num_embedded_rows=3"]
+    scoring += ["--data.tags=r1", "--data.teacher_system_prompt=T", "--data.student_system_prompt=S"]
+    scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--scores.per_token=true"]
+    result = rlt("predict", *scoring, "--trainer.accelerator=cpu", f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    row = json.loads((tmp_path / "run" / "scores.jsonl").read_text().splitlines()[2])
+    text = explain(
+        tiny_model,
+        "--data.teacher_system_prompt=T",
+        "--data.student_system_prompt=S",
+        "--explain.row=3",
+        "--explain.top=0",
+    )
+    found = numbers(text)
+    assert found["reward"] == pytest.approx(row["reward"], abs=1e-4)
+    assert found["solution"] == pytest.approx(row["solution_log_prob_reward"], abs=1e-4)
+    assert found["kl"] == pytest.approx(row["kl_reward"], abs=1e-4)
+    assert found["reward"] == pytest.approx(found["solution"] + found["kl"] + found["format"], abs=2e-4)
+    explanation, solution = text.split("\nSolution:")
+    kl = [cells[0] for cells in values(explanation)]
+    assert kl == pytest.approx(row["thought_kl"], abs=1e-4)
+    log_probs = values(solution)
+    assert [cells[0] for cells in log_probs] == pytest.approx(row["solution_log_probs"], abs=1e-4)
+    assert any(after != pytest.approx(empty, abs=1e-4) for after, empty in log_probs)
+
+
+def test_texts_of_ones_own_need_no_row_and_leave_no_folder(tiny_model: str, tmp_path: Path) -> None:
+    own = ["--explain.question=What is 2 + 2?", "--explain.solution=4", "--explain.explanation=Two and two."]
+    before = set(Path("runs").glob("*"))
+    text = explain(tiny_model, *own, "--explain.top=2")
+    assert "Two and two." in text
+    assert len(values(text.split("\nSolution:")[0])) == 2
+    assert set(Path("runs").glob("*")) == before
+
+
+def test_a_recorded_completion_is_explained_as_it_was_scored(smollm2: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    models = [f"--model.teacher={smollm2}", f"--model.student={smollm2}", "--model.group_size=2"]
+    short = ["--rollouts.sampling.max_completion_length=8", "--data.prompts_per_step=1"]
+    fit = ["--config=configs/quickstart.yaml", *models, *short, "--trainer.max_steps=1"]
+    result = rlt("fit", *fit, "--export.enabled=false", f"--output_dir={run}")
+    assert result.returncode == 0, result.stderr
+    recorded = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    row = recorded[1]
+    options = [f"--explain.rollouts={run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
+    result = rlt("explain", f"--config={run / 'config.yaml'}", *options, "--explain.completion=1")
+    assert result.returncode == 0, result.stderr
+    found = numbers(result.stdout)
+    assert found["reward"] == pytest.approx(row["reward"], abs=2e-3)  # sampled log-probs against a forward's
+    assert found["format"] == row["format_reward"]
+
+
+def test_a_page_shows_what_the_terms_are_made_of() -> None:
+    empty = ROW | {"solution_log_prob_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
+    parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
+    plain = page(ROW, empty, parts, RLTReward(), top=1, colours=False)
+    assert "solution  -1.0200  1 x (mean -1.0000 + 0.01 x min -2.0000)" in plain
+    assert 'hardest token is "4" (token 1); +2.0000 against an empty explanation' in plain
+    assert 'least natural token is "a" (token 2)' in plain
+    assert "  repetition-0.2500" in plain
+    assert '      2    1.5000  "a"' in plain
+    assert "    1.5000" in plain
+    assert "-0.2000" not in plain  # top 1
+    assert "\x1b" not in plain  # a text cannot command the terminal
+    coloured = page(ROW, empty, parts, RLTReward(), top=1, colours=True)
+    assert "\x1b[48;5;222ma\x1b[0m" in coloured  # 1 to 2 nats
+    assert "\x1b[31m" not in coloured
+    clipped = page(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, colours=False)
+    assert "before clipping" in clipped
+    assert "before clipping" not in plain
+
+
+def test_rows_are_numbered_through_and_own_words_replace_theirs() -> None:
+    data = DATA | {"source": ["arithmetic:addition", "arithmetic"], "num_embedded_rows": 2}
+    given, empty = rows_to_score(ExplainOptions(row=3, explanation=" So. "), data)
+    first, _ = rows_to_score(ExplainOptions(row=1), DATA | {"num_embedded_rows": 2})
+    assert given["question"] == first["question"]
+    assert given["completion"] == "So.\n</explanation>"
+    assert empty["completion"] == "\n</explanation>"
+    assert first["completion"].endswith("\n</explanation>")
+    assert len(first["completion"]) > 30
+
+
+def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"explain\.question needs explain\.solution"):
+        ExplainOptions(question="Why?")
+    with pytest.raises(InputError, match="1 to 5, but is 6"):
+        rows_to_score(ExplainOptions(row=6), DATA)
+    with pytest.raises(InputError, match=r"rollouts\.jsonl, but .*nothing is no file"):
+        rows_to_score(ExplainOptions(rollouts=str(tmp_path / "nothing")), DATA)
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(json.dumps({"row": 1, "step": 4, "completion": 0}) + "\n")
+    with pytest.raises(InputError, match="completion 0 of row 1 at step 3, but has that row at steps 4"):
+        rows_to_score(ExplainOptions(rollouts=str(file), step=3), DATA)
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"question": "a", "solution": "b"}) + "\n")
+    with pytest.raises(InputError, match=r"Row 1 must have an explanation .*--explain.explanation"):
+        rows_to_score(ExplainOptions(), DATA | {"source": str(source)})
+    other = ["--config=configs/student_grpo.yaml", f"--model.teacher={tiny_model}"]
+    judged = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
+    assert judged.returncode == 2
+    assert "asks no model" in judged.stderr
