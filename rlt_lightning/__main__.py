@@ -7,7 +7,8 @@ import sys
 from rlt_lightning import __version__
 
 HELP = """usage: rlt {fit,validate,predict,test,plan} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
-       rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
+       rlt explain --config configs/rank.yaml        one explanation's reward, term by term and token by token
+  rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
        rlt chat --model.path MODEL [--model.url URL]
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
@@ -22,6 +23,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt fit --config configs/student_grpo.yaml    traditional RL, by correct answers
   rlt test --config configs/evaluate.yaml       stage 5: accuracy on evaluation sets, beside the paper's
   rlt plan --config configs/teacher_rlt.yaml    the memory and time that `rlt fit` would need
+  rlt explain --config configs/rank.yaml        one explanation's reward, term by term and token by token
   rlt export --ckpt_path RUN --output_dir DIR   an ordinary model folder from a checkpoint
   rlt chat --model.path RUN/model               ask a trained student, its thought dimmed
 
