@@ -691,12 +691,13 @@ def test_a_plain_server_needs_no_local_model(start: Any, tmp_path: Path) -> None
 
 def test_a_plain_server_that_dies_is_waited_for_and_asked_for_the_rest(start: Any) -> None:
     worker = FakeWorker(dev_mode=False, faults=("", "", "", "die"))
-    engine = start(worker, step=None, push=NoPush(), max_sequences=2, max_retries=0)
+    options = {"max_sequences": 2, "max_retries": 0, "recovery_timeout_s": 60.0}
+    engine = start(worker, step=None, push=NoPush(), **options)
     with pytest.raises(WorkersLost):  # the trainer must say which weights it takes them to hold
         generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)
     engine.close()
     engine.start(None, None, Path())
-    reopening = Thread(target=lambda: eventually(lambda: worker.server is None) and worker.open())
+    reopening = Thread(target=lambda: eventually(lambda: worker.server is None, 60.0) and worker.open())
     reopening.start()
     assert token_ids(generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)) == undisturbed()
     reopening.join()
