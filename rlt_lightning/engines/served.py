@@ -137,8 +137,8 @@ class ServedEngine(ABC):
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
         """Compare the server's log-probs of a text with the trainer's: it may serve another model."""
         scores = self.score(token_ids)
-        if len(scores) != len(token_ids) - 1:
-            raise self.error(f"log-probs of {len(token_ids) - 1} tokens", f"{len(scores)}")
+        if len(scores) != len(token_ids) - 1 or not all(isinstance(score, float) for score in scores):
+            raise self.error(f"log-probs of {len(token_ids) - 1} tokens", f"{scores!r:.200}")
         if fault := disagreement(scores, log_probs, AGREEMENT["bfloat16"]):
             raise EngineError(
                 f"{type(self).__name__}: {self.url} must serve the teacher that is loaded here, but {fault} "
