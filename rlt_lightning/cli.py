@@ -586,10 +586,15 @@ def class_fault(value: str) -> str | None:
     missing = [n for n in methods if not callable(getattr(found, n, None))]
     other = [n for n in methods if n not in missing and parameters(getattr(found, n)) != parameters(methods[n])]
     parts = [f"has no {', '.join(missing)}"] if missing else []
-    parts += [f"has other parameters or annotations of {', '.join(other)}"] if other else []
+    parts += [f"has other parameters of {', '.join(other)}"] if other else []
+    if not parts:  # the parser compares annotations, and resolves only those that are postponed
+        return (
+            f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. Copy "
+            "the annotations, and put `from __future__ import annotations` on top of its file."
+        )
     return (
-        f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but "
-        f"{' and '.join(parts) or 'is none'}. Write them, or derive it from rlt_lightning.engines.ServedEngine."
+        f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but {' and '.join(parts)}. "
+        "Write them, or derive it from rlt_lightning.engines.ServedEngine."
     )
 
 

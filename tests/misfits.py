@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import Sampling, ServedEngine
+from rlt_lightning.engines import HFEngine, Sampling, ServedEngine
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.types import Rollout
 
@@ -27,6 +27,13 @@ class NoMethods:
 
     def close(self) -> None:
         """Nothing."""
+
+
+class NoAnnotations(HFEngine):
+    """An engine whose methods do not say what they take."""
+
+    def start(self, model, tokenizer, folder):  # type: ignore[no-untyped-def]
+        """As HFEngine does."""
 
 
 class HalfServed(ServedEngine):

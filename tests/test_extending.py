@@ -388,8 +388,9 @@ def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: C
         (
             ["--rollouts.engine=misfits.NoMethods"],
             "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no generate, "
-            "update_weights, join_update, verify, health, rest and has other parameters or annotations of start.",
+            "update_weights, join_update, verify, health, rest and has other parameters of start.",
         ),
+        (["--rollouts.engine=misfits.NoAnnotations"], "must annotate its methods as rlt_lightning.engines.Engine"),
         (["--rollouts.engine=misfits.HalfServed"], "base class's method(s) complete. Write them."),
         (["--trainer.callbacks+=misfits.Loosener"], "at step 0 it gave Sampling(temperature=0.7"),
         (["--model.reward=misfits.Terms", "--model.reward.kind=column"], "but 'one' is (8, 1). Correct it."),
