@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rlt_lightning import __version__
@@ -47,6 +48,8 @@ def main() -> None:
     if arguments[0] == "--version":
         print(f"rlt {__version__}")
         return
+    # A class_path may name a module beside the configs, as with `python -m`. Last: it hides no installed one.
+    sys.path.append(os.getcwd())
     from rlt_lightning.cli import run
 
     sys.exit(run())

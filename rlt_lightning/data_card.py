@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -9,13 +10,13 @@ from rlt_lightning import __version__
 from rlt_lightning.jsonl import Row
 
 BINS, BAR = 12, 40  # of a histogram; characters of its longest bar
-TERMS = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward", "num_tokens", "student_tokens")
 
 
 def data_card(
     recipe: dict[str, Any],
     traces: list[Row],
     selected: list[Row],
+    terms: Sequence[str],
     file_name: str,
     num_problems: int,
 ) -> str:
@@ -25,6 +26,7 @@ def data_card(
         recipe: What the traces were made with, by name.
         traces: All of them.
         selected: Those in the set.
+        terms: The reward and its terms, columns of the traces.
         file_name: Of the set, beside the card.
         num_problems: Usable rows of the source.
     """
@@ -62,7 +64,7 @@ def data_card(
         "| | mean | standard deviation | least | median | most |",
         "|---|---|---|---|---|---|",
     ]
-    for name in TERMS:
+    for name in (*terms, "num_tokens", "student_tokens"):
         values = [row[name] for row in selected]
         figures = fmean(values), pstdev(values), min(values), median(values), max(values)
         lines.append(f"| `{name}` | " + " | ".join(f"{value:.4g}" for value in figures) + " |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,7 +12,6 @@ from typing import Any
 from rlt_lightning.jsonl import Row, rewrite, to_line
 from rlt_lightning.types import InputError, Rollout
 
-TERMS = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
 SHOWN, SHOWN_CHARACTERS = 5, 600  # problems per side of a comparison's page, and of each trace there
 
 
@@ -38,8 +38,8 @@ def equal_groups(rewards: list[float], num_groups: int) -> list[list[int]]:
     return [order[begin:end] for begin, end in pairwise(bounds)]
 
 
-def write_groups(rows: list[Row], num_groups: int, folder: Path) -> None:
-    """Write each group's rows, their figures and a plot: `groups/`, `groups.json`, `groups.svg`."""
+def write_groups(rows: list[Row], num_groups: int, terms: Sequence[str], folder: Path) -> None:
+    """Write each group's rows, the means of these terms and a plot: `groups/`, `groups.json`, `groups.svg`."""
     groups = [[rows[i] for i in group] for group in equal_groups([row["reward"] for row in rows], num_groups)]
     (folder / "groups").mkdir(exist_ok=True)
     for stale in (folder / "groups").glob("group-*.jsonl"):  # of an earlier division
@@ -48,15 +48,15 @@ def write_groups(rows: list[Row], num_groups: int, folder: Path) -> None:
     for number, group in enumerate(groups, start=1):
         name = f"groups/group-{number:02d}.jsonl"
         rewrite(folder / name, map(to_line, group))
-        means = {name: fmean(row[name] for row in group) for name in TERMS}
+        means = {name: fmean(row[name] for row in group) for name in terms}
         rewards = [row["reward"] for row in group]
         bounds = {"reward_min": min(rewards), "reward_max": max(rewards)}
         figures.append({"group": number, "file": name, "num_rows": len(group), **means, **bounds})
     (folder / "groups.json").write_text(json.dumps(figures, indent=1) + "\n")
-    plot_groups(figures, folder / "groups.svg")
+    plot_groups(figures, terms, folder / "groups.svg")
 
 
-def plot_groups(figures: list[dict[str, Any]], path: Path) -> None:
+def plot_groups(figures: list[dict[str, Any]], terms: Sequence[str], path: Path) -> None:
     """Draw the mean reward of every group, with its range and its terms."""
     from matplotlib.figure import Figure
 
@@ -65,10 +65,9 @@ def plot_groups(figures: list[dict[str, Any]], path: Path) -> None:
     numbers = [row["group"] for row in figures]
     low, high = ([row[name] for row in figures] for name in ("reward_min", "reward_max"))
     axes.fill_between(numbers, low, high, color="C0", alpha=0.2, label="reward, range", linewidth=0)
-    styles = {"reward": "C0o-", "solution_log_prob_reward": "C1s--", "kl_reward": "C2^--"}
-    labels = ("reward, mean", "solution term", "KL term")
-    for (name, style), label in zip(styles.items(), labels, strict=True):
-        axes.plot(numbers, [row[name] for row in figures], style, label=label, markersize=4)
+    for name in terms:
+        style = "o-" if name == "reward" else "s--"
+        axes.plot(numbers, [row[name] for row in figures], style, label=f"{name}, mean", markersize=4)
     sizes = " or ".join(map(str, sorted({row["num_rows"] for row in figures})))
     axes.set_xlabel(f"group by reward, best first ({sizes} rows each)")
     axes.set_ylabel("reward, nats")
@@ -78,13 +77,16 @@ def plot_groups(figures: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def write_comparison(rows: list[Row], rollouts: list[Rollout], columns: list[str], folder: Path) -> None:
+def write_comparison(
+    rows: list[Row], rollouts: list[Rollout], columns: list[str], terms: Sequence[str], folder: Path
+) -> None:
     """Compare two traces of each problem: `comparison.jsonl`, best for the first on top, and a page.
 
     Args:
         rows: Scored ones. `trace_column` says which trace it is; each problem has both, one after another.
         rollouts: What was scored, one per row.
         columns: The two columns.
+        terms: The reward and its terms, columns of the scored rows.
         folder: Where to write.
     """
     scored = list(zip(rows, rollouts, strict=True))
@@ -95,14 +97,14 @@ def write_comparison(rows: list[Row], rollouts: list[Rollout], columns: list[str
         pair: Row = {"question": problem.question, "solution": problem.solution.strip()}
         pair["difference"] = both[0][0]["reward"] - both[1][0]["reward"]
         for column, (row, rollout) in zip(columns, both, strict=True):
-            pair[column] = {name: row[name] for name in TERMS} | {"trace": rollout.text}
+            pair[column] = {name: row[name] for name in terms} | {"trace": rollout.text}
         pairs.append(pair)
     pairs.sort(key=lambda pair: -pair["difference"])
     rewrite(folder / "comparison.jsonl", map(to_line, pairs))
-    (folder / "comparison.md").write_text(comparison_page(pairs, columns))
+    (folder / "comparison.md").write_text(comparison_page(pairs, columns, terms))
 
 
-def comparison_page(pairs: list[Row], columns: list[str]) -> str:
+def comparison_page(pairs: list[Row], columns: list[str], terms: Sequence[str]) -> str:
     """Say which trace is ahead, and show the problems where each is ahead the most (RLT, figure 5)."""
     differences = [pair["difference"] for pair in pairs]
     error = stdev(differences) / len(differences) ** 0.5 if len(pairs) > 1 else float("nan")
@@ -121,8 +123,8 @@ def comparison_page(pairs: list[Row], columns: list[str]) -> str:
                 continue
             lines += ["", f"### {pair['difference']:+.3f}", "", *quoted(pair["question"])]
             for name in columns:
-                terms = ", ".join(f"{term} {pair[name][term]:.3f}" for term in TERMS)
-                lines += ["", f"`{name}`: {terms}", "", *quoted(pair[name]["trace"])]
+                figures = ", ".join(f"{term} {pair[name][term]:.3f}" for term in terms)
+                lines += ["", f"`{name}`: {figures}", "", *quoted(pair[name]["trace"])]
     return "\n".join(lines) + "\n"
 
 

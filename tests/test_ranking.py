@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from commands import rlt
 
+from rlt_lightning.numerics import RLTReward
 from rlt_lightning.ranking import comparison_page, equal_groups, write_groups
 from rlt_lightning.types import InputError
+
+TERMS = RLTReward().columns()
 
 
 def test_groups_have_equal_size_and_fall_in_reward() -> None:
@@ -29,7 +32,7 @@ def test_groups_replace_those_of_an_earlier_division(tmp_path: Path) -> None:
     terms = dict.fromkeys(("solution_log_prob_reward", "kl_reward", "format_reward"), 0.0)
     rows = [{"reward": float(i), **terms} for i in range(5)]
     for num_groups in (5, 2):
-        write_groups(rows, num_groups, tmp_path)
+        write_groups(rows, num_groups, TERMS, tmp_path)
     assert sorted(path.name for path in (tmp_path / "groups").iterdir()) == [
         "group-01.jsonl",
         "group-02.jsonl",
@@ -52,7 +55,7 @@ def test_a_comparison_shows_where_each_trace_is_ahead() -> None:
         }
         return {"question": question, "difference": ours - theirs, **traces}
 
-    page = comparison_page([pair("A", 3, 0), pair("B", 1, 0), pair("C", 0, 1)], ["ours", "theirs"])
+    page = comparison_page([pair("A", 3, 0), pair("B", 1, 0), pair("C", 0, 1)], ["ours", "theirs"], TERMS)
     # Differences 3, 1, -1: mean 1, standard deviation 2, error 2 / sqrt(3) = 1.155.
     assert "3 problems. Reward of `ours` minus reward of `theirs`: +1.000 ± 1.155" in page
     assert "`ours` is ahead in 2" in page

@@ -44,7 +44,7 @@ class DistillationWriter(Callback):
         if stage != "predict" or data.task != "rlt":
             return
         require_one_process(trainer)
-        num_traces = sampler_of(trainer).num_traces
+        num_traces = RolloutCallback.of(trainer).num_traces
         path = self._folder(trainer) / TRACES
         lines, written = [], []
         for line, row in whole_rows(path):
@@ -94,9 +94,10 @@ class DistillationWriter(Callback):
                 f"({row_list(unfit)}). Raise max_completion_length or max_resamples of rollouts, or "
                 "data.student_context."
             )
-        recipe = pl_module.recipe() | data.recipe() | sampler_of(trainer).recipe()  # type: ignore[operator]
+        recipe = pl_module.recipe() | data.recipe() | RolloutCallback.of(trainer).recipe()  # type: ignore[operator]
         recipe["selection"] = self.select
-        rewrite(folder / CARD, [data_card(recipe, rows, selected, TABLE, len(data.items))])
+        terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
+        rewrite(folder / CARD, [data_card(recipe, rows, selected, terms, TABLE, len(data.items))])
 
     def selected(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Choose among the traces of each problem, which lie together."""
@@ -115,12 +116,6 @@ class DistillationWriter(Callback):
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir)
-
-
-def sampler_of(trainer: Trainer) -> RolloutCallback:
-    """The callback that brings the traces."""
-    found = [callback for callback in trainer.callbacks if isinstance(callback, RolloutCallback)]  # type: ignore[attr-defined]
-    return found[0]
 
 
 def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:

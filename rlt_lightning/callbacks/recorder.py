@@ -146,11 +146,12 @@ class ScoreWriter(Callback):
         if stage != "predict" or data.task != "score":
             return
         rows, folder = [row for _, row in whole_rows(self._path(trainer))], self._path(trainer).parent
+        terms: tuple[str, ...] = pl_module.reward.columns()  # type: ignore[union-attr, operator]
         if self.rank_groups is not None and len(data.trace_columns) == 1:
-            write_groups(rows, self.rank_groups, folder)
+            write_groups(rows, self.rank_groups, terms, folder)
         if len(data.trace_columns) == 2:
             rollouts = [data.rollout(item, item.given_completion) for item in data.items[: len(rows)]]
-            write_comparison(rows, rollouts, data.trace_columns, folder)
+            write_comparison(rows, rollouts, data.trace_columns, terms, folder)
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "scores.jsonl"

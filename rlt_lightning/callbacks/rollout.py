@@ -35,6 +35,7 @@ from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
 
 T = TypeVar("T")
+Schedule = Callable[[Sampling, int], Sampling]  # of the config's sampling and a step: that step's
 VALIDATION, PREDICTION = -1, -2  # stand for the optimizer step in seeds
 
 
@@ -109,7 +110,8 @@ class RolloutCallback(Callback):
         seed: int = 0,
     ) -> None:
         self.engine: Engine = HFEngine() if engine is None else engine
-        self.sampling = sampling
+        self.sampling = sampling  # of training: what the schedule starts from, if there is one
+        self.schedule: Schedule | None = None  # see `follow`
         self.val_sampling = val_sampling or sampling
         self.val_completions = val_completions
         self.num_traces = num_traces
@@ -140,6 +142,62 @@ class RolloutCallback(Callback):
                 f"rlt_lightning.engines.VLLMEngine, but got {type(self.engine).__name__}. Set "
                 "rollouts.engine."
             )
+
+    @staticmethod
+    def of(trainer: Trainer) -> RolloutCallback:
+        """The one that a trainer has.
+
+        Raises:
+            InputError: If it has none.
+        """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutCallback):
+                return callback
+        raise InputError(
+            "The trainer must have a RolloutCallback, but has none. Add "
+            "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
+        )
+
+    def follow(self, schedule: Schedule) -> None:
+        """Let the sampling of training depend on the step; call it in another callback's `setup`.
+
+        Validation and prediction sample as before. Nothing may grow beyond the settings that were checked:
+        `max_completion_length` of the config is the most that a step may have.
+
+        Args:
+            schedule: schedule(sampling, step) is the sampling of the completions that are trained on after
+                `step` optimizer steps. A function of these alone: it is asked again after a resume, and one
+                step ahead where rollouts are asynchronous.
+
+        Raises:
+            InputError: If another schedule is followed already.
+        """
+        if self.schedule not in (None, schedule):
+            raise InputError(
+                f"Rollouts can follow one schedule, but {schedule} comes after {self.schedule}. Remove one of "
+                "the callbacks, or make one of both."
+            )
+        self.schedule = schedule
+
+    def sampling_at(self, step: int) -> Sampling:
+        """Settings of the completions that are trained on after so many optimizer steps.
+
+        Raises:
+            InputError: If the schedule gives what was not checked.
+        """
+        if self.schedule is None:
+            return self.sampling
+        sampling = self.schedule(self.sampling, step)
+        longest = self.sampling.max_completion_length
+        loosened = sampling.truncates and not self.sampling.truncates
+        if sampling.max_completion_length > longest or sampling.temperature == 0 or loosened:
+            raise InputError(
+                f"A schedule must keep to rollouts.sampling, which was checked: at most {longest} tokens, a "
+                "temperature above 0, and no top_p, top_k, min_p or repetition_penalty that is off there. But "
+                f"at step {step} it gave {sampling}. Correct it, or raise "
+                "rollouts.sampling.max_completion_length."
+            )
+        return sampling
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -206,7 +264,7 @@ class RolloutCallback(Callback):
     ) -> None:
         if not isinstance(pl_module, RLTModule):
             return
-        expected = (pl_module.group_size, self.sampling)
+        expected = (pl_module.group_size, self.sampling_at(pl_module.global_step))
         if self.order is None or (self.order.num_completions, self.order.sampling) != expected:
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
         self._attach(trainer, pl_module, batch, self.order)
@@ -344,8 +402,8 @@ class RolloutCallback(Callback):
             jobs = [job for part in parts for job in part]
         rows, prompts, seeds = (list(column) for column in zip(*jobs, strict=True))
         stop = trainer.datamodule.stop  # type: ignore[attr-defined]
-        version = module.global_step
-        return Order(rows, prompts, seeds, version, self.sampling, module.group_size, stop)
+        version, sampling = module.global_step, self.sampling if step < 0 else self.sampling_at(step)
+        return Order(rows, prompts, seeds, version, sampling, module.group_size, stop)
 
     def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
         """Wait for an order and put this rank's part of it into the batch."""

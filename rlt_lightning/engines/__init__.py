@@ -6,6 +6,7 @@ from rlt_lightning.engines.disk import AdapterPush, DiskPush
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
+from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.engines.vllm import VLLMEngine
 from rlt_lightning.engines.weights import GlooPush, NoPush, WeightPush
 
@@ -22,6 +23,7 @@ __all__ = [
     "NCCLPush",
     "NoPush",
     "Sampling",
+    "ServedEngine",
     "VLLMEngine",
     "WeightPush",
     "WorkersLost",

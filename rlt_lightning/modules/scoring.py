@@ -25,7 +25,7 @@ from rlt_lightning.numerics.packing import (
     to_padded,
 )
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
-from rlt_lightning.types import Problem, Rollout, Rollouts, Scores
+from rlt_lightning.types import InputError, Problem, Rollout, Rollouts, Scores
 
 
 @dataclass
@@ -63,8 +63,10 @@ class StudentScorer:
 
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite, naming the rows and the term.
+            InputError: If the reward's own terms are not what they must be.
         """
         rows = rollouts.rollouts
+        extra = self.extra_terms(rows)
         students = [student_sequence(r) for r in rows]
         teachers = [teacher_sequence(r) for r in rows]
         given = self.sampled_log_probs(rollouts)
@@ -109,9 +111,29 @@ class StudentScorer:
         solution_log_probs, solution_mask = pad_rows(solution)  # (N, S)
         kl_values, kl_mask = pad_rows(kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
-        terms = self.reward(solution_log_probs, solution_mask, kl_values, kl_mask, format_ok)
+        terms = self.reward(solution_log_probs, solution_mask, kl_values, kl_mask, format_ok, extra)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         return Scores(terms, solution, kl)
+
+    def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
+        """The terms that the reward adds to RLT's, each (N,), in the order of their names."""
+        name, names = type(self.reward).__name__, self.reward.extra_names
+        terms = self.reward.extra_terms(rows)
+        if not isinstance(terms, dict) or set(terms) != set(names):
+            found = list(terms) if isinstance(terms, dict) else type(terms).__name__
+            raise InputError(
+                f"{name}.extra_terms must return the terms of {name}.extra_names, {list(names)}, but returned "
+                f"{found}. Let them agree."
+            )
+        for term, values in terms.items():
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if shape != (len(rows),):
+                raise InputError(
+                    f"{name}.extra_terms must return tensors with one number per rollout, ({len(rows)},), but "
+                    f"'{term}' is {shape}. Correct it."
+                )
+            require_finite(values, f"reward term '{term}'", [r.problem.row for r in rows])
+        return {term: terms[term].to(self.device, torch.float32) for term in names}
 
     def teacher_log_probs(self, packed: PackedSequences) -> Tensor:
         """The teacher's log-probs of the scored tokens, (M,), nats."""

@@ -1,13 +1,22 @@
 """The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?"""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
+
+if TYPE_CHECKING:
+    from rlt_lightning.types import Rollout
+
+# Names under reward/, and columns of records without their _reward, that a term of one's own may not take.
+TAKEN_NAMES = frozenset({"mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format"})
+TAKEN_NAMES |= {"solution_log_prob", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"}
 
 
 class NonFiniteError(ValueError):
@@ -106,8 +115,8 @@ class RewardTerms:
 class RLTRewardTerms(RewardTerms):
     """The RLT reward of each completion and what it is made of; all (N,).
 
-    `reward` is the sum of the first three terms. Means, minima and maxima over tokens are given as they
-    entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
+    `reward` is the sum of the first three terms and of `extra`. Means, minima and maxima over tokens are given
+    as they entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
     """
 
     solution_log_prob_reward: Tensor  # w_SS * r_SS
@@ -121,11 +130,12 @@ class RLTRewardTerms(RewardTerms):
     raw_solution_log_prob_min: Tensor
     raw_kl_mean: Tensor
     raw_kl_max: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)  # terms that a subclass of RLTReward adds, by name
 
     def parts(self) -> dict[str, Tensor]:
         """See `RewardTerms.parts`."""
         terms = (self.solution_log_prob_reward, self.kl_reward, self.format_reward)
-        return dict(zip(("solution", "kl", "format"), terms, strict=True))
+        return dict(zip(("solution", "kl", "format"), terms, strict=True)) | self.extra
 
     def details(self) -> dict[str, Tensor]:
         """See `RewardTerms.details`."""
@@ -139,13 +149,24 @@ class RLTRewardTerms(RewardTerms):
             *("reward", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
             *("format_reward", "solution_log_prob_reward", "kl_reward"),
         ]
-        return {name: getattr(self, name) for name in names}
+        extra = {f"{name}_reward": values for name, values in self.extra.items()}
+        return {name: getattr(self, name) for name in names} | extra
+
+    def to(self, device: torch.device) -> Self:
+        """See `RewardTerms.to`."""
+        names = [field.name for field in fields(self) if field.name != "extra"]
+        extra = {name: values.to(device) for name, values in self.extra.items()}
+        return replace(self, **{name: getattr(self, name).to(device) for name in names}, extra=extra)
 
 
 class Reward:
     """What a completion is worth: an RLTReward, which two models compute, or a TextReward."""
 
     tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")  # of the data that it is made for
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns of scored rows that pages and groups show: the reward, and the terms that add up to it."""
+        return ("reward",)
 
     def close(self) -> None:
         """Free what it holds; safe to call twice."""
@@ -156,6 +177,9 @@ class RLTReward(Reward):
     """The reward of an explanation; its defaults are the recipe that the paper's authors released.
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
+
+    A subclass may add terms of its own, from the texts: it names them in `extra_names` and returns them from
+    `extra_terms`.
 
     Args:
         solution_weight: Weight of r_SS, `student_solution_reward`.
@@ -176,6 +200,7 @@ class RLTReward(Reward):
     """
 
     tasks = ("rlt", "score")
+    extra_names: ClassVar[tuple[str, ...]] = ()  # of the terms that a subclass adds, in lower case
 
     solution_weight: float = 1.0
     min_coef: float = 0.01
@@ -204,6 +229,30 @@ class RLTReward(Reward):
         self.require(
             "clip_kl", self.clip_kl is None or self.clip_kl > 0, "positive nats, or null for no bound"
         )
+        for name in self.extra_names:
+            if name in TAKEN_NAMES or name.startswith("val_") or not name.isidentifier():
+                raise ValueError(
+                    f"A term of a reward needs a name of its own, such as 'length', but "
+                    f"{type(self).__name__}.extra_names has {name!r}, which is taken or no name. Choose another."
+                )
+
+    def columns(self) -> tuple[str, ...]:
+        """See `Reward.columns`."""
+        own = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
+        return (*own, *(f"{name}_reward" for name in self.extra_names))
+
+    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """Terms that are added to the reward, with their weight and sign; none here. For subclasses.
+
+        A term is logged as reward/NAME and reward/val_NAME, and recorded as NAME_reward.
+
+        Args:
+            rollouts: N, with their `text` and their `problem`; no tensors.
+
+        Returns:
+            One for each of `extra_names`, (N,), on any device.
+        """
+        return {}
 
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raise a ValueError that names an option unless it holds."""
@@ -217,6 +266,7 @@ class RLTReward(Reward):
         kl: Tensor,
         kl_mask: Tensor,
         format_ok: Tensor,
+        extra: dict[str, Tensor] | None = None,
     ) -> RLTRewardTerms:
         """Return the reward of each completion and its terms.
 
@@ -226,6 +276,7 @@ class RLTReward(Reward):
             kl: KL of teacher from student at each think token, raw, (N, K), nats.
             kl_mask: True on think tokens, (N, K). A row may have none.
             format_ok: False where the completion is badly formed, bool, (N,).
+            extra: What `extra_terms` returned, on the device of the others.
 
         Returns:
             The terms of the reward, each (N,).
@@ -242,7 +293,7 @@ class RLTReward(Reward):
         penalty = -self.kl_weight * student_kl_penalty(processed_kl, kl_mask, self.max_coef)
         format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
         return RLTRewardTerms(
-            reward=solution + penalty + format_reward,
+            reward=sum((extra or {}).values(), start=solution + penalty + format_reward),
             solution_log_prob_reward=solution,
             kl_reward=penalty,
             format_reward=format_reward,
@@ -254,6 +305,7 @@ class RLTReward(Reward):
             raw_solution_log_prob_min=masked_min(solution_log_probs, solution_mask),
             raw_kl_mean=masked_mean(kl, kl_mask),
             raw_kl_max=masked_max(kl, kl_mask),
+            extra=extra or {},
         )
 
     def token_kl(self, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -1,0 +1,156 @@
+"""The base of engines of one's own, for servers that nobody gives weights."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, require_context
+from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
+from rlt_lightning.engines.vllm import AGREEMENT, SEED_MASK, disagreement
+from rlt_lightning.types import Completion, InputError
+
+
+class ServedEngine(ABC):
+    """An `Engine` whose server has weights of its own: for `rlt predict` and `rlt test` with a trained model.
+
+    A subclass writes `complete` and `score`, both called from several threads. What the server calls log-probs
+    is not taken for those of sampling: the trainer computes its own where it needs them.
+
+    Args:
+        url: Of the server, for messages and records.
+        max_requests: Completions in work at a time.
+    """
+
+    in_process = False
+    reports_log_probs = False
+    takes_adapters = False
+    takes_turns = False
+    unverified = False  # but for the first time, when RolloutCallback and ResponseCallback always verify
+    max_model_len = sys.maxsize  # unless the subclass finds out more in `start`
+
+    def __init__(self, url: str, max_requests: int = 8) -> None:
+        self.url = url.rstrip("/")
+        self.max_requests = max_requests
+        self.policy_version = -1
+        self.tokenizer: Any = None
+        self.eos_ids: set[int] = set()
+        self.vocab_size = 0
+
+    @abstractmethod
+    def complete(self, prompt: list[int], sampling: Sampling, stop: str, seed: int) -> Completion:
+        """Sample one completion, and return or raise an EngineError within a deadline.
+
+        Args:
+            prompt: Token ids.
+            sampling: With the limit of this completion.
+            stop: The end tag. A server that returns the tag's tokens may be told; `generate` cuts behind it.
+            seed: Of 62 bits at most.
+
+        Returns:
+            The token ids as they were sampled, and the finish reason `length`, or `eos` where the server has
+            ended it. Whether its last token is that end-of-sequence token does not matter.
+        """
+
+    @abstractmethod
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of all tokens of a text but the first at temperature 1, nats, for `verify`."""
+
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        """Keep what completions are read with."""
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_token_ids(model, tokenizer)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
+    ) -> list[list[Completion]]:
+        """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
+        limits = limits or [sampling.max_completion_length] * len(prompts)
+        jobs = []
+        for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
+            require_context(len(prompt) + limit, self.max_model_len)
+            one = replace(sampling, max_completion_length=limit)
+            jobs += [(prompt, one, stop, (seed + i) & SEED_MASK) for i in range(num_completions)]
+        watcher = StopWatcher(self.tokenizer, stop, self.eos_ids)
+
+        def sample(job: tuple[list[int], Sampling, str, int]) -> Completion:
+            return replace(self.ended(self.complete(*job), job[1], watcher), seed=job[3], worker=self.url)
+
+        with ThreadPoolExecutor(self.max_requests) as threads:  # the first error drops what is not begun
+            completions = list(threads.map(sample, jobs))
+        return [completions[i : i + num_completions] for i in range(0, len(jobs), num_completions)]
+
+    def ended(self, completion: Completion, sampling: Sampling, watcher: StopWatcher) -> Completion:
+        """Cut a completion behind the token that ends it, and say which kind of end that is.
+
+        Raises:
+            EngineError: If its tokens cannot be those that were sampled.
+        """
+        ids, limit = list(completion.token_ids), sampling.max_completion_length
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in ids):
+            raise self.error("token ids of the teacher's vocabulary", f"{ids[:20]}")
+        for end in range(1, len(ids) + 1):
+            reason = watcher.finish_reason(ids[max(0, end - watcher.window) : end])
+            if reason != "length":
+                return Completion(ids[:end], None, reason)
+        if completion.finish_reason == "eos":  # which the server has sampled, and left out
+            if len(self.eos_ids) != 1:
+                raise self.error(
+                    "the end-of-sequence token of a completion that it has ended",
+                    f"none, and the teacher has {len(self.eos_ids)}",
+                )
+            ids += self.eos_ids
+        if not 1 <= len(ids) <= limit:
+            raise self.error(f"1 to {limit} tokens", f"{len(ids)}")
+        return Completion(ids, None, completion.finish_reason)
+
+    def error(self, expected: str, found: str) -> EngineError:
+        """What to raise where the server's answer is not what it must be."""
+        return EngineError(
+            f"{type(self).__name__}: {self.url} must send {expected}, but sent {found}. Let it serve the "
+            "teacher with its own tokenizer, and look at its log."
+        )
+
+    def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+        """Require that the trainer's weights are those of before; none are sent."""
+        if self.policy_version not in (-1, policy_version):
+            raise InputError(
+                f"{type(self).__name__} leaves the server the weights that it serves, but the trainer's have "
+                "changed. Train with rlt_lightning.engines.HFEngine or VLLMEngine."
+            )
+        self.policy_version = policy_version
+
+    def join_update(self, named_tensors: list[NamedTensor]) -> None:
+        """Nothing: no weights are sent."""
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
+        """Compare the server's log-probs of a text with the trainer's: it may serve another model."""
+        scores = self.score(token_ids)
+        if len(scores) != len(token_ids) - 1 or not all(isinstance(score, float) for score in scores):
+            raise self.error(f"log-probs of {len(token_ids) - 1} tokens", f"{scores!r:.200}")
+        if fault := disagreement(scores, log_probs, AGREEMENT["bfloat16"]):
+            raise EngineError(
+                f"{type(self).__name__}: {self.url} must serve the teacher that is loaded here, but {fault} "
+                "Let it serve that one, or set model.teacher to what it serves."
+            )
+
+    def health(self) -> None:
+        """Nothing: the next call tells."""
+
+    def rest(self) -> None:
+        """Nothing: it shares no GPU with training."""
+
+    def close(self) -> None:
+        """Take whatever weights the next trainer has."""
+        self.policy_version = -1
