@@ -94,7 +94,7 @@ class WandbLogger(loggers.WandbLogger):
         run.define_metric(ITERATION, hidden=True)
         for prefix in PREFIXES:
             run.define_metric(f"{prefix}*", step_metric=ITERATION)
-        where = run.url if mode == "online" else f"{mode} ({reason})"
+        where = str(run.url) if mode == "online" else f"{mode} ({reason})"
         where += f"; upload: wandb sync {files}/offline-run-*-{run.id}" if mode == "offline" else ""
         print(f"Weights & Biases: {where}", file=sys.stderr, flush=True)
         return run
@@ -134,7 +134,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         wandb.Table.MAX_ROWS = wandb.Table.MAX_ARTIFACT_ROWS  # else rows are dropped from 10,000 on
-        columns = list(rows[0])
+        columns: list[Any] = list(rows[0])
         data = [[row.get(column) for column in columns] for row in rows]
         self.log_metrics({name: wandb.Table(columns=columns, data=data)}, step)
 
@@ -165,9 +165,12 @@ def mode_set() -> tuple[str, str]:
 def logged_in() -> bool:
     """Whether wandb finds an account: in WANDB_API_KEY, a netrc file or its settings. Nothing is sent."""
     import wandb
+    from wandb.sdk.lib import wbauth  # wandb.login() would ask the server who it is
 
+    host = wandb.setup().settings.base_url
     try:
-        return wandb.login(prompt=False)
+        found = wbauth.authenticate_session(host=host, source="rlt", prompt=False, update_session=False)
+        return found is not None
     except wandb.errors.Error as error:
         raise InputError(f"The account of Weights & Biases must be usable, but: {error}") from error
 

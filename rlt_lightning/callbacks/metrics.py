@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from tensorboard.compat.proto import event_pb2
 from typing_extensions import override
 
 
@@ -122,11 +121,13 @@ class MetricsResume(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
                 logger.resume_after(trainer.global_step, self.last_row)
-            elif isinstance(logger, TensorBoardLogger) and trainer.global_step and trainer.is_global_zero:
-                forget_from(logger.experiment, trainer.global_step + 1)
+            elif isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                begin_session(logger.experiment, trainer.global_step + 1)
 
 
-def forget_from(writer: Any, step: int) -> None:
-    """Let TensorBoard drop what a killed run wrote from a step on: those iterations are made again."""
+def begin_session(writer: Any, step: int) -> None:
+    """Let TensorBoard drop what an earlier session wrote from a step on: those iterations are made again."""
+    from tensorboard.compat.proto import event_pb2  # here: a run without TensorBoard need not load it
+
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.file_writer.add_event(event_pb2.Event(step=step, session_log=start))
