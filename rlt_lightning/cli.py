@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -25,7 +26,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlt_lightning import callbacks, rank_failures
+from rlt_lightning import __version__, callbacks, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.chat import chat
@@ -40,9 +41,11 @@ from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
 from rlt_lightning.rank_failures import MISTAKES
+from rlt_lightning.redaction import without_secrets
 from rlt_lightning.run_folder import FINISHED_ROWS, open_run_folder, require_dead_start, require_same_run
 from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
+from rlt_lightning.workspace import dashboard
 
 VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -55,6 +58,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
         export_checkpoint,
         "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
     ),
+    "dashboard": (dashboard, "Save a W&B workspace that shows all metrics of a project's runs by iteration."),
     "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
 }
 STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
@@ -72,7 +76,7 @@ class OneLineParser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Write the resolved configuration to `config.yaml` in the run folder."""
+    """Write the resolved configuration to `config.yaml` in the run folder, and show it where metrics go."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called on rank zero, before the models are loaded."""
@@ -80,6 +84,9 @@ class SaveConfig(SaveConfigCallback):
         scratch = path.with_suffix(".tmp")  # a kill must not leave half of what a resumed run compares with
         self.parser.save(self.config, str(scratch), skip_none=False, overwrite=True, multifile=False)
         scratch.replace(path)
+        settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": code_version()}
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
 
 
 class RLTCommandLine(LightningCLI):
@@ -133,6 +140,8 @@ class RLTCommandLine(LightningCLI):
         parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
         parser.add_lightning_class_args(callbacks.ModelExporter, "export")
         parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")
+        parser.add_lightning_class_args(callbacks.CompletionsTable, "completions")
+        parser.add_lightning_class_args(callbacks.Alarms, "alarms")
         parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
         parser.add_lightning_class_args(callbacks.DistillationWriter, "distillation")
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
@@ -442,6 +451,23 @@ def fail(message: str) -> int:
     rank_failures.fail(InputError(line))
     print(f"rlt: error: {line}", file=sys.stderr)
     return 2
+
+
+def code_version() -> dict[str, Any]:
+    """Of this package: its version and, in a checkout, the commit and whether files of it were changed."""
+    folder = Path(__file__).parents[1]
+
+    def git(*words: str) -> str | None:
+        try:
+            result = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
+        except OSError:  # there is no git
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    found: dict[str, Any] = {"version": __version__}
+    if (folder / ".git").exists() and (commit := git("rev-parse", "HEAD")):
+        found |= {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    return found
 
 
 def global_rank() -> int:

@@ -34,6 +34,7 @@ RUN_ENTRIES |= {
     "model.old",
     "reference",
     "wandb",
+    "tensorboard",
     "lightning_logs",
     "weights",
     "workers",

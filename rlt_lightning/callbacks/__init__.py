@@ -1,6 +1,8 @@
 """Lightning callbacks. RolloutCallback brings the completions; every other one only observes."""
 
+from rlt_lightning.callbacks.alarms import Alarms
 from rlt_lightning.callbacks.checkpoint import Checkpoint
+from rlt_lightning.callbacks.completions import CompletionsTable
 from rlt_lightning.callbacks.distillation import DistillationWriter
 from rlt_lightning.callbacks.evaluation import EvaluationWriter
 from rlt_lightning.callbacks.export import ModelExporter
@@ -11,7 +13,9 @@ from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.callbacks.rollout import RolloutCallback
 
 __all__ = [
+    "Alarms",
     "Checkpoint",
+    "CompletionsTable",
     "DistillationWriter",
     "EvaluationWriter",
     "MetricsCSV",

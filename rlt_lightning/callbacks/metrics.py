@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
@@ -88,7 +88,7 @@ class MetricsCSV(Logger):
 
 
 class MetricsResume(Callback):
-    """On resume, keep the rows of metrics.csv up to the checkpoint's step.
+    """On resume, keep the rows of metrics.csv, and what TensorBoard shows, up to the checkpoint's step.
 
     Loggers are told of a step after its checkpoint is written, so the checkpoint carries that step's row: a
     kill between the two loses nothing.
@@ -121,3 +121,13 @@ class MetricsResume(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
                 logger.resume_after(trainer.global_step, self.last_row)
+            elif isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                begin_session(logger.experiment, trainer.global_step + 1)
+
+
+def begin_session(writer: Any, step: int) -> None:
+    """Let TensorBoard drop what an earlier session wrote from a step on: those iterations are made again."""
+    from tensorboard.compat.proto import event_pb2  # here: a run without TensorBoard need not load it
+
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    writer.file_writer.add_event(event_pb2.Event(step=step, session_log=start))

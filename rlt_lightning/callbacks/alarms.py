@@ -1,0 +1,135 @@
+"""Alarms: what somebody who is not looking should know of a run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tqdm import tqdm
+from typing_extensions import override
+
+from rlt_lightning.loggers import WandbLogger
+from rlt_lightning.redaction import without_secrets
+from rlt_lightning.types import InputError
+
+WATCHED = ("reward/group_std", "policy/entropy", "rollout/truncated_frac", "rollout/staleness")
+
+
+class Alarms(Callback):
+    """Warn when a run goes wrong: by one line on the terminal, an alert in W&B and a text in TensorBoard.
+
+    A figure must be bad in `patience` iterations in a row. The same alarm comes again only after
+    `quiet_steps`. A figure that is not finite, and an error that ends the run, are told at once.
+
+    Args:
+        enabled: Off: no alarm at all.
+        patience: Iterations in a row.
+        quiet_steps: Iterations until the same alarm may come again.
+        group_std_below: `reward/group_std`, nats: the completions of a prompt all earn the same.
+        entropy_below: `policy/entropy`, nats: sampling has collapsed.
+        truncated_rise: How far `rollout/truncated_frac` may rise above its lowest mean over `patience`
+            iterations: completions run into the length limit, though they did not before.
+        staleness_above: `rollout/staleness`, steps; one is what asynchronous sampling makes.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        patience: int = 5,
+        quiet_steps: int = 100,
+        group_std_below: float = 1e-3,
+        entropy_below: float = 0.02,
+        truncated_rise: float = 0.5,
+        staleness_above: float = 1.0,
+    ) -> None:
+        if patience < 1 or quiet_steps < 1:
+            raise InputError(
+                f"alarms.patience and quiet_steps must be at least 1, but are {patience} and {quiet_steps}. "
+                "Switch alarms off by alarms.enabled false."
+            )
+        self.enabled = enabled
+        self.patience = patience
+        self.quiet_steps = quiet_steps
+        self.group_std_below = group_std_below
+        self.entropy_below = entropy_below
+        self.truncated_rise = truncated_rise
+        self.staleness_above = staleness_above
+        self.latest = {name: deque[float](maxlen=patience) for name in WATCHED}
+        self.lowest_truncated = math.inf  # mean over `patience` iterations
+        self.rung_at: dict[str, int] = {}  # title -> step
+        self.begun = False
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"lowest_truncated": self.lowest_truncated}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.lowest_truncated = state_dict["lowest_truncated"]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begun = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self.enabled or not trainer.is_global_zero:
+            return
+        step, metrics = trainer.global_step, {n: float(v) for n, v in trainer.callback_metrics.items()}
+        for title, text in self.found(metrics):
+            if step - self.rung_at.get(title, -self.quiet_steps) >= self.quiet_steps:
+                self.rung_at[title] = step
+                ring(trainer, title, f"Iteration {step}: {text}")
+
+    def found(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
+        """Take in an iteration's metrics; yield title and text of what is wrong now."""
+        if broken := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
+            yield "Not finite", f"{', '.join(broken)} must be finite. Lower the learning rate, or use fp32."
+        for name, values in self.latest.items():
+            if name in metrics:
+                values.append(metrics[name])
+        full = {name: v for name, v in self.latest.items() if len(v) == self.patience}
+        said = f"for {self.patience} iterations"
+        spread, entropy, truncated, staleness = (full.get(name) for name in WATCHED)
+        if spread and max(spread) < self.group_std_below:
+            text = (
+                f"reward/group_std is below {self.group_std_below:g} {said}: there is nothing to learn from."
+            )
+            yield "Rewards are all alike", text
+        if entropy and max(entropy) < self.entropy_below:
+            text = f"policy/entropy is below {self.entropy_below:g} nats {said}: sampling has collapsed."
+            yield "Entropy has collapsed", text
+        if truncated:
+            if min(truncated) - self.lowest_truncated >= self.truncated_rise:
+                text = f"rollout/truncated_frac has been at least {min(truncated):.2f} {said}, but was "
+                yield "Completions are cut off", f"{text}{self.lowest_truncated:.2f} before."
+            self.lowest_truncated = min(self.lowest_truncated, sum(truncated) / self.patience)
+        if staleness and min(staleness) > self.staleness_above:
+            text = f"rollout/staleness is above {self.staleness_above:g} {said}: workers are slow, or lost."
+            yield "Rollouts are stale", text
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Send word of an error that ends the run; the terminal tells it anyway."""
+        if self.enabled and self.begun and trainer.is_global_zero and isinstance(exception, Exception):
+            reason = " ".join(f"{type(exception).__name__}: {exception}".split())
+            ring(trainer, "The run has failed", f"Iteration {trainer.global_step}: {reason}", is_error=True)
+
+
+def ring(trainer: Trainer, title: str, text: str, is_error: bool = False) -> None:
+    """Tell of an alarm on the terminal, if nothing else does, and wherever the run is watched."""
+    if not is_error:
+        tqdm.write(f"rlt: alarm: {title}. {text}", file=sys.stderr)
+    text = without_secrets(text)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.alert(title, text, is_error)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text("alarms", f"**{title}.** {text}", trainer.global_step)

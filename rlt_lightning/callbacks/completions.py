@@ -1,0 +1,138 @@
+"""Sampled completions, beside the metrics, where a person watches a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
+
+from rlt_lightning.callbacks.recorder import gather_rows, rollout_rows
+from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.loggers import TABLE, WandbLogger
+from rlt_lightning.types import InputError, PromptBatch
+
+TEXTS = ("question", "solution", "explanation")
+NOT_SHOWN = ("policy_version", "seed", "worker")
+GROWTH = 1.1  # by which the table in W&B has grown when it is sent again: all sendings together stay small
+
+
+class CompletionsTable(Callback):
+    """Show some training completions of each iteration in W&B, as one table, and in TensorBoard, as texts.
+
+    W&B keeps tables whole: each sending holds all rows so far, so that no iteration replaces another. They
+    also lie in `wandb/completions.jsonl`, from which a resumed run goes on. TensorBoard gets histograms of
+    the rewards, their terms and the lengths of all completions too. Without these loggers nothing is done.
+
+    Args:
+        every_n_steps: Show completions of every n-th iteration; 0 is off.
+        num_completions: How many of an iteration, evenly spread over its problems and their groups.
+    """
+
+    def __init__(self, every_n_steps: int = 1, num_completions: int = 4) -> None:
+        if every_n_steps < 0 or num_completions < 1:
+            raise InputError(
+                "completions.every_n_steps must be >= 0 and num_completions >= 1, but are "
+                f"{every_n_steps} and {num_completions}. every_n_steps 0 switches the table off."
+            )
+        self.every_n_steps = every_n_steps
+        self.num_completions = num_completions
+        self.rows: list[Row] = []  # of the table in W&B
+        self.num_sent = 0  # of them
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on from the checkpoint: what a killed run showed past it is made again."""
+        path = self._path(trainer)
+        if not (trainer.is_global_zero and self._wandb(trainer) and path.exists()):
+            return
+        kept = [(line, row) for line, row in whole_rows(path) if row["iteration"] <= trainer.global_step]
+        rewrite(path, (line for line, _ in kept))
+        self.rows = [row for _, row in kept]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
+            return
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if not boards and not self._wandb(trainer):
+            return
+        rows = gather_rows([{"iteration": step, **row} for row in table_rows(batch)], trainer)
+        if not trainer.is_global_zero:
+            return
+        shown = evenly_spread(rows, self.num_completions)
+        for board in boards:
+            show_in_tensorboard(board.experiment, step, rows, shown)
+        if self._wandb(trainer):
+            self.rows += shown
+            append_rows(self._path(trainer), shown)
+            if len(self.rows) >= GROWTH * self.num_sent:
+                self._send(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._send(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._send(trainer)
+
+    def _send(self, trainer: Trainer) -> None:
+        """Bring the table in W&B up to date."""
+        if len(self.rows) > self.num_sent:
+            for logger in self._wandb(trainer):
+                logger.log_rows(TABLE, self.rows, self.rows[-1]["iteration"])
+            self.num_sent = len(self.rows)
+
+    def _wandb(self, trainer: Trainer) -> list[WandbLogger]:
+        return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+
+    def _path(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir) / "wandb" / "completions.jsonl"
+
+
+def table_rows(batch: PromptBatch) -> list[Row]:
+    """One row per completion: what a person reads, the reward and its terms, and lengths in tokens."""
+    assert batch.rollouts is not None
+    rows = []
+    for rollout, row in zip(batch.rollouts.rollouts, rollout_rows(batch), strict=True):
+        shown = {n: v for n, v in row.items() if n not in NOT_SHOWN and not isinstance(v, list)}
+        lengths = {
+            "closed": rollout.closed,
+            "prompt_tokens": len(rollout.problem.teacher_prompt),
+            "solution_tokens": len(rollout.problem.solution_ids),
+        }
+        rows.append({"problem": shown.pop("row"), **shown, **lengths})
+    return rows
+
+
+def evenly_spread(rows: list[Row], count: int) -> list[Row]:
+    """The same so many of the rows whatever they hold; all where there are fewer."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:
+    """Histograms of all completions, and the chosen ones as texts."""
+    numbers = [n for n, v in rows[0].items() if isinstance(v, float) or n == "num_tokens"]
+    for name in numbers:
+        writer.add_histogram(f"{TABLE}/{name}", torch.tensor([float(row[name]) for row in rows]), step)
+    for number, row in enumerate(shown):
+        writer.add_text(f"{TABLE}/{number}", as_markdown(row), step)
+
+
+def as_markdown(row: Row) -> str:
+    """A row for TensorBoard: figures, then texts, indented so that nothing in them is taken for markup."""
+    numbers = {name: value for name, value in row.items() if name not in TEXTS}
+    figures = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in numbers.items()
+    )
+    texts = ["".join(f"    {line}\n" for line in str(row[name]).splitlines()) for name in TEXTS]
+    return figures + "".join(f"\n\n{name}\n\n{text}" for name, text in zip(TEXTS, texts, strict=True))

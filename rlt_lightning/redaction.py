@@ -1,0 +1,71 @@
+"""Settings without their secrets, for what leaves this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+HIDDEN = "***"
+SECRET_NAME = re.compile(
+    r"(^|[-_.])(api[-_]?key|access[-_]?key|private[-_]?key|secret|token|pass|passwd|password|passphrase|auth"
+    r"|authorization|credentials?|cookie)$",
+    re.IGNORECASE,
+)
+ASSIGNMENT = r"((?:[?&]|--?)[\w.-]*(?:key|token|secret|password|signature|sig|auth)=)[^&\s]+"
+KNOWN_KEY = r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|wandb_v\d_)[\w-]{12,}"
+PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password of a URL
+    (re.compile(ASSIGNMENT, re.IGNORECASE), rf"\1{HIDDEN}"),  # in a query or a command line
+    (re.compile(r"\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(KNOWN_KEY), HIDDEN),
+)
+SHORTEST = 8  # characters of an environment variable that is looked for in other texts
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy of plain settings in which passwords, keys and tokens are replaced by `***`.
+
+    Hidden are texts under the name of a secret and all of an `environment`, credentials in URLs and command
+    lines, what looks like a well-known key, and whatever a secret environment variable of this process holds.
+    """
+    return cleaned(value, secret_variables())
+
+
+def cleaned(value: Any, known: list[str]) -> Any:
+    """See `without_secrets`."""
+    if isinstance(value, dict):
+        return {
+            name: hidden(item) if is_secret(name, item) else cleaned(item, known)
+            for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        flags = [isinstance(word, str) and word.startswith("-") and is_secret(word, "") for word in value]
+        after_flag = [False, *flags[:-1]]  # the word after --api-key
+        return [
+            HIDDEN if secret else cleaned(item, known) for item, secret in zip(value, after_flag, strict=True)
+        ]
+    if not isinstance(value, str):
+        return value
+    for text in known:
+        value = value.replace(text, HIDDEN)
+    for pattern, replacement in PATTERNS:
+        value = pattern.sub(replacement, value)
+    return value
+
+
+def is_secret(name: Any, value: Any) -> bool:
+    """Whether a setting is one by its name."""
+    named = SECRET_NAME.search(str(name)) is not None
+    return (named and isinstance(value, (str, dict, list))) or (name == "environment" and bool(value))
+
+
+def hidden(value: Any) -> Any:
+    """The shape of a secret setting: its names stay."""
+    return dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
+
+
+def secret_variables() -> list[str]:
+    """What the environment variables hold that are secret by their names, the longest first."""
+    found = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
+    return sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True)
