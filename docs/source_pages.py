@@ -1,4 +1,4 @@
-"""Hook of the site: repository files that pages link to, such as ../configs/quickstart.yaml, become pages too.
+"""Hook of the site: files that pages link to, such as ../configs/quickstart.yaml, become pages too.
 
 So one relative link works on a git host and in the site.
 """

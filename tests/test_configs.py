@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,11 @@ def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_p
             assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
     rewards = [score["reward"] for score in together]
     assert abs(rewards[0] - rewards[1]) > 1e-3
+
+
+def test_the_page_names_every_config_and_no_other() -> None:
+    page = (ROOT / "docs" / "configs.md").read_text()
+    experiments, overlays = page.split("## Experiments")[1].split("## Overlays")
+    for section, files in ((experiments, CONFIGS), (overlays, OVERLAYS)):
+        named = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
+        assert sorted(named) == [file.name for file in files]
