@@ -36,4 +36,8 @@ check: setup
 setup-countdown: setup
 	$(RUN)/python -m pip install --quiet --editable '.[countdown]' --constraint constraints.txt
 
-.PHONY: setup setup-vllm setup-countdown quickstart pipeline test test-vllm prove check
+docs: setup
+	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
+
+.PHONY: setup setup-vllm setup-countdown docs quickstart pipeline test test-vllm prove check

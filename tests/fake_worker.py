@@ -235,6 +235,12 @@ class FakeWorker:
             case "/v1/completions":
                 self.wait(self.serving)  # a paused vLLM takes requests, and lets them wait
                 return self.complete(body)
+            case "/v1/chat/completions":
+                message = {"role": "assistant", "content": f"An answer to {body['messages'][-1]['content']}"}
+                choice = {"index": 0, "finish_reason": "stop", "message": message}
+                return {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]} | {
+                    "choices": [choice]
+                }
             case _:
                 raise Refused(404, {"error": "Not Found"})
         return {}

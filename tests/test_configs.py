@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,35 +12,13 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
+from tiny import TINY, generates, tiny_options
 
 from rlt_lightning.engines import Launch
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
-TINY = [  # whatever the experiment, at a size that runs here
-    "--data.source=arithmetic",
-    "--data.prompts_per_step=2",
-    "--data.num_embedded_rows=4",
-    "--data.max_length=2048",
-    "--data.val_rows=0",
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=1",
-    "--trainer.num_nodes=1",
-    "--trainer.precision=32-true",
-    "--model.micro_batch_tokens=512",
-    "--model.head.logits_mib=64",
-]
-SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
-TINY_EVALUATION = [
-    "--data.sets={arithmetic: null}",
-    "--data.max_rows=2",
-    "--rollouts.sampling.max_completion_length=4",
-    "--trainer.accelerator=cpu",
-]
-
 EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_colocated")
-
-
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
 
 
@@ -84,17 +63,8 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     verb, _, first, *_ = launch_line(config)
     base = ROOT / ("configs/quickstart.yaml" if config in OVERLAYS and verb == "fit" else first)
     settings = yaml.safe_load(base.read_text())
-    is_sft = settings["model"]["class_path"].endswith("SFTModule")
-    is_evaluation = verb == "test"
-    models = ["pretrained"] if is_sft or is_evaluation else ["teacher"]
-    if models == ["teacher"] and settings["model"].get("init_args", {}).get("student", "") is not None:
-        models.append("student")
     options = [f"--config={base.relative_to(ROOT)}", *([] if base == config else [f"--config={config}"])]
-    options += [
-        *(TINY_EVALUATION if is_evaluation else TINY),
-        *(f"--model.{name}={tiny_model}" for name in models),
-        f"--output_dir={tmp_path / 'run'}",
-    ]
+    options += [*tiny_options(verb, settings, tiny_model), f"--output_dir={tmp_path / 'run'}"]
     if config.stem == "vllm_launch" and not (ROOT / ".venv-vllm").exists():
         pytest.skip("needs .venv-vllm: make setup-vllm")
     if config.stem in ("vllm", "vllm_async", *EIGHT_GPUS, *PLAIN_WORKERS):
@@ -106,19 +76,12 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         if not plain:
             options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
-    if verb == "fit":
-        options += ["--trainer.max_steps=1", *([] if is_sft else SHORT)]
-    generates = "distillation" in settings or config.stem == "countdown_generate"
-    if generates:
-        options += SHORT
-    if "scores" in settings:
-        options += ["--scores.rank_groups=2"]
     result = rlt(verb, *options)
     assert result.returncode == 0, result.stderr
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert resolved["model"]["class_path"] == settings["model"]["class_path"]
     written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
-    written = "distillation.parquet" if generates else written
+    written = "distillation.parquet" if generates(settings) else written
     assert (tmp_path / "run" / written).stat().st_size > 0
 
 
@@ -228,3 +191,11 @@ def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_p
             assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
     rewards = [score["reward"] for score in together]
     assert abs(rewards[0] - rewards[1]) > 1e-3
+
+
+def test_the_page_names_every_config_and_no_other() -> None:
+    page = (ROOT / "docs" / "configs.md").read_text()
+    experiments, overlays = page.split("## Experiments")[1].split("## Overlays")
+    for section, files in ((experiments, CONFIGS), (overlays, OVERLAYS)):
+        named = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
+        assert sorted(named) == [file.name for file in files]

@@ -86,8 +86,7 @@ class WorkerClient:
 
         Raises:
             WorkerError: On a refused or broken connection, a missed deadline, an error status or an answer
-            that
-                is no JSON.
+                that is no JSON.
         """
         place = f"vLLM worker {self.url}: {method} {path}"
         try:

@@ -22,7 +22,7 @@ IMPOSSIBLE = -1e30  # logit of a word that never comes: -inf would make 0 * -inf
 class LogitScale(NamedTuple):
     """From a head's raw output r to the logits z of a softmax: z = cap * tanh(scale * r / cap) / temperature.
 
-    Args:
+    Attributes:
         temperature: Divides the logits; the sampling temperature, so that log-probs are the sampler's.
         scale: Some architectures multiply what the head gives (Cohere), or divide it (Granite).
         cap: Soft cap of the logits (Gemma 2); None: no cap.

@@ -1,0 +1,396 @@
+"""Every block of README.md, CONTRIBUTING.md and docs/*.md is run or parsed; CHECKED has what is not run.
+
+A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
+Each call is then checked by what its program is. A program without a check is not found, and fails the test.
+
+A block that starts with a comment which is a file's name, as `# gpu_1plus1.yaml`, is that file for its page.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import ROOT, rlt
+from fake_worker import FakeWorker, worker_of
+from jsonargparse import ArgumentParser, capture_parser
+from tiny import TINY, tiny_options
+
+from rlt_lightning import cli
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+VERBS = [*cli.VERBS, "plan", *cli.COMMANDS]
+OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else of a fit of the quickstart
+# Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
+RUN: dict[str, list[str]] = {
+    "rlt fit --config configs/quickstart.yaml --output_dir runs/q": ["--data.num_embedded_rows=10"],
+    "rlt export --ckpt_path": [],
+    "rlt validate --config configs/learning_rlt.yaml": ["--data.num_embedded_rows=4"],
+    "rlt predict --config configs/rank.yaml --data.source FILE": [],
+    "rlt plan --config configs/quickstart.yaml": [],
+    "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
+}
+STANDS_FOR = {"runs/first/config.yaml": "configs/quickstart.yaml"}  # what no run has made here
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def file(self) -> str | None:
+        """The name of the file that this is, if its first line says so."""
+        name = re.match(r"# ([\w/.-]+\.(?:yaml|py|json))$", self.text.partition("\n")[0])
+        return name[1] if name else None
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text, name = page.read_text(), str(page.relative_to(ROOT))
+    for fence in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        line = text[: fence.start()].count("\n") + 1
+        yield Block(name, line, fence[2], textwrap.dedent(fence[3]))
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks(language: str) -> pytest.MarkDecorator:
+    found = [block for block in BLOCKS if block.language == language]
+    return pytest.mark.parametrize("block", found, ids=lambda block: f"{block.page}:{block.line}")
+
+
+def page_files(page: str, folder: Path) -> Path:
+    """Write the files that blocks of a page are."""
+    for block in BLOCKS:
+        if block.page == page and (name := block.file()) is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(block.text)
+    return folder
+
+
+def test_every_block_says_what_it_is() -> None:
+    unknown = [block for block in BLOCKS if block.language not in ("sh", "python", "yaml", "json", "text")]
+    assert not unknown
+
+
+# Commands of the command line
+
+
+@cache
+def parser_of(verb: str) -> ArgumentParser:
+    arguments, sys.argv = sys.argv, ["rlt", verb]
+    try:
+        return capture_parser(cli.run)
+    finally:
+        sys.argv = arguments
+
+
+def check_rlt(arguments: list[str], files: Path) -> None:
+    """Let the real parser read a command line."""
+    verb, *options = arguments
+    if verb == "report":  # names folders that must exist: run by the test of the first page
+        return
+    assert verb in VERBS, f"rlt has no verb {verb}"
+    options = [str(files / option) if (files / option).is_file() else option for option in options]
+    options = [STANDS_FOR.get(option, option) for option in options]
+    words = options if verb in cli.COMMANDS else ["fit" if verb == "plan" else verb, *options]
+    before, sys.argv = sys.argv, ["rlt", verb]
+    sys.path.insert(0, str(files))
+    try:
+        parser_of(verb).parse_args(words)
+    except SystemExit:
+        pytest.fail(f"rlt {' '.join(arguments)} is refused")
+    finally:
+        sys.path.remove(str(files))
+        sys.argv = before
+
+
+# Programs
+
+
+def check_make(arguments: list[str], files: Path) -> None:
+    subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+
+
+def check_script(arguments: list[str], files: Path) -> None:
+    script = ROOT / arguments[0]
+    assert os.access(script, os.X_OK), f"{script} cannot be run"
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def check_python(arguments: list[str], files: Path) -> None:
+    """Run what is given on the command line; of a script, find its file and its options."""
+    match arguments:
+        case ["-c", code]:
+            exec(code, {})
+        case ["-m", "venv", _]:
+            pass
+        case ["-m", "pytest", *options]:
+            for option in options:
+                assert not option.startswith("tests/") or (ROOT / option.partition("::")[0]).exists(), option
+        case ["-m", "http.server", *_]:
+            pass
+        case [script, *options]:
+            text = (ROOT / script).read_text()
+            assert all(option in text for option in options if option.startswith("--"))
+        case _:
+            pytest.fail(f"python {arguments}: what is this?")
+
+
+def check_pip(arguments: list[str], files: Path) -> None:
+    extras = re.findall(r"\.\[([\w,-]+)\]", " ".join(arguments))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(
+        re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in ",".join(extras).split(",") if extra
+    )
+
+
+def check_vllm(arguments: list[str], files: Path) -> None:
+    assert arguments[0] == "serve"
+    options = dict(pairwise(arguments))
+    json.loads(options.get("--weight-transfer-config", "{}"))
+    module, _, name = options.get("--worker-extension-cls", "").rpartition(".")
+    assert not name or f"class {name}" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
+def check_torchrun(arguments: list[str], files: Path) -> None:
+    start = arguments.index("-m")
+    assert arguments[start + 1] == "rlt_lightning"
+    check_rlt(arguments[start + 2 :], files)
+
+
+def check_sbatch(arguments: list[str], files: Path) -> None:
+    check_script(arguments[:1], files)
+    check_rlt(["fit", *arguments[1:]], files)
+
+
+def nothing(arguments: list[str], files: Path) -> None:
+    """There is nothing to check before it is run."""
+
+
+Check = Callable[[list[str], Path], None]
+CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that is all, if it is
+    "rlt": (check_rlt, "read by the real parser; a command of every verb is run, see RUN"),
+    "make": (check_make, "a dry run: the targets take minutes, and pytest runs under one of them"),
+    "vllm": (check_vllm, "needs vLLM, and mostly a GPU; tests/test_vllm_worker.py starts one"),
+    "pip": (check_pip, "installs gigabytes"),
+    "python": (check_python, "benchmarks take minutes and all of the machine"),
+    "torchrun": (check_torchrun, "needs several nodes; tests/test_multinode.py has two of one process"),
+    "sbatch": (check_sbatch, "needs a SLURM cluster; tests/test_multinode.py has stand-ins"),
+    "curl": (nothing, "run against a fake worker below"),
+    "openssl": (nothing, "makes a random key"),
+    "git": (nothing, "clones and commits"),
+    "tensorboard": (nothing, "a server that does not end"),
+    "wandb": (nothing, "needs an account"),
+    "mkdocs": (nothing, "a server that does not end; tests/test_site.py builds"),
+    "playwright": (nothing, "downloads a browser"),
+    "ruff": (nothing, "run by make check"),
+}
+PLACES = (".venv/bin", ".venv-vllm/bin", ".venv-trl/bin", "../vllm/bin")  # of further programs of these names
+STAND_IN = '#!/bin/sh\n{ printf "%s\\0" "$0" "$@"; printf "\\036"; } >> "$CALLS"\n'
+
+
+def calls_of(block: Block, folder: Path) -> list[list[str]]:
+    """Run a shell block with stand-ins; returns the program and the arguments of every call."""
+    checkout = folder / "checkout"
+    scripts = [
+        path.relative_to(ROOT) for name in ("scripts", "examples") for path in (ROOT / name).glob("*.sh")
+    ]
+    programs = [f"{place}/{name}" for place in ("programs", *PLACES) for name in (*CHECKED, "python3")]
+    for program in (*map(str, scripts), *programs):
+        (checkout / program).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / program).write_text(STAND_IN)
+        (checkout / program).chmod(0o755)
+    environment = {"PATH": str(checkout / "programs"), "CALLS": str(folder / "calls"), "HOME": str(folder)}
+    script = f"set -u\nVLLM_API_KEY=key\n{block.text}\nwait\n"
+    done = subprocess.run(
+        ["/bin/bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert not done.stderr, done.stderr  # such as: command not found
+    calls = (folder / "calls").read_text() if (folder / "calls").exists() else ""
+    words = [call.rstrip("\0").split("\0") for call in calls.split("\x1e")[:-1]]
+    return [[os.path.relpath(checkout / program, checkout), *arguments] for program, *arguments in words]
+
+
+@blocks("sh")
+def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    calls = calls_of(block, tmp_path)
+    assert calls, "runs nothing: a block that only shows something is ```text"
+    files = page_files(block.page, tmp_path / "files")
+    for program, *arguments in calls:
+        if program.endswith(".sh"):
+            check_script([program], files)
+        else:
+            check, _ = CHECKED[Path(program).name.replace("python3", "python")]
+            check(arguments, files)
+
+
+@blocks("yaml")
+def test_a_yaml_block_is_an_overlay(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert isinstance(yaml.safe_load(block.text), dict)
+    if (name := block.file()) is not None and (ROOT / name).is_file():
+        assert yaml.safe_load(block.text) == yaml.safe_load((ROOT / name).read_text()), (
+            f"not what {name} says"
+        )
+    (tmp_path / "block.yaml").write_text(block.text)
+    verb, config = OVERLAY_OF.get(block.page, ("fit", "configs/quickstart.yaml"))
+    check_rlt([verb, "--config", config, "--config", "block.yaml"], page_files(block.page, tmp_path))
+
+
+@blocks("json")
+def test_a_json_block_parses(block: Block) -> None:
+    json.loads(block.text)
+
+
+# What is run
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source with two traces of each problem."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    row = {
+        "question": "1 + 1?",
+        "solution": "2",
+        "reasoning_trace": "One and one.",
+        "other_trace": "Two ones.",
+    }
+    path.write_text(f"{json.dumps(row)}\n" * 4)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that stands for runs/."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model: str) -> None:
+    """Run a command of the documentation at tiny size."""
+    verb, *options = words
+    configs = [option for name, option in pairwise(options) if name == "--config"]
+    tiny = tiny_options(verb, yaml.safe_load((ROOT / configs[0]).read_text()), model) if configs else []
+    tiny = TINY if verb == "plan" else tiny
+    end = 2 * len(configs)  # what follows the configs is the command's own, and counts
+    known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
+    known |= {"runs/RUN/checkpoints/step=000120.ckpt": str(runs / "q")}
+    known |= dict.fromkeys(("runs/student_sft/model", "runs/learning_warmup/model"), model)
+    options = [*options[:end], *tiny, *options[end:], *further]
+    options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
+    if verb in cli.VERBS and "--output_dir" not in options:
+        options += ["--output_dir", str(runs / verb)]
+    command = [sys.executable, "-m", "rlt_lightning", verb, *options]
+    if verb == "chat":
+        result = subprocess.run(command, input="What is 17 + 25?", cwd=ROOT, capture_output=True, text=True)
+    else:
+        result = rlt(verb, *options)
+    assert result.returncode == 0, result.stderr
+
+
+def documented(start: str, folder: Path) -> list[str]:
+    """The command of the documentation that starts so."""
+    for number, block in enumerate(BLOCKS):
+        if block.language == "sh" and start.split()[1] in block.text:
+            for program, *arguments in calls_of(block, folder / str(number)):
+                if " ".join([Path(program).name, *arguments]).startswith(start):
+                    return arguments
+    raise AssertionError(f"{start} is not in the documentation")
+
+
+@pytest.mark.parametrize("start", RUN)
+def test_a_documented_command_runs(
+    start: str, runs: Path, rows: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    run_rlt(documented(start, tmp_path), RUN[start], runs, rows, tiny_model)
+
+
+def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: Path) -> None:
+    files = page_files("docs/index.md", tmp_path / "files")
+    for number, block in enumerate(block for block in BLOCKS if block.page == "docs/index.md"):
+        for program, *arguments in calls_of(block, tmp_path / str(number)) if block.language == "sh" else []:
+            if Path(program).name == "rlt" and arguments[0] in VERBS:
+                words = [str(files / word) if (files / word).is_file() else word for word in arguments]
+                run_rlt(words, [], runs, rows, tiny_model)
+
+
+def test_every_verb_is_run() -> None:
+    elsewhere = {"report", "test"}  # on the first page; in tests/test_configs.py
+    assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
+
+
+SMALLER = {"max_completion_length=4096": "max_completion_length=1024", "=500,": "=50,", "=3000)": "=300)"}
+
+
+def python_with(module: str) -> str:
+    """A Python that has a package which this project does not need; vLLM brings openai."""
+    for python in (sys.executable, ROOT / ".venv-vllm" / "bin" / "python"):
+        with suppress(FileNotFoundError):
+            if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0:
+                return str(python)
+    pytest.skip(f"needs {module}")
+
+
+@blocks("python")
+def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> None:
+    python = python_with("openai") if "from openai" in block.text else sys.executable
+    with worker_of(tiny_model, dev_mode=False) as worker:
+        code = block.text
+        names = {"runs/student_sft/model": tiny_model, "http://127.0.0.1:8000": worker.url}
+        for name, value in (names | SMALLER).items():
+            code = code.replace(name, value)
+        path = os.pathsep.join(map(str, (ROOT, page_files(block.page, tmp_path))))
+        environment = os.environ | {"PYTHONPATH": path, "VLLM_API_KEY": "key"}
+        done = subprocess.run(
+            [python, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh" and "curl " in b.text])
+def test_curl_gets_an_answer(block: Block) -> None:
+    with FakeWorker(model="student") as worker:
+        script = block.text.replace("http://127.0.0.1:8000", worker.url)
+        done = subprocess.run(
+            ["bash", "-euc", script], env=os.environ | {"VLLM_API_KEY": "key"}, capture_output=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert "error" not in json.loads(done.stdout)
+
+
+def said(node: ast.AST) -> list[str]:
+    """The constant parts of a string; none of another expression."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=values):
+            return [part for value in values for part in said(value)]
+    return []
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "rlt_lightning").rglob("*.py")]
+    parts = [part for tree in trees for node in ast.walk(tree) for part in said(node)]
+    messages = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 30
+    for message in messages:
+        for piece in filter(None, re.split(r"[…'. ]*…[…'. ]*", message)):
+            assert any(piece in part for part in parts), f"{piece!r} of {message!r} is not in the code"

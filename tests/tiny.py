@@ -1,0 +1,55 @@
+"""Options that let any experiment run here: tiny models, few rows, one step, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TINY = [
+    "--data.source=arithmetic",
+    "--data.prompts_per_step=2",
+    "--data.num_embedded_rows=4",
+    "--data.max_length=2048",
+    "--data.val_rows=0",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.num_nodes=1",
+    "--trainer.precision=32-true",
+    "--model.micro_batch_tokens=512",
+    "--model.head.logits_mib=64",
+]
+SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
+TINY_EVALUATION = [
+    "--data.sets={arithmetic: null}",
+    "--data.max_rows=2",
+    "--rollouts.sampling.max_completion_length=4",
+    "--trainer.accelerator=cpu",
+]
+
+
+def generates(settings: dict[str, Any]) -> bool:
+    """Whether the config is one of stage 3: it samples where others predict the reward of given traces."""
+    return "student_context" in settings["data"].get("init_args", {})
+
+
+def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
+    """What to append to a verb and the config with these settings.
+
+    Args:
+        model: Folder of a tiny model; it takes every part that the config has.
+    """
+    arguments = settings["model"].get("init_args", {})
+    is_sft = settings["model"]["class_path"].endswith("SFTModule")
+    if verb == "test":
+        return [*TINY_EVALUATION, f"--model.pretrained={model}"]
+    if is_sft:
+        options = [*TINY, f"--model.pretrained={model}"]
+    else:
+        options = [*TINY, f"--model.teacher={model}"]
+        options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []
+    if verb == "fit":
+        options += ["--trainer.max_steps=1"]
+    if (verb in ("fit", "validate") and not is_sft) or generates(settings):
+        options += SHORT
+    if "scores" in settings:
+        options += ["--scores.rank_groups=2"]
+    return options
