@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +37,8 @@ from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
 from rlt_lightning.rank_failures import MISTAKES
+from rlt_lightning.report import report
+from rlt_lightning.report.collect import flat
 from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
 
@@ -50,6 +54,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
         "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
     ),
     "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
+    "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
 }
 STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
 FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
@@ -84,6 +89,7 @@ RUN_ENTRIES |= {
     "evaluation.json",
     "evaluation.md",
     ".writable",
+    "report.html",
 }
 RUN_ENTRIES |= {f"{Path(name).stem}.tmp" for name in RUN_ENTRIES if Path(name).suffix}  # half written
 
@@ -389,10 +395,11 @@ def run() -> int:
 def run_command(verb: str) -> int:
     """Run a verb that has no trainer; returns the exit status."""
     function, description = COMMANDS[verb]
+    words = sys.argv[2:]
     try:
         auto_cli(
             function,
-            args=sys.argv[2:],
+            args=named_folders(words) if verb == "report" else words,
             as_positional=False,
             parser_class=OneLineParser,
             prog=f"rlt {verb}",
@@ -404,6 +411,18 @@ def run_command(verb: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return 0
+
+
+def named_folders(words: list[str]) -> list[str]:
+    """`A B --output FILE` as the parser reads it: words that belong to no option are one list of folders."""
+    folders, options = [], []
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            folders.append(word)
+        else:
+            options += [word, *([] if "=" in word else islice(left, 1))]
+    return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
 
 
 def how_to_go_on() -> str:
@@ -481,11 +500,6 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
         )
     before = yaml.safe_load(path.read_text())
 
-    def flat(value: Any, name: str = "") -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {} if value is None else {name: value}
-        return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
-
     def that_count(settings: dict[str, Any]) -> dict[str, Any]:
         found = flat({name: settings.get(name) for name in ("model", "data", "rollouts")})
         found |= flat((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
@@ -552,6 +566,8 @@ def one_line(message: str) -> str:
         got = f". Got value: {value.group(1)}" if plain and value else ""
         message = (f"{place.group()} " if place else "") + reasons[-1] + got
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
+    if "arguments are required" in text and sys.argv[1:2] == ["report"]:
+        return "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
     if "arguments are required" in text and sys.argv[1:2] != ["chat"]:
         text += ". Name an experiment, such as --config configs/quickstart.yaml."
     if "is not accepted" in text or "unrecognized arguments" in text:
