@@ -120,6 +120,12 @@
     if (chart.kind !== "bars") Object.assign(xaxis, { tickformat: "d" }, few ? { dtick: 1 } : { nticks: 8 });
     const yaxis = { ...axis, title: { text: chart.unit, standoff: 6 }, exponentformat: "power", nticks: 6 };
     if (chart.kind !== "lines") yaxis.rangemode = "tozero";
+    const seen = new Set(chart.series.flatMap((series) => [series.y, series.low || [], series.high || []].flat()));
+    seen.delete(null);
+    if (chart.kind === "lines" && seen.size === 1) {  // else a level line stands on an axis from −1 to 1
+      const [value] = seen;
+      yaxis.range = value ? [value - Math.abs(value) / 2, value + Math.abs(value) / 2] : [-0.05, 1];
+    }
     return {
       margin: { l: 48, r: 8, t: 8, b: 36 },
       font: { family: "system-ui, sans-serif", size: 12, color: color("--fg") },
