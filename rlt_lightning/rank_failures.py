@@ -402,7 +402,7 @@ def gone(rank: int, how: str = "It was killed, or ran out of memory.") -> Failur
     message = (
         f"Every rank must stay to the end, but this one is gone without a word. {how} What it printed, if "
     )
-    message += "anything, stands above or in its log. Go on with --ckpt_path last."
+    message += "anything, stands above or in its log. Go on with --resume true."
     return Failure(rank, message, 1, kind="silent")
 
 

@@ -1,4 +1,4 @@
-"""Find a tag's tokens at the end of a text of token ids."""
+"""The text of token ids: whole, token by token, and where a tag begins in it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """The text of token ids as it is: special tokens written out, no white space tidied away."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
+
+
+def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """The text that each token adds; together they are the whole. A character is its last token's."""
+    texts: list[str] = []
+    waiting: list[int] = []  # tokens of a character that is not complete
+    before: list[int] = []  # the last complete ones, since some tokenizers drop a text's leading space
+    for token_id in token_ids:
+        waiting.append(token_id)
+        text = decode(tokenizer, before + waiting)[len(decode(tokenizer, before)) :]
+        complete = not text.endswith("\ufffd")
+        texts.append(text if complete else "")
+        if complete:
+            before, waiting = waiting, []
+    if waiting:
+        texts[-1] = decode(tokenizer, before + waiting)[len(decode(tokenizer, before)) :]
+    return texts
 
 
 def start_of_tag(tokenizer: Any, token_ids: list[int], tag: str) -> int:

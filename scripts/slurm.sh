@@ -19,12 +19,7 @@ set -euo pipefail
 # Five minutes before the time limit this script is told, and joins the queue again.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
-options=("$@" --output_dir "$RUN")
+options=("$@" --output_dir "$RUN" --resume true)
 options+=(--trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$SLURM_NTASKS_PER_NODE")
-if compgen -G "$RUN/checkpoints/step=*.ckpt" > /dev/null; then
-  options+=(--ckpt_path last)
-elif [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]]; then
-  options+=(--overwrite true) # what came before ended without a checkpoint
-fi
 srun --kill-on-bad-exit=1 "${RLT:-.venv/bin/rlt}" fit "${options[@]}" &
 wait $!

@@ -219,7 +219,7 @@ def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
 ) -> None:
     with worker_of(tiny_model) as worker:
         stopped = dies_at(2, worker)
-        with pytest.raises(EngineError, match="--ckpt_path last"):
+        with pytest.raises(EngineError, match="--resume true"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
         assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
         worker.restart()
@@ -235,7 +235,7 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     # It answers one prompt of the step that follows, and dies at the other.
     with worker_of(tiny_model, faults=("",) * (2 * step + 1) + ("die",)) as worker:
         stopped = Witness()
-        with pytest.raises(EngineError, match="--ckpt_path last"):
+        with pytest.raises(EngineError, match="--resume true"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
         assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == [f"step={step:06d}.ckpt"]
         asked = len(worker.bodies)
@@ -251,7 +251,7 @@ def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, lo
     options: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "log_probs": log_probs}
     with worker_of(tiny_model, faults=("",) * 5 + ("die",)) as worker:
         stopped = Witness()
-        with pytest.raises(EngineError, match="--ckpt_path last"):
+        with pytest.raises(EngineError, match="--resume true"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100, **options)
         assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
         worker.restart()

@@ -101,6 +101,15 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
         parts = row["solution_log_prob_reward"] + row["kl_reward"] + row["format_reward"]
         assert row["reward"] == pytest.approx(parts, abs=1e-4)
         assert row["explanation"] is not None
+    with_tokens = [row for row in rows if "thought_tokens" in row]
+    assert {row["row"] for row in with_tokens} == {row["row"] for row in rows}  # the best and worst of two
+    for row in with_tokens:
+        assert "".join(row["thought_tokens"]).strip() == row["explanation"]
+        assert "".join(row["solution_tokens"]) == row["solution"].removesuffix("\n")
+        assert sum(row["solution_log_probs"]) / len(row["solution_log_probs"]) == pytest.approx(
+            row["solution_log_prob_mean"], abs=1e-4
+        )
+        assert max(row["thought_kl"]) == pytest.approx(row["kl_max"], abs=1e-4)
     assert metrics(run)[1]["reward/mean"] == pytest.approx(
         sum(row["reward"] for row in rows if row["step"] == 1) / 4, abs=1e-4
     )

@@ -81,7 +81,8 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     assert named - found == set(), "in docs/metrics.md, but not logged"
     for prefix in sections[1:]:
         assert all(name.startswith(prefix) for name in names_of(prefix)), prefix
-    written = first_row(rlt / "rollouts.jsonl").keys() | first_row(answers / "rollouts.jsonl").keys()
+    rows = [json.loads(line) for run in (rlt, answers) for line in (run / "rollouts.jsonl").open()]
+    written = {name for row in rows for name in row}
     assert written == names_of("rollouts.jsonl")
 
 
@@ -92,9 +93,10 @@ def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Pa
 
     row = first_row(tmp_path / "run" / "scores.jsonl")
     source = {"question", "solution", "reasoning_trace", "answer"}
-    terms = {name for name in names_of("rollouts.jsonl") if re.match("reward|solution_|kl_|format_", name)}
-    assert len(terms) == 8
-    assert row.keys() == source | terms | names_of("scores.jsonl")
+    scored = "reward|solution_|kl_|format_|thought_"
+    terms = {name for name in names_of("rollouts.jsonl") if re.match(scored, name)}
+    assert len(terms) == 12
+    assert row.keys() == source | terms
 
 
 def test_the_page_names_every_figure_of_an_evaluation(tiny_model: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rlt_lightning.datamodules.formats import (
     ensure_pad_token,
     tag_style,
 )
+from rlt_lightning.tags import token_texts
 from rlt_lightning.types import Completion, InputError
 
 # The token layouts of four model families, in our own words.
@@ -464,3 +465,17 @@ def test_a_vocabulary_without_a_spare_token_is_refused():
     }
     assert ensure_pad_token(tokenizer) == 4
     assert tokenizer.pad_token == "<|finetune_right_pad_id|>"
+
+
+def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> None:
+    text = "  So 2·4 + 6 = 14 ✓\n\n我要求解方程, é 👩‍🎓!"
+    for name in (smollm2, shared / "data/tokenizers/Qwen2.5-Instruct"):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        token_ids = tokenizer(text)["input_ids"]
+        texts = token_texts(tokenizer, token_ids)
+        assert len(texts) == len(token_ids)
+        assert "".join(texts) == text
+        assert "✓" in [token.strip() for token in texts]  # several tokens, of which the last has it
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    cut = token_texts(tokenizer, tokenizer("14 ✓")["input_ids"][:-1])  # in the middle of a character
+    assert "".join(cut) == "14 \ufffd"

@@ -325,7 +325,7 @@ def test_a_worker_that_never_comes_back_ends_the_run_with_its_address_and_advice
     with pytest.raises(WorkersLost):
         generate(engine)
     begin = time.monotonic()
-    with pytest.raises(EngineError, match=rf"{worker.url} must answer within 1 s.*--ckpt_path last"):
+    with pytest.raises(EngineError, match=rf"{worker.url} must answer within 1 s.*--resume true"):
         engine.health()
     assert time.monotonic() - begin < 3.0
 

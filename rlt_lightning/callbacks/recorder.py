@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +15,8 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.ranking import equal_groups, write_comparison, write_groups
-from rlt_lightning.types import InputError, Problem, PromptBatch, Scores
+from rlt_lightning.tags import token_texts
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
 
 
 class RolloutRecorder(Callback):
@@ -23,10 +24,15 @@ class RolloutRecorder(Callback):
 
     Args:
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
+        tokens: Of which completions the tokens and what the student made of each are recorded too: every
+            problem's best and worst, all, or none.
     """
 
-    def __init__(self, every_n_steps: int = 1) -> None:
+    def __init__(
+        self, every_n_steps: int = 1, tokens: Literal["extremes", "all", "none"] = "extremes"
+    ) -> None:
         self.every_n_steps = every_n_steps
+        self.tokens = tokens
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -44,9 +50,23 @@ class RolloutRecorder(Callback):
         step = trainer.global_step  # one batch is one RL iteration is one optimizer step
         if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
-        rows = gather_rows([{"step": step, **row} for row in rollout_rows(batch)], trainer)
+        rows = [{"step": step, **row} for row in rollout_rows(batch)]
+        assert batch.rollouts is not None
+        assert batch.scores is not None
+        if batch.scores.kl:  # models were asked
+            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
+                rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, tokenizer)
+        rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
+
+    def _with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
+        """Positions of the completions whose tokens are recorded."""
+        if self.tokens != "extremes":
+            return list(range(len(rewards))) if self.tokens == "all" else []
+        groups = [range(i, i + group_size) for i in range(0, len(rewards), group_size)]
+        return sorted({choose(group, key=rewards.__getitem__) for group in groups for choose in (min, max)})
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "rollouts.jsonl"
@@ -58,7 +78,7 @@ class ScoreWriter(Callback):
     Idle where the teacher is to write the traces. A run that goes on scores what is missing.
 
     Args:
-        per_token: Also write `solution_log_probs` and `thought_kl` (nats) of every token.
+        per_token: Also write every token with its log-prob or KL, see `token_columns`.
         rank_groups: Divide the scored rows by reward into so many groups of equal size, each a file, and plot
             them; not where data.trace_columns are several, whose traces of one problem are compared.
     """
@@ -113,10 +133,9 @@ class ScoreWriter(Callback):
             for r, terms in zip(batch.rollouts.rollouts, score_rows(scores), strict=True)
         )
         if self.per_token:
-            tokens = (
-                {"solution_log_probs": s.tolist(), "thought_kl": k.tolist()}
-                for s, k in zip(scores.solution_log_probs, scores.kl, strict=True)
-            )
+            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            rollouts = batch.rollouts.rollouts
+            tokens = (token_columns(r, scores, i, tokenizer) for i, r in enumerate(rollouts))
             rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
         append_rows(self._path(trainer), rows)
 
@@ -198,6 +217,29 @@ def score_rows(scores: Scores) -> list[dict[str, float]]:
     """The reward and its terms, one dictionary per rollout."""
     columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: Any) -> Row:
+    """The tokens that the reward is made of, each with its value before clipping and normalisation, nats.
+
+    Args:
+        rollout: A scored completion.
+        scores: Of its batch.
+        position: Its place there.
+        tokenizer: Of its token ids.
+
+    Returns:
+        `thought_tokens` with `thought_kl`, the separator that was given before them included, and
+        `solution_tokens` with `solution_log_probs`. Values are rounded to 1e-6.
+    """
+    problem = rollout.problem
+    thought = problem.think_prefix + rollout.body[: rollout.num_think]
+    columns: Row = {"thought_tokens": token_texts(tokenizer, thought)}
+    columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
+    columns["solution_tokens"] = token_texts(tokenizer, problem.solution_ids)
+    values = scores.solution_log_probs[position].tolist()
+    columns["solution_log_probs"] = [round(value, 6) for value in values]
+    return columns
 
 
 def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:

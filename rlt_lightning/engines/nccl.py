@@ -76,7 +76,7 @@ class NCCLPush(WeightPush):
             raise EngineError(
                 f"The NCCL push to {', '.join(w.url for w in workers)} must end within {self.timeout_s:g} s, "
                 "but did not: a worker died, or the network is not the one that NCCL chose "
-                "(NCCL_SOCKET_IFNAME). Look at the workers' logs, then go on with --ckpt_path last."
+                "(NCCL_SOCKET_IFNAME). Look at the workers' logs, then go on with --resume true."
             ) from error
         except (RuntimeError, EngineError) as error:
             self.close()

@@ -314,7 +314,7 @@ class VLLMEngine:
         if worker.losses > self.max_restarts:
             raise EngineError(
                 f"vLLM worker {worker.url} was lost {worker.losses} times in a row: {reason} Mend it, then "
-                "go on with --ckpt_path last."
+                "go on with --resume true."
             )
         if restart and worker.url in self.servers:
             self.servers[worker.url].start()
@@ -345,7 +345,7 @@ class VLLMEngine:
                 )
                 raise EngineError(
                     f"vLLM worker {', '.join(self.down)} must answer within {deadline_s:g} s, but did not. "
-                    f"{reasons} Then go on with --ckpt_path last."
+                    f"{reasons} Then go on with --resume true."
                 )
             await asyncio.sleep(0.5)
             await asyncio.gather(*map(self._greet, absent))

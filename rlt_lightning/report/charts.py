@@ -17,7 +17,12 @@ PHASES = ("generate", "push", "score", "train")
 SECTIONS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "Reward": (
         ("reward/mean", "Reward", "nats", "Mean over the completions of an iteration."),
-        ("reward/solution", "Solution term", "nats", "Weighted r_SS: how likely the student finds the solution."),
+        (
+            "reward/solution",
+            "Solution term",
+            "nats",
+            "Weighted r_SS: how likely the student finds the solution.",
+        ),
         ("reward/kl", "KL term", "nats", "Weighted −r_KL: how natural the student finds the explanation."),
         ("reward/format", "Format term", "nats", "0, or the penalty of what is not closed or empty."),
         ("reward/correct", "Correct answers", "part", "Part of the answers that are right."),
@@ -32,7 +37,12 @@ SECTIONS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "Policy": (
         ("policy/loss", "Loss", "nats", "What was stepped; in RL it says nothing about learning."),
-        ("policy/entropy", "Entropy", "nats", "Of the next token, mean over sampled tokens. Near 0: collapsed."),
+        (
+            "policy/entropy",
+            "Entropy",
+            "nats",
+            "Of the next token, mean over sampled tokens. Near 0: collapsed.",
+        ),
         ("policy/kl_ref", "KL from the reference", "nats", "Drops at every move of the reference."),
         ("policy/grad_norm", "Gradient norm", "", "Before clipping."),
         ("policy/lr", "Learning rate", "", "Of this step."),
@@ -150,7 +160,9 @@ def banded(curve: Curve, deviations: dict[int, float | None]) -> dict[str, Any]:
 def stacks(runs: list[Run]) -> Iterator[Chart]:
     """The time of an iteration by phase, a chart for each run."""
     for number, run in enumerate(runs):
-        found = {phase: run.metrics[f"perf/{phase}_s"] for phase in PHASES if f"perf/{phase}_s" in run.metrics}
+        found = {
+            phase: run.metrics[f"perf/{phase}_s"] for phase in PHASES if f"perf/{phase}_s" in run.metrics
+        }
         if found:
             yield {
                 "kind": "stack",
@@ -215,11 +227,20 @@ def evaluation_charts(runs: list[Run]) -> list[Chart]:
     common = {"unit": "%", "name": "evaluation.json"}
     if bars:
         about = "pass@1: mean part of a problem's responses that is right, ± its standard error."
-        charts.append(common | {"kind": "bars", "title": "Accuracy", "about": about, "x_title": "", "series": bars})
+        charts.append(
+            common | {"kind": "bars", "title": "Accuracy", "about": about, "x_title": "", "series": bars}
+        )
     if curves:
         about = "Part of the problems of which some response of j is right."
         charts.append(
-            common | {"kind": "lines", "title": "pass@j", "about": about, "x_title": "responses, j", "series": curves}
+            common
+            | {
+                "kind": "lines",
+                "title": "pass@j",
+                "about": about,
+                "x_title": "responses, j",
+                "series": curves,
+            }
         )
     return charts
 
@@ -227,12 +248,16 @@ def evaluation_charts(runs: list[Run]) -> list[Chart]:
 def evaluation_tables(runs: list[Run], names: list[str]) -> list[dict[str, Any]]:
     """All figures of the evaluations and, where they are of its sets, the paper's beside them."""
     evaluated = [(name, run.evaluation) for name, run in zip(names, runs, strict=True) if run.evaluation]
-    rows = [[name, *result_row(found)] for name, evaluation in evaluated for found in evaluation["sets"].values()]
+    rows = [
+        [name, *result_row(found)] for name, evaluation in evaluated for found in evaluation["sets"].values()
+    ]
     if not rows:
         return []
     tables = [{"title": "All figures", "rows": [["run", *HEADER], *rows]}]
     if any(set(PAPER_SETS) & set(evaluation["sets"]) for _, evaluation in evaluated):
         header = ["model", "data", *(SETS[key].title for key in PAPER_SETS), "overall"]
         paper = [[model, size, *(f"{value:.1f}" for value in values)] for model, size, values in PAPER_ROWS]
-        tables.append({"title": "pass@1 in %, as published (arXiv:2506.08388, Table 1)", "rows": [header, *paper]})
+        tables.append(
+            {"title": "pass@1 in %, as published (arXiv:2506.08388, Table 1)", "rows": [header, *paper]}
+        )
     return tables

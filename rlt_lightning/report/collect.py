@@ -19,12 +19,21 @@ import yaml
 from rlt_lightning.datamodules.formats import R1, STRATOS
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row
 from rlt_lightning.jsonl import Row, whole_rows
+from rlt_lightning.run_folder import flat
 from rlt_lightning.types import InputError
 
 COMPLETIONS = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")
 FILES = ("metrics.csv", *COMPLETIONS, "groups.json", "evaluation.json")
 # Columns of completions that are figures of theirs, in the order in which they are shown.
-TERMS = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward", "correct", "formatted", "timed_out")
+TERMS = (
+    "reward",
+    "solution_log_prob_reward",
+    "kl_reward",
+    "format_reward",
+    "correct",
+    "formatted",
+    "timed_out",
+)
 TERMS += ("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max")
 TERMS += ("num_tokens", "student_tokens", "closed", "fits")
 BOOKKEEPING = {"step", "row", "completion", "policy_version", "seed", "worker"}  # numbers that are no figures
@@ -149,7 +158,9 @@ def collect(folder: Path, bounds: Bounds) -> Run:
     groups = read_json(folder / "groups.json", list) or []
     evaluation = read_json(folder / "evaluation.json", dict)
     if not (metrics or completions.total or groups or evaluation):
-        raise InputError(f"{folder} holds a run that has written no figures yet. Wait for its first iteration.")
+        raise InputError(
+            f"{folder} holds a run that has written no figures yet. Wait for its first iteration."
+        )
     kept = len(completions.kept)
     if kept < completions.total:
         notes.append(
@@ -166,13 +177,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names, which begin with a dot; those that are None are left out."""
-    if not isinstance(value, dict):
-        return {} if value is None else {name: value}
-    return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
-
-
 def read_json(path: Path, kind: type) -> Any:
     """A JSON file; None if there is none.
 
@@ -184,7 +188,9 @@ def read_json(path: Path, kind: type) -> Any:
     try:
         value = json.loads(path.read_text())
     except ValueError as error:
-        raise InputError(f"{path} must be JSON, but is not ({error}). Make it anew, or move it away.") from error
+        raise InputError(
+            f"{path} must be JSON, but is not ({error}). Make it anew, or move it away."
+        ) from error
     if not isinstance(value, kind):
         raise InputError(f"{path} must hold a JSON {kind.__name__}, but does not. Make it anew.")
     return value

@@ -46,7 +46,9 @@ def report(
     bounds = Bounds(max(1, max_completions // len(folders)), characters // len(folders))
     runs = [collect(folder, bounds) for folder in folders]
     names = short_names(folders)
-    write_page(path, f"Report of {' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}", data_of(runs))
+    write_page(
+        path, f"Report of {' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}", data_of(runs)
+    )
     print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB, opens in any browser without a network")
 
 
@@ -86,11 +88,15 @@ def require_replaceable(path: Path) -> None:
         InputError: If another file is there.
     """
     if path.is_dir():
-        raise InputError(f"--output must be a file, but {path} is a folder. Add a name, such as {path / NAME}.")
+        raise InputError(
+            f"--output must be a file, but {path} is a folder. Add a name, such as {path / NAME}."
+        )
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             if not file.read(len(MARKER)) == MARKER:
-                raise InputError(f"{path} is there and is no report. Choose another --output, or move it away.")
+                raise InputError(
+                    f"{path} is there and is no report. Choose another --output, or move it away."
+                )
 
 
 def json_in_html(data: Any) -> str:
@@ -141,7 +147,9 @@ def data_of(runs: list[Run]) -> dict[str, Any]:
 def facts(run: Run) -> dict[str, str]:
     """The key figures of a run."""
     found = {}
-    last = max((curve[0][-1] for name, curve in run.metrics.items() if not name.startswith("eval/")), default=0)
+    last = max(
+        (curve[0][-1] for name, curve in run.metrics.items() if not name.startswith("eval/")), default=0
+    )
     if last:
         found["iterations"] = f"{last:,}"
     if run.completions.total:
