@@ -1,4 +1,4 @@
-"""`rlt report`: run folders as one page that can be opened, sent and kept; nothing is loaded from a network."""
+"""`rlt report`: run folders as one page, to be opened anywhere, sent and kept."""
 
 from rlt_lightning.report.page import report, write_page
 

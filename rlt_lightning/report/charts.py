@@ -75,7 +75,7 @@ def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     names = {base(name) for run in runs for name in run.metrics if not name.startswith("eval/")}
     names |= {name for name in described() if any(spread_of(run, name) for run in runs)}
     names -= {"reward/std", *(f"perf/{phase}_s" for phase in PHASES)}  # drawn as a band, and as a stack
-    sections = []
+    sections: list[dict[str, Any]] = []
     for title, entries in SECTIONS.items():
         listed = [entry for entry in entries if entry[0] in names]
         if title == "Reward":  # the terms of other rewards

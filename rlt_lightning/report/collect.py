@@ -25,7 +25,7 @@ from rlt_lightning.types import InputError
 COMPLETIONS = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")
 FILES = ("metrics.csv", *COMPLETIONS, "groups.json", "evaluation.json")
 # Columns of completions that are figures of theirs, in the order in which they are shown.
-TERMS = (
+TERMS: tuple[str, ...] = (
     "reward",
     "solution_log_prob_reward",
     "kl_reward",
@@ -283,7 +283,7 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
 
 
 def choose(problems: list[Asked], owners: list[Asked], sizes: list[int], bounds: Bounds) -> set[int]:
-    """Choose completions: each problem's best, worst, first, last and most improved, then evenly over the file.
+    """Choose each problem's best, worst, most improved, first and last completion, then evenly over the file.
 
     Args:
         problems: Of the file.

@@ -188,11 +188,10 @@ def completions_of(runs: list[Run]) -> dict[str, Any] | None:
                 data["problems"][number]["runs"][run_number] = landmarks(problem, places)
         for position, row in found.kept.items():
             problem = found.problems[row["problem"]]
-            texts = problem.question, problem.solution
             for name in columns[2:]:
                 data[name].append(row[name])
             data["run"].append(run_number)
-            data["problem"].append(numbers[texts])
+            data["problem"].append(numbers[problem.question, problem.solution])
             for name in terms:
                 data["terms"][name].append(row["figures"].get(name))
             if row["tokens"]:
@@ -201,7 +200,7 @@ def completions_of(runs: list[Run]) -> dict[str, Any] | None:
 
 
 def landmarks(problem: Asked, places: dict[int, int]) -> dict[str, Any]:
-    """A problem's best, worst and most improved completion by their place on the page, None where not on it."""
+    """A problem's best, worst and most improved completion: their places on the page; None where not on it."""
     positions = {"best": problem.best, "worst": problem.worst}
     positions["improved"] = problem.later if (problem.gain or 0) > 0 else None
     found = {name: None if i is None else places.get(i) for name, i in positions.items()}
