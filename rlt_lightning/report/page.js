@@ -410,7 +410,8 @@
   }
 
   function field(label, input) {
-    return el("label", {}, label, input);
+    input.id = newId("field");
+    return el("div", { class: "field" }, el("label", { for: input.id }, label), input);
   }
 
   function options(entries) {
@@ -446,9 +447,11 @@
       ? "Most improved: of a problem that came again, the later completion that beats the mean of the first time by most."
       : met;
     const more = order.length > MOST_CHOICES ? ` The list has ${MOST_CHOICES} of ${order.length.toLocaleString("en")} problems; others are reached from a completion below.` : "";
+    const chooser = field(some ? "Problem, largest gain first" : "Problem, widest first", choice);
+    chooser.classList.add("wide");
     show(order[0]);
     part("One problem, side by side", el("p", {}, about + more),
-      el("div", { class: "filters" }, el("label", { class: "wide" }, some ? "Problem, largest gain first" : "Problem, widest first", choice),
+      el("div", { class: "filters" }, chooser,
         el("button", { type: "button", onclick: move(-1) }, "Previous"), el("button", { type: "button", onclick: move(1) }, "Next")),
       body);
     return (problem) => {
@@ -499,7 +502,7 @@
     const limits = terms.map((name) => {
       const known = all.terms[name].filter((value) => value != null);
       const [least, most] = [known.reduce((a, b) => Math.min(a, b), Infinity), known.reduce((a, b) => Math.max(a, b), -Infinity)];
-      const bound = (word, value) => numeric({ placeholder: number(value), "aria-label": `${termName(name)}, ${word}`, "data-term": `${name}-${word}` });
+      const bound = (word, value) => numeric({ placeholder: number(value), "aria-label": `${termName(name)}, ${word}` });
       return { name, values: all.terms[name], least: bound("least", least), most: bound("most", most) };
     });
     const count = el("p", { role: "status" });
@@ -513,6 +516,7 @@
     let waiting = 0;
 
     function soon() {
+      list.setAttribute("aria-busy", "true");
       clearTimeout(waiting);
       waiting = setTimeout(update, 120);
     }
@@ -555,6 +559,7 @@
       previous.disabled = page === 0;
       next.disabled = page >= pages - 1;
       list.start = page * PAGE_SIZE + 1;
+      list.removeAttribute("aria-busy");
       list.replaceChildren(...found.slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE).map(item));
     }
     function item(i) {
@@ -587,7 +592,7 @@
       el("legend", {}, termName(limit.name), termName(limit.name) === limit.name ? "" : ` (${limit.name})`),
       field("at least", limit.least), field("at most", limit.most)));
     const wide = field("Text of explanation, question or solution", search);
-    wide.className = "wide";
+    wide.classList.add("wide");
     part("All completions",
       el("div", { class: "filters" }, wide,
         hasSteps ? field("Iteration from", from) : null, hasSteps ? field("to", to) : null,
@@ -610,7 +615,7 @@
     runs.forEach((run) => run.notes.forEach((note) =>
       found.push(el("p", { class: "soft note" }, runs.length > 1 ? `${run.name}: ${note}` : note))));
     if (data.differences && data.differences.length) {
-      found.push(el("details", {}, el("summary", {}, plural(data.differences.length, "setting"), " differ"),
+      found.push(el("details", {}, el("summary", {}, "Settings that differ: ", String(data.differences.length)),
         scrolling("Settings that differ", table([["setting", ...runs.map((run) => run.name)], ...data.differences]))));
     }
     return found;
