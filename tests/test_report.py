@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -73,7 +74,9 @@ class Opened:
 
     def overflow(self) -> int:
         """By how many pixels the page is wider than the screen."""
-        width = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        width = self.page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
         return int(width)
 
     def close(self) -> None:
@@ -130,8 +133,12 @@ def test_held_out_figures_stand_in_the_chart_of_their_metric(tmp_path: Path) -> 
 
 def test_every_metric_is_drawn_once(tmp_path: Path) -> None:
     names = ["reward/correct", "reward/own_term", "policy/loss", "perf/mfu", "rollout/staleness"]
-    write_metrics(tmp_path, {name: [1.0, 2.0] for name in [*names, "reward/val_correct", "eval/aime24/pass_at_1"]})
-    sections = {s["title"]: [c["name"] for c in s["charts"]] for s in curve_sections([collect(tmp_path, ALL)])}
+    write_metrics(
+        tmp_path, {name: [1.0, 2.0] for name in [*names, "reward/val_correct", "eval/aime24/pass_at_1"]}
+    )
+    sections = {
+        s["title"]: [c["name"] for c in s["charts"]] for s in curve_sections([collect(tmp_path, ALL)])
+    }
     assert sections["Reward"] == ["reward/correct", "reward/own_term"]
     assert sections["Policy"] == ["policy/loss"]
     assert sections["All other figures"] == ["perf/mfu", "rollout/staleness"]
@@ -167,6 +174,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         ({"groups.json": "[1,"}, "must be JSON"),
         ({"evaluation.json": "[]"}, "must hold a JSON dict"),
         ({"rollouts.jsonl": "no json\n"}, "must be JSON, but line 1"),
+        ({"rollouts.jsonl": "[1]\n"}, "must be a JSON object, but one is [1]"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(files: dict[str, str], reason: str, tmp_path: Path) -> None:
@@ -228,7 +236,9 @@ def test_a_bounded_page_keeps_what_matters_of_every_problem(tmp_path: Path) -> N
 
 def test_the_most_improved_beats_the_mean_of_the_first_time_by_most(tmp_path: Path) -> None:
     rewards = {1: [-4.0, -2.0], 2: [-3.5, -1.0], 3: [-0.5, -6.0]}
-    rows = [completion(step, 0, n, reward) for step, group in rewards.items() for n, reward in enumerate(group)]
+    rows = [
+        completion(step, 0, n, reward) for step, group in rewards.items() for n, reward in enumerate(group)
+    ]
     rows += [completion(1, 1, n, -2.0 - n) for n in range(2)]
     write_rows(tmp_path / "rollouts.jsonl", rows)
     completions = data_of([collect(tmp_path, ALL)])["completions"]
@@ -250,8 +260,17 @@ def test_scores_of_any_source_are_read(tmp_path: Path) -> None:
     write_rows(tmp_path / "scores.jsonl", rows)
     found = collect(tmp_path, ALL).completions
     assert [row["text"] for row in found.kept.values()] == ["T", "R", "the thought"]
-    assert [(problem.question, problem.solution) for problem in found.problems] == [("Q", "S"), ("Why?", "the end")]
+    assert [(problem.question, problem.solution) for problem in found.problems] == [
+        ("Q", "S"),
+        ("Why?", "the end"),
+    ]
     assert found.terms == ["reward", "kl_reward"]  # level is a column of the source
+    own_tags = [{"from": "assistant", "value": "[t]the thought[/t]"}]
+    row = {"question": "Q", "solution": "S", "reasoning_trace": "T", "trace": 1, "conversations": own_tags}
+    write_rows(tmp_path / "two" / "traces.jsonl", [row | terms | {"closed": True, "num_tokens": 7}])
+    found = collect(tmp_path / "two", ALL).completions
+    assert [(row["text"], row["number"]) for row in found.kept.values()] == [("T", 1)]
+    assert found.terms == ["reward", "kl_reward", "num_tokens", "closed"]
 
 
 def test_numbers_are_cut_and_never_nan(tmp_path: Path) -> None:
@@ -270,7 +289,9 @@ def test_the_command_line_takes_run_folders(tmp_path: Path) -> None:
     result = rlt("report", str(one))
     assert result.returncode == 0, result.stderr
     assert str(one / "report.html") in result.stdout
-    result = rlt("report", str(one), "--output", str(tmp_path / "both.html"), str(two), "--max_completions=20")
+    result = rlt(
+        "report", str(one), "--output", str(tmp_path / "both.html"), str(two), "--max_completions=20"
+    )
     assert result.returncode == 0, result.stderr
     assert "Report of one and two" in (tmp_path / "both.html").read_text()
     for arguments, reason in (
@@ -284,7 +305,9 @@ def test_the_command_line_takes_run_folders(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_a_real_runs_page_shows_its_completions_and_tokens(tiny_model: str, tmp_path: Path, opened: Any) -> None:
+def test_a_real_runs_page_shows_its_completions_and_tokens(
+    tiny_model: str, tmp_path: Path, opened: Any
+) -> None:
     run = tmp_path / "run"
     options = ("--trainer.max_steps=3", "--rollouts.sampling.max_completion_length=6")
     result = rlt(*small_fit(tiny_model, run, *options, "--data.num_embedded_rows=3"))
@@ -330,7 +353,9 @@ def test_sorting_and_filtering_give_exactly_their_rows(tmp_path: Path, opened: A
     page = opened(tmp_path / "report.html")
 
     def expected(test: Any, key: Any, reverse: bool = True) -> list[int]:
-        return sorted((i for i, row in enumerate(rows) if test(row)), key=lambda i: key(rows[i]), reverse=reverse)
+        return sorted(
+            (i for i, row in enumerate(rows) if test(row)), key=lambda i: key(rows[i]), reverse=reverse
+        )
 
     assert page.shown() == expected(lambda row: True, lambda row: row["reward"])[:20]
     page.page.get_by_text("Next page").click()
@@ -343,8 +368,8 @@ def test_sorting_and_filtering_give_exactly_their_rows(tmp_path: Path, opened: A
         page.page.get_by_text("Next page").click()
     assert page.shown() == [*known[40:], 3]  # without the figure: last
     page.page.get_by_text("Filter by terms").click()
-    page.set("reward, least", "-0.5")
-    page.set("KL term, most", "0.25")
+    page.set("reward, at least", "-0.5")
+    page.set("KL term, at most", "0.25")
     page.set("Iteration from", "2")
     page.set("to", "4")
 
@@ -382,7 +407,9 @@ def test_each_tokens_figure_is_told_on_focus_and_hover_by_keys_alone(tmp_path: P
     assert "KL −1.75 nats" in tip.inner_text()
     page.keyboard.press("Escape")
     assert tip.is_hidden() or tip.bounding_box()["x"] < 0
-    classes = page.locator(".text").nth(1).locator(".t").evaluate_all("(all) => all.map((one) => one.className)")
+    classes = (
+        page.locator(".text").nth(1).locator(".t").evaluate_all("(all) => all.map((one) => one.className)")
+    )
     assert classes == ["t line", "t w2", "t w4", "t w3", "t c3"]
     page.locator(".text[role=group]").last.locator(".t").nth(2).hover()
     assert "log-prob −6.50 nats, probability 0.002" in tip.inner_text()
@@ -444,7 +471,13 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
         for i in range(1, 17)
     ]
     (ranked / "groups.json").write_text(json.dumps(groups))
-    found = {"num_problems": 500, "num_samples": 2, "pass_at_1": 0.75, "standard_error": 0.02, "pass_at_k": 0.8}
+    found = {
+        "num_problems": 500,
+        "num_samples": 2,
+        "pass_at_1": 0.75,
+        "standard_error": 0.02,
+        "pass_at_k": 0.8,
+    }
     found |= {"maj_at_k": 0.76, "formatted_frac": 1.0, "timed_out_frac": 0.0, "title": "MATH-500"}
     found |= {"pass_at": {"1": 0.75, "2": 0.8}}
     summary = {"model": "m", "sets": {"math500": found}, "overall": None}
@@ -467,7 +500,9 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
 
 def test_ten_thousand_completions_stay_quick(tmp_path: Path, opened: Any) -> None:
     rows = [
-        completion(1 + i // 64, (i // 16) % 500, i % 16, math.sin(i), explanation=f"{i} " + "words of it " * 80)
+        completion(
+            1 + i // 64, (i // 16) % 500, i % 16, math.sin(i), explanation=f"{i} " + "words of it " * 80
+        )
         for i in range(10_050)
     ]
     write_rows(tmp_path / "rollouts.jsonl", rows)
@@ -486,7 +521,9 @@ def violations(page: Any) -> list[str]:
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]
-    return [f"{v['id']}: {v['nodes'][0]['html'][:200]}" for v in found if v["impact"] in ("serious", "critical")]
+    return [
+        f"{v['id']}: {v['nodes'][0]['html'][:200]}" for v in found if v["impact"] in ("serious", "critical")
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -497,11 +534,15 @@ def test_the_page_is_accessible(scheme: str, tmp_path: Path, opened: Any) -> Non
     page.draw_all()
     page.page.locator(".row").first.click()
     assert violations(page.page) == []
-    levels = page.page.locator("h1, h2, h3, h4").evaluate_all("(all) => all.map((one) => Number(one.tagName[1]))")
+    levels = page.page.locator("h1, h2, h3, h4").evaluate_all(
+        "(all) => all.map((one) => Number(one.tagName[1]))"
+    )
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     label = page.page.locator(".plot").first.get_attribute("aria-label")
-    assert label.startswith("Reward, nats by iteration. one: −4.90 at 1, −4.40 at 6; least −4.90, largest −4.40.")
+    assert label.startswith(
+        "Reward, nats by iteration. one: −4.90 at 1, −4.40 at 6; least −4.90, largest −4.40."
+    )
     table = page.page.locator(".chart table").first.inner_text().split()
     assert "−4.90" in table
 

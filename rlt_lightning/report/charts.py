@@ -67,7 +67,7 @@ OTHERS = "All other figures"
 # Columns of completions whose spread belongs to a metric of another name.
 COLUMNS = {"reward/mean": "reward", "reward/solution": "solution_log_prob_reward", "reward/kl": "kl_reward"}
 COLUMNS |= {"reward/format": "format_reward", "rollout/length_mean": "num_tokens"}
-BAND = " Band: ± one standard deviation over completions."
+BAND = " Band: ± standard deviation over completions."
 
 
 def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:

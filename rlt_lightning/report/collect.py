@@ -240,8 +240,17 @@ def number_in(cell: Any, path: Path, name: str | None) -> float:
 
 
 def rows_in(path: Path) -> Iterator[Row]:
-    """The rows of a file, one at a time."""
-    return (row for _, row in whole_rows(path))
+    """The rows of a file, one at a time.
+
+    Raises:
+        InputError: If one is no object.
+    """
+    for _, row in whole_rows(path):
+        if not isinstance(row, dict):
+            raise InputError(
+                f"Every line of {path} must be a JSON object, but one is {row!r:.40}. Delete it."
+            )
+        yield row
 
 
 def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bounds) -> Completions:
@@ -258,7 +267,7 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     owners: list[Asked] = []
     spreads: dict[str, dict[int, Spread]] = defaultdict(lambda: defaultdict(Spread))
     for position, row in enumerate(rows()):
-        question, solution, text = texts_of(row)
+        question, solution, text = texts_of(row, file)
         step, figures = row.get("step"), figures_of(row, file)
         if (question, solution) not in by_texts:
             by_texts[question, solution] = Asked(row.get("row"), question, solution, position, step)
@@ -324,11 +333,13 @@ def evenly(items: list[int], number: int) -> list[int]:
     return [items[i * len(items) // number] for i in range(number)]
 
 
-def texts_of(row: Row) -> tuple[str, str, str]:
+def texts_of(row: Row, file: str) -> tuple[str, str, str]:
     """Question, solution and explanation of a completion, whichever verb wrote it."""
-    if isinstance(row.get("explanation"), str):
-        return str(row.get("question", "")), str(row.get("solution", "")).strip(), row["explanation"]
-    column = row.get("trace_column", TRACE_COLUMN)
+    column = "explanation" if file == "rollouts.jsonl" else row.get("trace_column", TRACE_COLUMN)
+    texts = [row.get(name) for name in ("question", "solution", column)]
+    if all(isinstance(text, str) for text in texts):
+        question, solution, explanation = map(str, texts)
+        return question, solution.strip(), explanation
     for tags in (STRATOS, R1):
         with suppress(BadRowError):
             parsed = parse_row(row, tags, (column,), allows_completion=True)
@@ -369,7 +380,7 @@ def completion_of(row: Row, file: str, problems: dict[tuple[str, str], int]) -> 
         file: Name of its file.
         problems: Numbers of the problems, by question and solution.
     """
-    question, solution, text = texts_of(row)
+    question, solution, text = texts_of(row, file)
     return {
         "problem": problems[question, solution],
         "step": row.get("step"),

@@ -250,7 +250,7 @@
       surprise: (value) => value,
       level: (value) => KL_STEPS.filter((step) => Math.abs(value) >= step).length,
       tell: (value) => `KL ${number(value)} nats`,
-      legend: [["", "below 0.1 nats"], ["w1", "0.1"], ["w2", "0.5"], ["w3", "1.5"], ["w4", "4 or more"],
+      legend: [["", "below 0.1 nats"], ["w1", "from 0.1"], ["w2", "0.5"], ["w3", "1.5"], ["w4", "4"],
         ["c2", "dashed: negative, likelier to the student than to the teacher"]],
       most: "Least natural to the student:",
     },
@@ -258,7 +258,7 @@
       surprise: (value) => -value,
       level: (value) => PROBABILITY_STEPS.filter((step) => value <= Math.log(step)).length,
       tell: (value) => `log-prob ${number(value)} nats, probability ${number(Math.exp(value))}`,
-      legend: [["", "probability above 0.9"], ["w1", "0.9 or less"], ["w2", "0.5"], ["w3", "0.1"], ["w4", "0.01 or less"]],
+      legend: [["", "probability above 0.9"], ["w1", "from 0.9 down"], ["w2", "0.5"], ["w3", "0.1"], ["w4", "0.01"]],
       most: "Surprised the student most:",
     },
   };
@@ -433,7 +433,7 @@
       return `${problemName(i)} (${by}): ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
     };
     const choice = el("select", { onchange: () => show(Number(choice.value)) }, options(order.slice(0, MOST_CHOICES).map((i) => [i, name(i)])));
-    const body = el("div", { "aria-live": "off" });
+    const body = el("div");
     const show = (problem) => {
       if (![...choice.options].some((option) => option.value === String(problem))) choice.append(...options([[problem, name(problem)]]));
       choice.value = problem;
@@ -503,7 +503,7 @@
       const known = all.terms[name].filter((value) => value != null);
       const [least, most] = [known.reduce((a, b) => Math.min(a, b), Infinity), known.reduce((a, b) => Math.max(a, b), -Infinity)];
       const bound = (word, value) => numeric({ placeholder: number(value), "aria-label": `${termName(name)}, ${word}` });
-      return { name, values: all.terms[name], least: bound("least", least), most: bound("most", most) };
+      return { name, values: all.terms[name], least: bound("at least", least), most: bound("at most", most) };
     });
     const count = el("p", { role: "status" });
     const list = el("ol", { class: "list" });

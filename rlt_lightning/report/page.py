@@ -200,7 +200,7 @@ def completions_of(runs: list[Run]) -> dict[str, Any] | None:
 
 
 def landmarks(problem: Asked, places: dict[int, int]) -> dict[str, Any]:
-    """A problem's best, worst and most improved completion: their places on the page; None where not on it."""
+    """A problem's best, worst and most improved completion: their places on the page, or None."""
     positions = {"best": problem.best, "worst": problem.worst}
     positions["improved"] = problem.later if (problem.gain or 0) > 0 else None
     found = {name: None if i is None else places.get(i) for name, i in positions.items()}
