@@ -11,6 +11,7 @@ HELP = """usage: rlt {fit,validate,predict,test,plan} --config FILE [--config OV
        rlt explain --config configs/rank.yaml        one explanation's reward, term by term and token by token
   rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
        rlt chat --model.path MODEL [--model.url URL]
+       rlt report RUN_DIR [RUN_DIR ...] [--output FILE]
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
@@ -27,6 +28,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt explain --config configs/rank.yaml        one explanation's reward, term by term and token by token
   rlt export --ckpt_path RUN --output_dir DIR   an ordinary model folder from a checkpoint
   rlt chat --model.path RUN/model               ask a trained student, its thought dimmed
+  rlt report RUN                                one page of a run: curves, completions, every token's part
 
 options:
   --output_dir DIR    where a run's files lie; runs/<config>-<time> when not given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -42,6 +44,7 @@ from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
 from rlt_lightning.rank_failures import MISTAKES
 from rlt_lightning.redaction import without_secrets
+from rlt_lightning.report import report
 from rlt_lightning.run_folder import FINISHED_ROWS, open_run_folder, require_dead_start, require_same_run
 from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
@@ -60,6 +63,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
     ),
     "dashboard": (dashboard, "Save a W&B workspace that shows all metrics of a project's runs by iteration."),
     "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
+    "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
 }
 STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
 FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
@@ -417,10 +421,11 @@ def run() -> int:
 def run_command(verb: str) -> int:
     """Run a verb that has no trainer; returns the exit status."""
     function, description = COMMANDS[verb]
+    words = sys.argv[2:]
     try:
         auto_cli(
             function,
-            args=sys.argv[2:],
+            args=named_folders(words) if verb == "report" else words,
             as_positional=False,
             parser_class=OneLineParser,
             prog=f"rlt {verb}",
@@ -432,6 +437,18 @@ def run_command(verb: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return 0
+
+
+def named_folders(words: list[str]) -> list[str]:
+    """`A B --output FILE` as the parser reads it: words that belong to no option are one list of folders."""
+    folders, options = [], []
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            folders.append(word)
+        else:
+            options += [word, *([] if "=" in word else islice(left, 1))]
+    return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
 
 
 def how_to_go_on() -> str:
@@ -523,6 +540,10 @@ def one_line(message: str) -> str:
         message = (f"{place.group()} " if place else "") + (fault or reasons[-1] + got)
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
     text = re.sub(r" - Expected a path but \S+ either not accessible or invalid - ", " ", text)
+    if "arguments are required" in text and sys.argv[1:2] == ["report"]:
+        return (
+            "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
+        )
     if "arguments are required" in text and sys.argv[1:2] != ["chat"]:
         text += ". Name an experiment, such as --config configs/quickstart.yaml."
     if "is not accepted" in text or "unrecognized arguments" in text:

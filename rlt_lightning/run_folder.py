@@ -42,6 +42,7 @@ RUN_ENTRIES |= {
     "evaluation.json",
     "evaluation.md",
     ".writable",
+    "report.html",
 }
 RUN_ENTRIES |= {f"{Path(name).stem}.tmp" for name in RUN_ENTRIES if Path(name).suffix}  # half written
 
@@ -77,11 +78,6 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
         )
     before = yaml.safe_load(path.read_text())
 
-    def flat(value: Any, name: str = "") -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {} if value is None else {name: value}
-        return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
-
     def that_count(settings: dict[str, Any]) -> dict[str, Any]:
         found = flat({name: settings.get(name) for name in ("model", "data", "rollouts")})
         found |= flat((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
@@ -94,6 +90,13 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
                 f"A run that goes on must have the settings that it began with, but {name[1:]} was "
                 f"{old.get(name)} and is {new.get(name)}. Restore it, or choose another --output_dir."
             )
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names, which begin with a dot; those that are None are left out."""
+    if not isinstance(value, dict):
+        return {} if value is None else {name: value}
+    return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
 
 
 def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:

@@ -1,0 +1,219 @@
+"""`rlt report`: the page, made of plain data."""
+
+from __future__ import annotations
+
+import html
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from rlt_lightning import __version__
+from rlt_lightning.jsonl import Row
+from rlt_lightning.report.charts import curve_sections, evaluation_charts, evaluation_tables, group_charts
+from rlt_lightning.report.collect import Asked, Bounds, Run, collect, read_completions
+from rlt_lightning.types import InputError
+
+MARKER = "<!doctype html><!-- rlt report -->"  # first line of what may be overwritten
+NAME = "report.html"
+MADE = f"Made by rlt_lightning {__version__}."
+DIGITS = 6  # significant ones of every number on the page
+
+
+def report(
+    run_dirs: list[str], output: str | None = None, max_completions: int = 10_000, max_text_mib: float = 32.0
+) -> None:
+    """Write one page of runs: curves, completions with the heat of every token, groups, evaluations.
+
+    Args:
+        run_dirs: Run folders, in the order of their colours.
+        output: The page to write; none: report.html in the run's folder or, of several, in this one.
+        max_completions: Most completions on the page, of all runs together.
+        max_text_mib: Most text of completions and problems on the page, of all runs together.
+
+    Raises:
+        InputError: If a folder is no run, or output is something else than a report.
+    """
+    for name, value in (("max_completions", max_completions), ("max_text_mib", max_text_mib)):
+        if value <= 0:
+            raise InputError(f"--{name} must be above 0, but is {value}. Raise it.")
+    folders = [Path(name) for name in run_dirs]
+    path = Path(output) if output else (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    require_replaceable(path)
+    characters = int(max_text_mib * 2**20)
+    bounds = Bounds(max(1, max_completions // len(folders)), characters // len(folders))
+    runs = [collect(folder, bounds) for folder in folders]
+    names = short_names(folders)
+    write_page(
+        path, f"Report of {' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}", data_of(runs)
+    )
+    print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB, opens in any browser without a network")
+
+
+def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
+    """Write a page that needs no network.
+
+    Args:
+        path: Where to.
+        title: Its heading.
+        data: As `data_of` or `data_of_rows` makes it; what it lacks is not on the page.
+    """
+    parts = files("rlt_lightning.report")
+    script = (parts / "page.js").read_text()
+    if any(data.get(name) for name in ("sections", "groups", "evaluation")):
+        from plotly.offline import get_plotlyjs
+
+        script += f"\n</script>\n<script>{get_plotlyjs()}"
+    page = Template((parts / "page.html").read_text()).substitute(
+        marker=MARKER,
+        title=html.escape(title),
+        css=(parts / "page.css").read_text(),
+        data=json_in_html(rounded(data)),
+        script=script,
+    )
+    scratch = path.with_suffix(".tmp")
+    try:
+        scratch.write_text(page, encoding="utf-8", errors="replace")
+        scratch.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}). Choose another --output.") from error
+
+
+def require_replaceable(path: Path) -> None:
+    """Check that nothing but an older report would be lost.
+
+    Raises:
+        InputError: If another file is there.
+    """
+    if path.is_dir():
+        raise InputError(
+            f"--output must be a file, but {path} is a folder. Add a name, such as {path / NAME}."
+        )
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            if not file.read(len(MARKER)) == MARKER:
+                raise InputError(
+                    f"{path} is there and is no report. Choose another --output, or move it away."
+                )
+
+
+def json_in_html(data: Any) -> str:
+    """JSON that no browser takes for anything else inside a script element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def rounded(value: Any) -> Any:
+    """Plain data with every number in so many digits as can be seen."""
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    return value
+
+
+def short_names(folders: list[Path]) -> list[str]:
+    """The shortest ends of their paths that tell folders apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise InputError("Every RUN_DIR must be another folder, but one is named twice. Name it once.")
+
+
+def data_of(runs: list[Run]) -> dict[str, Any]:
+    """All that the page shows of runs."""
+    names = short_names([run.folder for run in runs])
+    return {
+        "made": MADE,
+        "runs": [
+            {"name": name, "folder": str(run.folder), "facts": facts(run), "notes": run.notes}
+            for name, run in zip(names, runs, strict=True)
+        ],
+        "differences": differences(runs),
+        "sections": curve_sections(runs),
+        "groups": group_charts(runs),
+        "evaluation": evaluation_charts(runs),
+        "evaluation_tables": evaluation_tables(runs, names),
+        "completions": completions_of(runs),
+    }
+
+
+def facts(run: Run) -> dict[str, str]:
+    """The key figures of a run."""
+    found = {}
+    last = max(
+        (curve[0][-1] for name, curve in run.metrics.items() if not name.startswith("eval/")), default=0
+    )
+    if last:
+        found["iterations"] = f"{last:,}"
+    if run.completions.total:
+        found["completions"] = f"{run.completions.total:,} of {len(run.completions.problems):,} problems"
+    for name, label in (("teacher", "teacher"), ("pretrained", "model"), ("student", "student")):
+        if value := run.settings.get(f".model.init_args.{name}", run.settings.get(f".model.{name}")):
+            found[label] = str(value)
+    return found
+
+
+def differences(runs: list[Run]) -> list[list[str]]:
+    """The settings in which runs differ, one row each: its name, and its value in every run."""
+    names = sorted({name for run in runs for name in run.settings} - {".output_dir"})
+    rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
+    own_folder = ("trainer.default_root_dir", "output_dir", "save_dir")  # differ always
+    return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(own_folder)]
+
+
+def completions_of(runs: list[Run]) -> dict[str, Any] | None:
+    """The completions of all runs by column, and their problems; None if there are none."""
+    terms = list(dict.fromkeys(term for run in runs for term in run.completions.terms))
+    data: dict[str, Any] = {"terms": {name: [] for name in terms}, "tokens": {}, "problems": []}
+    columns = ("run", "problem", "step", "number", "column", "finish", "text")
+    data |= {name: [] for name in columns}
+    numbers: dict[tuple[str, str], int] = {}
+    for run_number, run in enumerate(runs):
+        found = run.completions
+        places = {position: len(data["run"]) + i for i, position in enumerate(found.kept)}
+        shown = {row["problem"] for row in found.kept.values()}
+        for own, problem in enumerate(found.problems):
+            if own in shown:
+                number = numbers.setdefault((problem.question, problem.solution), len(numbers))
+                if number == len(data["problems"]):
+                    texts = {"question": problem.question, "solution": problem.solution}
+                    data["problems"].append({"row": problem.row, **texts, "runs": {}})
+                data["problems"][number]["runs"][run_number] = landmarks(problem, places)
+        for position, row in found.kept.items():
+            problem = found.problems[row["problem"]]
+            for name in columns[2:]:
+                data[name].append(row[name])
+            data["run"].append(run_number)
+            data["problem"].append(numbers[problem.question, problem.solution])
+            for name in terms:
+                data["terms"][name].append(row["figures"].get(name))
+            if row["tokens"]:
+                data["tokens"][places[position]] = row["tokens"]
+    return data if data["run"] else None
+
+
+def landmarks(problem: Asked, places: dict[int, int]) -> dict[str, Any]:
+    """A problem's best, worst and most improved completion: their places on the page, or None."""
+    positions = {"best": problem.best, "worst": problem.worst}
+    positions["improved"] = problem.later if (problem.gain or 0) > 0 else None
+    found = {name: None if i is None else places.get(i) for name, i in positions.items()}
+    mean = problem.met_first.mean if problem.met_first.count else None
+    return {**found, "gain": problem.gain, "first_mean": mean, "times": len(problem.steps)}
+
+
+def data_of_rows(rows: list[Row]) -> dict[str, Any]:
+    """What `write_page` shows of a few completions; a single one is shown opened.
+
+    Args:
+        rows: As in rollouts.jsonl. Where they have its columns of tokens, each token's figure is shown.
+    """
+    completions = read_completions(lambda: rows, "rollouts.jsonl", Bounds(len(rows), sys.maxsize))
+    run = Run(Path(), {}, completions, [], None, {}, [])
+    return {"made": MADE, "runs": [{"name": "", "notes": []}], "completions": completions_of([run])}

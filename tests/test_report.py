@@ -1,0 +1,580 @@
+"""`rlt report`: what it reads, what it leaves out, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+from browser import chromium, completion, synthetic_run, tokens, write_metrics, write_rows
+from commands import rlt
+from test_cli import small_fit
+
+from rlt_lightning.report.charts import curve_sections
+from rlt_lightning.report.collect import Bounds, Run, collect
+from rlt_lightning.report.page import MARKER, data_of, data_of_rows, report, rounded, short_names, write_page
+from rlt_lightning.types import InputError
+
+ALL = Bounds(10**6, 10**9)
+EVIL = "</script><img src=x onerror=alert(1)> & <b>bold</b> \u2028 “quoted”"
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+class Opened:
+    """A page in a browser, and all that it has complained of or asked for."""
+
+    def __init__(self, chrome: Any, path: Path, width: int = 1280, scheme: str = "light") -> None:
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        height = 844 if width < 500 else 900
+        self.context = chrome.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def draw_all(self) -> None:
+        """Open what is folded and wait until every chart is drawn."""
+        self.page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+        self.page.evaluate(
+            """async () => {
+              for (const plot of document.querySelectorAll('.plot')) {
+                plot.scrollIntoView();
+                while (!plot.querySelector('.main-svg')) await new Promise(requestAnimationFrame);
+              }
+              scrollTo(0, 0);
+            }"""
+        )
+
+    def shown(self) -> list[int]:
+        """The completions in the list, as they stand on the page."""
+        buttons = self.page.locator(".row").all()
+        return [int(button.get_attribute("data-completion")) for button in buttons]
+
+    def set(self, label: str, value: str) -> None:
+        """Fill in a field, and wait until the list has followed."""
+        field = self.page.get_by_label(label, exact=True)
+        if field.evaluate("(node) => node.tagName") == "SELECT":
+            field.select_option(label=value)
+        else:
+            field.fill(value)
+        self.page.wait_for_selector(".list:not([aria-busy])", state="attached")
+
+    def overflow(self) -> int:
+        """By how many pixels the page is wider than the screen."""
+        width = self.page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        return int(width)
+
+    def close(self) -> None:
+        """Close it; nothing may have gone wrong until now."""
+        assert self.complaints == []
+        assert [url for url in self.requests if not url.startswith(("file://", "data:"))] == []
+        self.context.close()
+
+
+@pytest.fixture
+def opened(chrome: Any) -> Iterator[Any]:
+    pages = []
+
+    def open_page(path: Path, **options: Any) -> Opened:
+        pages.append(Opened(chrome, path, **options))
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.close()
+
+
+def charts_of(*runs: Run) -> dict[str, dict[str, Any]]:
+    return {chart["name"]: chart for section in curve_sections([*runs]) for chart in section["charts"]}
+
+
+def test_spreads_of_terms_are_those_of_the_completions(tmp_path: Path) -> None:
+    run = collect(synthetic_run(tmp_path / "run"), ALL)
+    # Step 2 has problems 0 and 1: -4.8 + 0.01 n and -3.8 + 0.01 n, three quarters of which are the KL term.
+    kl = [0.75 * (-4.8 + problem + 0.01 * n) for problem in (0, 1) for n in range(4)]
+    chart = charts_of(run)["reward/kl"]["series"][0]
+    assert chart["x"] == [1, 2, 3, 4, 5, 6]
+    assert chart["y"][1] == pytest.approx(-2.8)  # the line is that of metrics.csv
+    assert chart["high"][1] - chart["y"][1] == pytest.approx(stdev(kl))
+    assert chart["y"][1] - chart["low"][1] == pytest.approx(stdev(kl))
+    reward = charts_of(run)["reward/mean"]["series"][0]
+    assert reward["high"][0] - reward["y"][0] == pytest.approx(0.5)  # reward/std
+
+
+def test_completions_alone_make_curves_too(tmp_path: Path) -> None:
+    synthetic_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.csv").unlink()
+    charts = charts_of(collect(tmp_path / "run", ALL))
+    assert charts["reward/mean"]["series"][0]["y"][0] == pytest.approx(-4.9 + 2.5 + 0.015)
+    assert "policy/entropy" not in charts
+
+
+def test_held_out_figures_stand_in_the_chart_of_their_metric(tmp_path: Path) -> None:
+    write_metrics(tmp_path, {"reward/mean": [-3.0, -2.0], "reward/val_mean": ["", -2.5]})
+    [chart] = charts_of(collect(tmp_path, ALL)).values()
+    assert [series["label"] for series in chart["series"]] == ["", "held-out problems"]
+    assert (chart["series"][1]["x"], chart["series"][1]["y"]) == ([2], [-2.5])
+
+
+def test_every_metric_is_drawn_once(tmp_path: Path) -> None:
+    names = ["reward/correct", "reward/own_term", "policy/loss", "perf/mfu", "rollout/staleness"]
+    write_metrics(
+        tmp_path, {name: [1.0, 2.0] for name in [*names, "reward/val_correct", "eval/aime24/pass_at_1"]}
+    )
+    sections = {
+        s["title"]: [c["name"] for c in s["charts"]] for s in curve_sections([collect(tmp_path, ALL)])
+    }
+    assert sections["Reward"] == ["reward/correct", "reward/own_term"]
+    assert sections["Policy"] == ["policy/loss"]
+    assert sections["All other figures"] == ["perf/mfu", "rollout/staleness"]
+
+
+def test_cells_that_are_not_finite_are_gaps_and_told(tmp_path: Path) -> None:
+    write_metrics(tmp_path, {"reward/mean": ["nan", -2.0, "inf", -1.0], "policy/lr": ["nan", "", "", ""]})
+    run = collect(tmp_path, ALL)
+    assert run.metrics == {"reward/mean": ([1, 2, 3, 4], [None, -2.0, None, -1.0])}
+    assert "reward/mean is not finite at 2 steps (first: 1)" in run.notes[0]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    synthetic_run(tmp_path)
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("7,-1.2,0.")
+    with open(tmp_path / "rollouts.jsonl", "a") as file:
+        file.write('{"step": 7, "rew')
+    run = collect(tmp_path, ALL)
+    assert run.metrics["reward/mean"][0] == [1, 2, 3, 4, 5, 6]
+    assert run.completions.total == 48
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "must be the folder of a run"),
+        ({"rollouts.jsonl": ""}, "no figures yet"),
+        ({"metrics.csv": "step,reward/mean\n"}, "no figures yet"),
+        ({"metrics.csv": "step,reward/mean\n1,much\n"}, "column reward/mean has 'much'"),
+        ({"metrics.csv": "reward/mean\n1\n"}, "column step has None"),
+        ({"metrics.csv": "step,a\nnan,1\n"}, "must be whole numbers"),
+        ({"groups.json": "[1,"}, "must be JSON"),
+        ({"evaluation.json": "[]"}, "must hold a JSON dict"),
+        ({"rollouts.jsonl": "no json\n"}, "must be JSON, but line 1"),
+        ({"rollouts.jsonl": "[1]\n"}, "must be a JSON object, but one is [1]"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(files: dict[str, str], reason: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=re.escape(reason)) as error:
+        collect(tmp_path, ALL)
+    assert "\n" not in str(error.value)
+
+
+def test_only_a_report_is_overwritten(tmp_path: Path) -> None:
+    run, path = synthetic_run(tmp_path / "run"), tmp_path / "page.html"
+    path.write_text("<!doctype html>my own page")
+    with pytest.raises(InputError, match="is no report"):
+        report([str(run)], output=str(path))
+    assert path.read_text() == "<!doctype html>my own page"
+    path.unlink()
+    report([str(run)], output=str(path))
+    report([str(run)], output=str(path))
+    assert path.read_text().startswith(MARKER)
+    with pytest.raises(InputError, match="is a folder"):
+        report([str(run)], output=str(run))
+    with pytest.raises(InputError, match="max_completions must be above 0"):
+        report([str(run)], max_completions=0)
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    assert short_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    with pytest.raises(InputError, match="named twice"):
+        short_names([Path("/x/a"), Path("/x/../x/a")])
+
+
+def test_a_bounded_page_keeps_what_matters_of_every_problem(tmp_path: Path) -> None:
+    rows = []
+    for step in range(1, 51):
+        for problem in ((2 * step) % 20, (2 * step + 1) % 20):
+            rows += [completion(step, problem, n, math.sin(100 * step + 7 * problem + n)) for n in range(8)]
+    write_rows(tmp_path / "rollouts.jsonl", rows)
+    found = collect(tmp_path, Bounds(200, 10**9)).completions
+    assert found.total == 800
+    assert len(found.kept) == 200
+    for problem in range(20):
+        own = [i for i, row in enumerate(rows) if row["row"] == problem + 1]
+        best, worst = (choose(own, key=lambda i: rows[i]["reward"]) for choose in (max, min))
+        assert {best, worst, own[0], own[-1]} <= found.kept.keys()
+    by_step = [sum(row["step"] == step for row in found.kept.values()) for step in range(1, 51)]
+    assert min(by_step) > 0
+    # The curve's spread is still that of all completions.
+    assert found.spreads["reward"][7].count == 16
+    size = len(rows[0]["explanation"])
+    few = collect(tmp_path, Bounds(200, 60 * size))
+    texts = sum(len(row["text"]) for row in few.completions.kept.values())
+    problems = {row["problem"] for row in few.completions.kept.values()}
+    texts += sum(len(p.question + p.solution) for p in map(few.completions.problems.__getitem__, problems))
+    assert 20 * size < texts <= 60 * size
+    assert "of the 800 completions in rollouts.jsonl are on this page" in few.notes[0]
+
+
+def test_the_most_improved_beats_the_mean_of_the_first_time_by_most(tmp_path: Path) -> None:
+    rewards = {1: [-4.0, -2.0], 2: [-3.5, -1.0], 3: [-0.5, -6.0]}
+    rows = [
+        completion(step, 0, n, reward) for step, group in rewards.items() for n, reward in enumerate(group)
+    ]
+    rows += [completion(1, 1, n, -2.0 - n) for n in range(2)]
+    write_rows(tmp_path / "rollouts.jsonl", rows)
+    completions = data_of([collect(tmp_path, ALL)])["completions"]
+    again, once = (problem["runs"][0] for problem in completions["problems"])
+    assert again == {"best": 4, "worst": 5, "improved": 4, "gain": 2.5, "first_mean": -3.0, "times": 3}
+    assert once == {"best": 6, "worst": 7, "improved": None, "gain": None, "first_mean": -2.5, "times": 1}
+
+
+def test_scores_of_any_source_are_read(tmp_path: Path) -> None:
+    terms = {"reward": -1.0, "kl_reward": -0.5}
+    answer = "<|begin_of_thought|>\n\nthe thought\n\n<|end_of_thought|>\n\n"
+    answer += "<|begin_of_solution|>\n\nthe end\n\n<|end_of_solution|>"
+    turns = [{"from": "user", "value": "Why?"}, {"from": "assistant", "value": answer}]
+    rows = [
+        {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, **terms},
+        {"problem": "Q", "solution": "S", "reasoning_trace": "no", "r1": "R", "trace_column": "r1", **terms},
+        {"conversations": turns, **terms},
+    ]
+    write_rows(tmp_path / "scores.jsonl", rows)
+    found = collect(tmp_path, ALL).completions
+    assert [row["text"] for row in found.kept.values()] == ["T", "R", "the thought"]
+    assert [(problem.question, problem.solution) for problem in found.problems] == [
+        ("Q", "S"),
+        ("Why?", "the end"),
+    ]
+    assert found.terms == ["reward", "kl_reward"]  # level is a column of the source
+    own_tags = [{"from": "assistant", "value": "[t]the thought[/t]"}]
+    row = {"question": "Q", "solution": "S", "reasoning_trace": "T", "trace": 1, "conversations": own_tags}
+    write_rows(tmp_path / "two" / "traces.jsonl", [row | terms | {"closed": True, "num_tokens": 7}])
+    found = collect(tmp_path / "two", ALL).completions
+    assert [(row["text"], row["number"]) for row in found.kept.values()] == [("T", 1)]
+    assert found.terms == ["reward", "kl_reward", "num_tokens", "closed"]
+
+
+def test_numbers_are_cut_and_never_nan(tmp_path: Path) -> None:
+    assert rounded({"a": [1.23456789, 3, "x", None, True]}) == {"a": [1.23457, 3, "x", None, True]}
+    row = completion(1, 0, 0, math.nan) | tokens() | {"thought_kl": [0.1, math.inf, 0.2, 0.3, 0.4, 0.5]}
+    write_rows(tmp_path / "rollouts.jsonl", [row])
+    report([str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*)</script>', page)[1])  # type: ignore[index]
+    assert data["completions"]["terms"]["reward"] == [None]
+    assert data["completions"]["tokens"]["0"]["thought_kl"][1] is None
+
+
+def test_the_command_line_takes_run_folders(tmp_path: Path) -> None:
+    one, two = synthetic_run(tmp_path / "one"), synthetic_run(tmp_path / "two")
+    result = rlt("report", str(one))
+    assert result.returncode == 0, result.stderr
+    assert str(one / "report.html") in result.stdout
+    result = rlt(
+        "report", str(one), "--output", str(tmp_path / "both.html"), str(two), "--max_completions=20"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Report of one and two" in (tmp_path / "both.html").read_text()
+    for arguments, reason in (
+        ([], "rlt report needs a run"),
+        ([str(tmp_path)], "must be the folder of a run"),
+        ([str(one), "--page", "x"], "--page"),
+    ):
+        result = rlt("report", *arguments)
+        assert result.returncode == 2
+        assert reason in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_real_runs_page_shows_its_completions_and_tokens(
+    tiny_model: str, tmp_path: Path, opened: Any
+) -> None:
+    run = tmp_path / "run"
+    options = ("--trainer.max_steps=3", "--rollouts.sampling.max_completion_length=6")
+    result = rlt(*small_fit(tiny_model, run, *options, "--data.num_embedded_rows=3"))
+    assert result.returncode == 0, result.stderr
+    report([str(run)])
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    page = opened(run / "report.html")
+    page.draw_all()
+    names = page.page.locator(".chart code").all_inner_texts()
+    assert {"reward/mean", "reward/kl", "policy/entropy", "rollout/closed_frac"} <= {n.strip() for n in names}
+    best = max(range(len(rows)), key=lambda i: rows[i]["reward"])
+    assert page.shown()[0] == best
+    page.page.locator(".row").first.click()
+    thought, solution = page.page.locator(".list .detail .text[role=group]").all()
+    assert thought.evaluate("(node) => node.textContent") == "".join(rows[best]["thought_tokens"])
+    assert solution.evaluate("(node) => node.textContent") == "".join(rows[best]["solution_tokens"])
+    assert rows[best]["solution"].strip() in solution.evaluate("(node) => node.textContent")
+
+
+def test_texts_stay_texts(tmp_path: Path, opened: Any) -> None:
+    texts = {"explanation": EVIL, "question": EVIL, "solution": EVIL}
+    row = completion(1, 0, 0, -1.0) | texts | tokens() | {"thought_tokens": [EVIL, "b", "", "", "", ""]}
+    write_rows(tmp_path / EVIL.replace("/", "_") / "rollouts.jsonl", [row | {"finish_reason": EVIL}])
+    write_page(tmp_path / "one.html", EVIL, data_of_rows([row]))
+    report([str(tmp_path / EVIL.replace("/", "_"))], output=str(tmp_path / "run.html"))
+    for name in ("one.html", "run.html"):
+        page = opened(tmp_path / name)
+        assert page.page.locator("img").count() == 0
+        assert EVIL.replace("\u2028", "") in page.page.locator("main").evaluate(
+            "(node) => node.textContent.replaceAll('\u2028', '')"
+        )
+
+
+def test_sorting_and_filtering_give_exactly_their_rows(tmp_path: Path, opened: Any) -> None:
+    rows = [
+        completion(1 + i // 10, i % 5, i % 10, math.sin(i), kl_reward=math.cos(i), explanation=f"text {i}")
+        for i in range(60)
+    ]
+    rows[7]["explanation"] = "a NEEDLE here"
+    del rows[3]["kl_reward"]
+    write_rows(tmp_path / "rollouts.jsonl", rows)
+    report([str(tmp_path)])
+    page = opened(tmp_path / "report.html")
+
+    def expected(test: Any, key: Any, reverse: bool = True) -> list[int]:
+        return sorted(
+            (i for i, row in enumerate(rows) if test(row)), key=lambda i: key(rows[i]), reverse=reverse
+        )
+
+    assert page.shown() == expected(lambda row: True, lambda row: row["reward"])[:20]
+    page.page.get_by_text("Next page").click()
+    assert page.shown() == expected(lambda row: True, lambda row: row["reward"])[20:40]
+    page.set("Sort by", "KL term")
+    page.set("Order", "smallest first")
+    known = expected(lambda row: "kl_reward" in row, lambda row: row["kl_reward"], reverse=False)
+    assert page.shown() == known[:20]
+    for _ in range(2):
+        page.page.get_by_text("Next page").click()
+    assert page.shown() == [*known[40:], 3]  # without the figure: last
+    page.page.get_by_text("Filter by terms").click()
+    page.set("reward, at least", "-0.5")
+    page.set("KL term, at most", "0.25")
+    page.set("Iteration from", "2")
+    page.set("to", "4")
+
+    def inside(row: dict[str, Any]) -> bool:
+        return row["reward"] >= -0.5 and row.get("kl_reward", 9) <= 0.25 and 2 <= row["step"] <= 4
+
+    wanted = expected(inside, lambda row: row["kl_reward"], reverse=False)
+    assert 0 < len(wanted) < 20
+    assert page.shown() == wanted
+    assert page.page.get_by_text(f"{len(wanted)} of 60 completions").count() == 1
+    page.set("Problem (row)", "3")
+    assert page.shown() == [i for i in wanted if rows[i]["row"] == 3]
+    page.page.get_by_text("Clear filters").click()
+    page.set("Text of explanation, question or solution", "needle")
+    assert page.shown() == [7]
+    page.set("Text of explanation, question or solution", "How much is 4 + 4")
+    assert sorted(page.shown()) == [i for i, row in enumerate(rows) if row["row"] == 5]
+
+
+def test_each_tokens_figure_is_told_on_focus_and_hover_by_keys_alone(tmp_path: Path, opened: Any) -> None:
+    write_page(tmp_path / "one.html", "One", data_of_rows([completion(1, 0, 0, -1.0) | tokens()]))
+    page = opened(tmp_path / "one.html").page
+    tip = page.locator("#tip")
+    for _ in range(12):  # Tab leads to the explanation, in one stop
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.classList.contains('t')"):
+            break
+    assert "KL 0.050 nats" in tip.inner_text()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text() == "“ twice”: KL 5.25 nats\nnumber 1 of 5 by surprise"
+    page.keyboard.press("ArrowRight")  # the character of two tokens is one stop
+    assert "“🙂”: KL 2.50 nats (2 tokens: 0.200, 2.50)" in tip.inner_text()
+    page.keyboard.press("End")
+    assert "KL −1.75 nats" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert tip.is_hidden() or tip.bounding_box()["x"] < 0
+    classes = (
+        page.locator(".text").nth(1).locator(".t").evaluate_all("(all) => all.map((one) => one.className)")
+    )
+    assert classes == ["t line", "t w2", "t w4", "t w3", "t c3"]
+    page.locator(".text[role=group]").last.locator(".t").nth(2).hover()
+    assert "log-prob −6.50 nats, probability 0.002" in tip.inner_text()
+    page.get_by_role("button", name=re.compile("^twice|^ twice")).click()
+    assert "KL 5.25 nats" in tip.inner_text()
+    assert page.evaluate("document.activeElement.textContent") == " twice"
+
+
+def test_runs_are_overlaid_in_their_own_colours(tmp_path: Path, opened: Any) -> None:
+    one, two = synthetic_run(tmp_path / "one"), synthetic_run(tmp_path / "two", shift=0.5)
+    (one / "config.yaml").write_text("model: {init_args: {teacher: t, reward: {kl_weight: 3.0}}}\n")
+    (two / "config.yaml").write_text("model: {init_args: {teacher: t, reward: {kl_weight: 1.0}}}\n")
+    report([str(one), str(two)], output=str(tmp_path / "both.html"))
+    page = opened(tmp_path / "both.html")
+    page.draw_all()
+    legend = page.page.locator(".legend button")
+    assert legend.all_inner_texts() == ["one", "two"]
+    colors = page.page.locator(".plot").evaluate_all(
+        """(plots) => plots.filter((plot) => plot.data[0].type === "scatter").map((plot) =>
+             plot.data.filter((trace) => trace.line.width).map((trace) => trace.name + trace.line.color))"""
+    )
+    assert len(colors) >= 5
+    assert all(sorted(found) == sorted(colors[0]) for found in colors)
+    assert len(set(colors[0])) == 2
+    assert page.page.get_by_text("Settings that differ: 1").count() == 1
+    legend.first.click()
+    names = page.page.locator(".plot").first.evaluate("(plot) => plot.data.map((trace) => trace.name)")
+    assert not any(name and name.startswith("one") for name in names)
+    assert legend.first.get_attribute("aria-pressed") == "false"
+    page.set("Run", "two")
+    assert page.shown()
+    assert min(page.shown()) >= 48
+
+
+def test_best_worst_and_most_improved_stand_side_by_side(tmp_path: Path, opened: Any) -> None:
+    report([str(synthetic_run(tmp_path / "run"))])
+    page = opened(tmp_path / "run" / "report.html").page
+    assert page.locator(".card h3").all_inner_texts() == ["Best and most improved", "Worst"]
+    assert "problem" not in page.locator(".card").first.inner_text().split("\n")[0]
+    gain = page.locator(".card").first.get_by_text("over the first time").inner_text()
+    assert gain.startswith("+0.415 over")  # 0.4 by four steps, and 0.015 above the mean of the group
+    first = page.locator("section .label + .text").first.inner_text()
+    page.get_by_role("button", name="Next", exact=True).click()
+    assert page.locator("section .label + .text").first.inner_text() != first
+    write_rows(tmp_path / "once" / "rollouts.jsonl", [completion(1, 0, n, -1.0 - n) for n in range(3)])
+    report([str(tmp_path / "once")])
+    page = opened(tmp_path / "once" / "report.html").page
+    assert page.get_by_text("Every problem was met once").count() == 1
+    assert page.locator(".card h3").all_inner_texts() == ["Best", "Worst"]
+
+
+def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opened: Any) -> None:
+    ranked, tested = tmp_path / "ranked", tmp_path / "tested"
+    ranked.mkdir()
+    tested.mkdir()
+    groups = [
+        {"group": i, "file": "f", "num_rows": 4, "reward": -i, "solution_log_prob_reward": -i / 2}
+        | {"kl_reward": -i / 2, "format_reward": 0.0, "reward_min": -i - 0.4, "reward_max": -i + 0.4}
+        for i in range(1, 17)
+    ]
+    (ranked / "groups.json").write_text(json.dumps(groups))
+    found = {
+        "num_problems": 500,
+        "num_samples": 2,
+        "pass_at_1": 0.75,
+        "standard_error": 0.02,
+        "pass_at_k": 0.8,
+    }
+    found |= {"maj_at_k": 0.76, "formatted_frac": 1.0, "timed_out_frac": 0.0, "title": "MATH-500"}
+    found |= {"pass_at": {"1": 0.75, "2": 0.8}}
+    summary = {"model": "m", "sets": {"math500": found}, "overall": None}
+    (tested / "evaluation.json").write_text(json.dumps(summary))
+    report([str(ranked)])
+    report([str(tested)])
+    page = opened(ranked / "report.html")
+    page.draw_all()
+    assert page.page.locator("h2").all_inner_texts() == ["Runs", "Groups by reward"]
+    lines = page.page.locator(".plot").evaluate("(plot) => plot.data.map((trace) => trace.y.length)")
+    assert lines == [16] * 5  # the band's two sides, reward and two terms
+    page = opened(tested / "report.html")
+    page.draw_all()
+    assert page.page.locator("h2").all_inner_texts() == ["Runs", "Evaluation"]
+    bar = page.page.locator(".plot").first.evaluate("(plot) => [plot.data[0].y, plot.data[0].error_y.array]")
+    assert bar == [[75], [2]]
+    assert page.page.get_by_role("cell", name="75.0 ± 2.0").count() == 1
+    assert page.page.get_by_text("RLT-32B-1K").count() == 1  # the paper's table
+
+
+def test_ten_thousand_completions_stay_quick(tmp_path: Path, opened: Any) -> None:
+    rows = [
+        completion(
+            1 + i // 64, (i // 16) % 500, i % 16, math.sin(i), explanation=f"{i} " + "words of it " * 80
+        )
+        for i in range(10_050)
+    ]
+    write_rows(tmp_path / "rollouts.jsonl", rows)
+    report([str(tmp_path)])
+    page = opened(tmp_path / "report.html")
+    assert page.page.get_by_text("10,000 of 10,000 completions").count() == 1
+    assert page.page.get_by_text("10,000 of the 10,050 completions in rollouts.jsonl").count() == 1
+    assert page.page.locator(".row").count() == 20  # a page of them, not all
+    assert page.page.evaluate("document.querySelectorAll('*').length") < 5000
+    page.set("Sort by", "problem")
+    page.set("Text of explanation, question or solution", "10049 words")
+    assert page.page.locator(".row").count() == 1
+
+
+def violations(page: Any) -> list[str]:
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{v['id']}: {v['nodes'][0]['html'][:200]}" for v in found if v["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(scheme: str, tmp_path: Path, opened: Any) -> None:
+    runs = [str(synthetic_run(tmp_path / name)) for name in ("one", "two")]
+    report(runs, output=str(tmp_path / "page.html"))
+    page = opened(tmp_path / "page.html", scheme=scheme)
+    page.draw_all()
+    page.page.locator(".row").first.click()
+    assert violations(page.page) == []
+    levels = page.page.locator("h1, h2, h3, h4").evaluate_all(
+        "(all) => all.map((one) => Number(one.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    label = page.page.locator(".plot").first.get_attribute("aria-label")
+    assert label.startswith(
+        "Reward, nats by iteration. one: −4.90 at 1, −4.40 at 6; least −4.90, largest −4.40."
+    )
+    table = page.page.locator(".chart table").first.inner_text().split()
+    assert "−4.90" in table
+
+
+def test_the_theme_follows_the_system_and_the_button(tmp_path: Path, opened: Any) -> None:
+    report([str(synthetic_run(tmp_path / "run"))])
+    page = opened(tmp_path / "run" / "report.html", scheme="dark")
+    page.draw_all()
+
+    def looks() -> tuple[str, str]:
+        background = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return background, page.page.locator(".plot").first.evaluate("(plot) => plot.layout.font.color")
+
+    dark = looks()
+    page.page.get_by_role("button", name="Light theme").click()
+    light = looks()
+    assert light[0] == "rgb(255, 255, 255)"
+    assert dark[0] != light[0]
+    assert dark[1] != light[1]
+    page.page.reload()
+    assert page.page.evaluate("document.documentElement.dataset.theme") == "light"  # it is remembered
+
+
+def test_a_phone_shows_all_without_scrolling_sideways(tmp_path: Path, opened: Any) -> None:
+    runs = [str(synthetic_run(tmp_path / ("a-run-with-quite-a-long-name" * 3 + name))) for name in ("1", "2")]
+    report(runs, output=str(tmp_path / "page.html"))
+    page = opened(tmp_path / "page.html", width=390)
+    page.draw_all()
+    page.page.locator(".row", has_text="with tokens").first.click()
+    assert page.overflow() == 0
+    page.page.locator(".list .detail .t").nth(2).click()  # a tap tells a token's figure
+    assert "KL 5.25 nats" in page.page.locator("#tip").inner_text()
+    box = page.page.locator("#tip").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390
