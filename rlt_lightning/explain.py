@@ -19,6 +19,7 @@ from rlt_lightning.datamodules.rows import BadRowError, parse_row, read_rows
 from rlt_lightning.datamodules.stratos import as_list
 from rlt_lightning.jsonl import Row, whole_rows
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.types import InputError, PromptBatch
 
 # Of 256 colours, from a token as the student expects it to one that surprises it most.
@@ -153,6 +154,8 @@ class Explainer(Callback):
                 f"{type(reward).__name__}, which asks no model. Choose a config with an RLTReward, such as "
                 "configs/rank.yaml."
             )
+        if self.options.html:
+            require_replaceable(Path(self.options.html))
 
     @override
     def on_predict_batch_end(
@@ -172,6 +175,9 @@ class Explainer(Callback):
             rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
         print(page(rows[0], rows[1], parts, pl_module.reward, self.options.top, sys.stdout.isatty()))  # type: ignore[arg-type]
+        if self.options.html:
+            write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
+            print(f"\n{self.options.html}: the same as a page")
 
 
 def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, colours: bool) -> str:
