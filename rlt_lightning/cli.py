@@ -553,7 +553,9 @@ def one_line(message: str) -> str:
     if "Does not validate against any of the Union subtypes" in message and reasons:
         place = re.match(r'Parser key "[^"]+":', message)
         value = re.search(r"Given value: (.+)$", message)
-        plain = reasons[-1].startswith(("Expected a", "Import path does"))  # else a class says itself what came
+        plain = reasons[-1].startswith(
+            ("Expected a", "Import path does")
+        )  # else a class says itself what came
         got = f". Got value: {value.group(1)}" if plain and value else ""
         fault = class_fault(value.group(1)) if value and CLASS_FAULTS.search(reasons[-1]) else None
         message = (f"{place.group()} " if place else "") + (fault or reasons[-1] + got)
@@ -581,20 +583,22 @@ def class_fault(value: str) -> str | None:
     if not isinstance(found, type):
         return None
     if abstract := getattr(found, "__abstractmethods__", None):
-        return f"{path.group(1)} must have its base class's method(s) {', '.join(sorted(abstract))}. Write them."
-    methods = {n: f for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
-    missing = [n for n in methods if not callable(getattr(found, n, None))]
-    other = [n for n in methods if n not in missing and parameters(getattr(found, n)) != parameters(methods[n])]
+        return (
+            f"{path.group(1)} must have its base class's method(s) {', '.join(sorted(abstract))}. Write them."
+        )
+    wanted = {n: parameters(f) for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
+    missing = [n for n in wanted if not callable(getattr(found, n, None))]
+    other = [n for n in wanted if n not in missing and parameters(getattr(found, n)) != wanted[n]]
     parts = [f"has no {', '.join(missing)}"] if missing else []
     parts += [f"has other parameters of {', '.join(other)}"] if other else []
-    if not parts:  # the parser compares annotations, and resolves only those that are postponed
+    if parts:
         return (
-            f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. Copy "
-            "the annotations, and put `from __future__ import annotations` on top of its file."
+            f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but "
+            f"{' and '.join(parts)}. Write them, or derive it from rlt_lightning.engines.ServedEngine."
         )
-    return (
-        f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but {' and '.join(parts)}. "
-        "Write them, or derive it from rlt_lightning.engines.ServedEngine."
+    return (  # the parser compares annotations, and resolves only those that are postponed
+        f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. "
+        "Copy the annotations, and put `from __future__ import annotations` on top of its file."
     )
 
 
