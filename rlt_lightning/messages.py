@@ -60,21 +60,19 @@ def class_fault(value: str) -> str | None:
         return (
             f"{path.group(1)} must have its base class's method(s) {', '.join(sorted(abstract))}. Write them."
         )
-    methods = {n: f for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
-    missing = [n for n in methods if not callable(getattr(found, n, None))]
-    other = [
-        n for n in methods if n not in missing and parameters(getattr(found, n)) != parameters(methods[n])
-    ]
+    wanted = {n: parameters(f) for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
+    missing = [n for n in wanted if not callable(getattr(found, n, None))]
+    other = [n for n in wanted if n not in missing and parameters(getattr(found, n)) != wanted[n]]
     parts = [f"has no {', '.join(missing)}"] if missing else []
     parts += [f"has other parameters of {', '.join(other)}"] if other else []
-    if not parts:  # the parser compares annotations, and resolves only those that are postponed
+    if parts:
         return (
-            f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. Copy "
-            "the annotations, and put `from __future__ import annotations` on top of its file."
+            f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but "
+            f"{' and '.join(parts)}. Write them, or derive it from rlt_lightning.engines.ServedEngine."
         )
-    return (
-        f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but {' and '.join(parts)}. "
-        "Write them, or derive it from rlt_lightning.engines.ServedEngine."
+    return (  # the parser compares annotations, and resolves only those that are postponed
+        f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. "
+        "Copy the annotations, and put `from __future__ import annotations` on top of its file."
     )
 
 

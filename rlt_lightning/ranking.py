@@ -39,7 +39,7 @@ def equal_groups(rewards: list[float], num_groups: int) -> list[list[int]]:
 
 
 def write_groups(rows: list[Row], num_groups: int, terms: Sequence[str], folder: Path) -> None:
-    """Write each group's rows, the means of these terms and a plot: `groups/`, `groups.json`, `groups.svg`."""
+    """Write each group's rows, means of the terms and a plot: `groups/`, `groups.json`, `groups.svg`."""
     groups = [[rows[i] for i in group] for group in equal_groups([row["reward"] for row in rows], num_groups)]
     (folder / "groups").mkdir(exist_ok=True)
     for stale in (folder / "groups").glob("group-*.jsonl"):  # of an earlier division

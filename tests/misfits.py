@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
-from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import HFEngine, Sampling, ServedEngine
+from rlt_lightning.engines import HFEngine, ServedEngine
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.types import Rollout
 
@@ -70,10 +68,3 @@ class Terms(RLTReward):
             "nan": {"one": one, "two": two.index_fill(0, torch.tensor([1]), torch.nan)},
         }
         return made[self.kind]
-
-
-class Loosener(Callback):
-    """A schedule that goes beyond what was checked."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        RolloutCallback.of(trainer).follow(lambda sampling, step: Sampling(max_completion_length=2000))

@@ -1,4 +1,4 @@
-"""docs/extending.md as written: its files in an empty folder, its commands, and only the installed package."""
+"""docs/extending.md as written: its files in an empty folder, its commands, the installed package."""
 
 from __future__ import annotations
 
@@ -341,7 +341,9 @@ def test_the_tokens_are_those_of_the_server_however_it_tells_them(
 
 def test_texts_that_may_be_other_tokens_are_refused(engine: Any, server: CompletionServer) -> None:
     server.tells, server.script = "texts", server.tokenizer.encode("Yes 🙃")[:-1]
-    with pytest.raises(EngineError, match=rf"{server.url} must send token ids.*leave no doubt.*'\\ufffd'|�"):
+    with pytest.raises(
+        EngineError, match=rf"{server.url} must send token ids.*leave no doubt, but sent .*\ufffd"
+    ):
         ask(engine)
 
 
@@ -374,6 +376,16 @@ def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: C
         engine.update_weights([], 1)
 
 
+def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: CompletionServer) -> None:
+    server.script = server.tokenizer.encode("42.</explanation> More.")  # as `rlt test` asks
+    [group] = engine.generate([[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[30])
+    assert group[0].token_ids == [*server.script, server.tokenizer.eos_token_id]
+    assert group[0].finish_reason == "eos"
+    server.script = [9] * 3
+    [group] = engine.generate([[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[3])
+    assert (group[0].token_ids, group[0].finish_reason) == ([9] * 3, "length")
+
+
 # What is wrong is told in one line
 
 
@@ -384,7 +396,6 @@ def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: C
         (["--model.reward=misfits.Nope"], "module 'misfits' has no attribute 'Nope'"),
         (["--model.reward=misfits.NoBase"], "misfits.NoBase does not correspond to a subclass of Reward"),
         (["--model.reward=misfits.TakenName"], "TakenName.extra_names has 'kl', which is taken"),
-        (["--trainer.callbacks+=nowhere.Callback"], "'nowhere.Callback': No module named 'nowhere'"),
         (["--trainer.callbacks+=misfits.NoBase"], "a subclass of Callback. Got value: misfits.NoBase"),
         (["--rollouts.engine=nowhere.Engine"], "'nowhere.Engine': No module named 'nowhere'"),
         (
@@ -397,7 +408,6 @@ def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: C
             "must annotate its methods as rlt_lightning.engines.Engine",
         ),
         (["--rollouts.engine=misfits.HalfServed"], "base class's method(s) complete. Write them."),
-        (["--trainer.callbacks+=misfits.Loosener"], "at step 0 it gave Sampling(temperature=0.7"),
         (["--model.reward=misfits.Terms", "--model.reward.kind=column"], "but 'one' is (8, 1). Correct it."),
     ],
 )

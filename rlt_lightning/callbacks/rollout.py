@@ -174,8 +174,8 @@ class RolloutCallback(Callback):
         """
         if self.schedule not in (None, schedule):
             raise InputError(
-                f"Rollouts can follow one schedule, but {schedule} comes after {self.schedule}. Remove one of "
-                "the callbacks, or make one of both."
+                f"Rollouts can follow one schedule, but {schedule} comes after {self.schedule}. Remove one "
+                "of the callbacks, or make one of both."
             )
         self.schedule = schedule
 
@@ -193,8 +193,8 @@ class RolloutCallback(Callback):
         if sampling.max_completion_length > longest or sampling.temperature == 0 or loosened:
             raise InputError(
                 f"A schedule must keep to rollouts.sampling, which was checked: at most {longest} tokens, a "
-                "temperature above 0, and no top_p, top_k, min_p or repetition_penalty that is off there. But "
-                f"at step {step} it gave {sampling}. Correct it, or raise "
+                "temperature above 0, and no top_p, top_k, min_p or repetition_penalty that is off there. "
+                f"But at step {step} it gave {sampling}. Correct it, or raise "
                 "rollouts.sampling.max_completion_length."
             )
         return sampling

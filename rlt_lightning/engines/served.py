@@ -18,8 +18,8 @@ from rlt_lightning.types import Completion, InputError
 class ServedEngine(ABC):
     """An `Engine` whose server has weights of its own: for `rlt predict` and `rlt test` with a trained model.
 
-    A subclass writes `complete` and `score`, both called from several threads. What the server calls log-probs
-    is not taken for those of sampling: the trainer computes its own where it needs them.
+    A subclass writes `complete`, which is called from several threads, and `score`. What the server calls
+    log-probs is not taken for those of sampling: the trainer computes its own where it needs them.
 
     Args:
         url: Of the server, for messages and records.
@@ -131,7 +131,7 @@ class ServedEngine(ABC):
             )
         self.policy_version = policy_version
 
-    def join_update(self, named_tensors: list[NamedTensor]) -> None:
+    def join_update(self, named_tensors: list[NamedTensor]) -> None:  # noqa: B027  (may stay so)
         """Nothing: no weights are sent."""
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
@@ -145,10 +145,10 @@ class ServedEngine(ABC):
                 "Let it serve that one, or set model.teacher to what it serves."
             )
 
-    def health(self) -> None:
+    def health(self) -> None:  # noqa: B027
         """Nothing: the next call tells."""
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027
         """Nothing: it shares no GPU with training."""
 
     def close(self) -> None:

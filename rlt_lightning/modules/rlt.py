@@ -35,7 +35,8 @@ class RLTModule(PolicyModule):
         student: Frozen model that scores the explanations; it shares the teacher's vocabulary. None for a
             reward that needs none.
         group_size: Completions per problem, G; 64 in the paper.
-        reward: The RLT reward and its options, or a TextReward: CorrectnessReward makes this traditional RL.
+        reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
+            CorrectnessReward makes this traditional RL.
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
@@ -185,7 +186,7 @@ class RLTModule(PolicyModule):
     def recipe(self) -> dict[str, Any]:
         """What prediction is made with, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
-        reward = ", ".join(f"{name} {value}" for name, value in options.items())
+        reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
         return {"teacher": self.pretrained, "student": self.student_name, "reward": reward}
 
     def teardown(self, stage: str) -> None:

@@ -122,15 +122,15 @@ class StudentScorer:
         if not isinstance(terms, dict) or set(terms) != set(names):
             found = list(terms) if isinstance(terms, dict) else type(terms).__name__
             raise InputError(
-                f"{name}.extra_terms must return the terms of {name}.extra_names, {list(names)}, but returned "
-                f"{found}. Let them agree."
+                f"{name}.extra_terms must return the terms of {name}.extra_names, {list(names)}, but "
+                f"returned {found}. Let them agree."
             )
         for term, values in terms.items():
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             if shape != (len(rows),):
                 raise InputError(
-                    f"{name}.extra_terms must return tensors with one number per rollout, ({len(rows)},), but "
-                    f"'{term}' is {shape}. Correct it."
+                    f"{name}.extra_terms must return tensors with one number per rollout, ({len(rows)},), "
+                    f"but '{term}' is {shape}. Correct it."
                 )
             require_finite(values, f"reward term '{term}'", [r.problem.row for r in rows])
         return {term: terms[term].to(self.device, torch.float32) for term in names}

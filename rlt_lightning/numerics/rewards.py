@@ -115,8 +115,8 @@ class RewardTerms:
 class RLTRewardTerms(RewardTerms):
     """The RLT reward of each completion and what it is made of; all (N,).
 
-    `reward` is the sum of the first three terms and of `extra`. Means, minima and maxima over tokens are given
-    as they entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
+    `reward` is the sum of the first three terms and of `extra`. Means, minima and maxima over tokens are
+    given as they entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
     """
 
     solution_log_prob_reward: Tensor  # w_SS * r_SS
@@ -233,7 +233,8 @@ class RLTReward(Reward):
             if name in TAKEN_NAMES or name.startswith("val_") or not name.isidentifier():
                 raise ValueError(
                     f"A term of a reward needs a name of its own, such as 'length', but "
-                    f"{type(self).__name__}.extra_names has {name!r}, which is taken or no name. Choose another."
+                    f"{type(self).__name__}.extra_names has {name!r}, which is taken or no name. "
+                    "Choose another."
                 )
 
     def columns(self) -> tuple[str, ...]:
