@@ -38,13 +38,12 @@ OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else o
 RUN: dict[str, list[str]] = {
     "rlt fit --config configs/quickstart.yaml --output_dir runs/q": ["--data.num_embedded_rows=10"],
     "rlt export --ckpt_path": [],
-    "rlt validate --config configs/learning_correctness.yaml": ["--data.val_rows=2"],
+    "rlt validate --config configs/learning_rlt.yaml": ["--data.num_embedded_rows=4"],
     "rlt predict --config configs/rank.yaml --data.source FILE": [],
-    "rlt predict --config configs/laptop_generate.yaml": [],
-    "rlt test --config configs/laptop_evaluate.yaml": ["--rollouts.num_samples=1"],
     "rlt plan --config configs/quickstart.yaml": [],
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
 }
+STANDS_FOR = {"runs/first/config.yaml": "configs/quickstart.yaml"}  # what no run has made here
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,7 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         return
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [str(files / option) if (files / option).is_file() else option for option in options]
+    options = [STANDS_FOR.get(option, option) for option in options]
     words = options if verb in cli.COMMANDS else ["fit" if verb == "plan" else verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]
     sys.path.insert(0, str(files))
@@ -293,7 +293,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     end = 2 * len(configs)  # what follows the configs is the command's own, and counts
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= {"runs/RUN/checkpoints/step=000120.ckpt": str(runs / "q")}
-    known |= dict.fromkeys(("runs/student_sft/model", "runs/learning_correctness/model"), model)
+    known |= dict.fromkeys(("runs/student_sft/model", "runs/learning_warmup/model"), model)
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in cli.VERBS and "--output_dir" not in options:
@@ -333,8 +333,8 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
 
 
 def test_every_verb_is_run() -> None:
-    on_the_first_page = {"report"}
-    assert {start.split()[1] for start in RUN} | on_the_first_page >= set(VERBS)
+    elsewhere = {"report", "test"}  # on the first page; in tests/test_configs.py
+    assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
 
 
 SMALLER = {"max_completion_length=4096": "max_completion_length=1024", "=500,": "=50,", "=3000)": "=300)"}
@@ -394,3 +394,15 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     for message in messages:
         for piece in filter(None, re.split(r"[…'. ]*…[…'. ]*", message)):
             assert any(piece in part for part in parts), f"{piece!r} of {message!r} is not in the code"
+
+
+def test_the_method_page_names_functions_where_they_are() -> None:
+    page = (ROOT / "docs" / "method.md").read_text()
+    table = page.split("## From equation to function")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| .+ \| (.+) \| `([\w/]+\.py)` \|$", table, re.MULTILINE)
+    assert len(rows) > 20
+    for functions, file in rows:
+        code = (ROOT / "rlt_lightning" / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", functions):
+            for part in name.split("."):
+                assert re.search(rf"\b(def|class) {part}\b", code), f"{name} is not in {file}"
