@@ -394,3 +394,15 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     for message in messages:
         for piece in filter(None, re.split(r"[…'. ]*…[…'. ]*", message)):
             assert any(piece in part for part in parts), f"{piece!r} of {message!r} is not in the code"
+
+
+def test_the_method_page_names_functions_where_they_are() -> None:
+    page = (ROOT / "docs" / "method.md").read_text()
+    table = page.split("## From equation to function")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| .+ \| (.+) \| `([\w/]+\.py)` \|$", table, re.MULTILINE)
+    assert len(rows) > 20
+    for functions, file in rows:
+        code = (ROOT / "rlt_lightning" / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", functions):
+            for part in name.split("."):
+                assert re.search(rf"\b(def|class) {part}\b", code), f"{name} is not in {file}"
