@@ -308,6 +308,10 @@ def test_a_key_in_the_environment_or_in_netrc_is_an_account(
     environment.setenv("WANDB_API_KEY", "a" * 40)
     assert WandbLogger()._mode()[0] == "online"
     assert WandbLogger(offline=True)._mode() == ("offline", "the logger's offline is true")
+    environment.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(InputError, match="API key must have"):
+        WandbLogger()._mode()
+    environment.setenv("WANDB_API_KEY", "a" * 40)
     for mode, chosen in (("offline", "offline"), ("disabled", "disabled"), ("online", "online")):
         environment.setenv("WANDB_MODE", mode)
         assert WandbLogger()._mode()[0] == chosen
