@@ -354,6 +354,9 @@ def test_a_server_that_fails_is_named(engine: Any, server: CompletionServer) -> 
     server.status, server.script = 200, [60000]
     with pytest.raises(EngineError, match=r"token ids of the teacher's vocabulary, but sent \[60000"):
         ask(engine)
+    server.script = [9] * 9
+    with pytest.raises(EngineError, match="must send 8 tokens at most, but sent 9"):
+        ask(engine)
     server.script = []
     assert [c.token_ids for c in ask(engine)] == [[server.tokenizer.eos_token_id]] * 2
     engine.eos_ids = {1, 2}

@@ -100,6 +100,8 @@ class ServedEngine(ABC):
         ids, limit = list(completion.token_ids), sampling.max_completion_length
         if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in ids):
             raise self.error("token ids of the teacher's vocabulary", f"{ids[:20]}")
+        if len(ids) > limit:
+            raise self.error(f"{limit} tokens at most", f"{len(ids)}")
         for end in range(1, len(ids) + 1):
             reason = watcher.finish_reason(ids[max(0, end - watcher.window) : end])
             if reason != "length":
@@ -111,8 +113,8 @@ class ServedEngine(ABC):
                     f"none, and the teacher has {len(self.eos_ids)}",
                 )
             ids += self.eos_ids
-        if not 1 <= len(ids) <= limit:
-            raise self.error(f"1 to {limit} tokens", f"{len(ids)}")
+        if not ids:
+            raise self.error("a token", "none")
         return Completion(ids, None, completion.finish_reason)
 
     def error(self, expected: str, found: str) -> EngineError:
