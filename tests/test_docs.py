@@ -12,6 +12,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -43,7 +44,7 @@ RUN: dict[str, list[str]] = {
     "rlt plan --config configs/quickstart.yaml": [],
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
 }
-STANDS_FOR = {"runs/first/config.yaml": "configs/quickstart.yaml"}  # what no run has made here
+STANDS_FOR = dict.fromkeys(("runs/first/config.yaml", "RUN/config.yaml"), "configs/quickstart.yaml")
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,17 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
         else:
             check, _ = CHECKED[Path(program).name.replace("python3", "python")]
             check(arguments, files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_within_the_text_are_right(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in re.findall(r"`((?:rlt|make) [^`…]+)`", page.read_text()):
+        program, *arguments = shlex.split(command)
+        if program == "make" or re.search(r" --(?!\w+\.help)[\w.]+ \w", command):  # else the name of a verb
+            CHECKED[program][0](arguments, tmp_path)
 
 
 @blocks("yaml")
