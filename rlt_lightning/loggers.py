@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rlt_lightning.types import InputError
 
 ITERATION = "iteration"  # the x axis of everything: optimizer steps taken, `step` in metrics.csv
 TABLE = "completions"  # its name, and the tag of the texts in TensorBoard
+BLOCK = 32768  # bytes, of a .wandb file
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
 PREFIXES = ("reward/", "policy/", "student/", "rollout/", "perf/", "data/", "eval/")
 
@@ -129,6 +131,21 @@ class WandbLogger(loggers.WandbLogger):
         self.experiment.log({**metrics, **axis})
 
     @rank_zero_only
+    def catch_up(self, rows: Mapping[int, Mapping[str, str]]) -> None:
+        """Log the iterations that a killed run did not come to write: wandb writes in blocks.
+
+        Args:
+            rows: Metrics by iteration, as `metrics.csv` has them, up to that which the run goes on from.
+        """
+        run = self.experiment
+        files = Path(self._wandb_init["dir"]) / "wandb"
+        held = {i for path in files.glob("offline-run-*/*.wandb") for i in iterations_in(path)}
+        last = run.summary.get(ITERATION, 0) if self._wandb_init["mode"] == "online" else 0  # on the server
+        for iteration, row in sorted(rows.items()):
+            if iteration > last and iteration not in held:
+                self.log_metrics({name: float(value) for name, value in row.items()}, iteration)
+
+    @rank_zero_only
     def log_rows(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         """Log a table in place of that which has this name; all rows have the first one's columns."""
         import wandb
@@ -195,6 +212,38 @@ def account() -> Iterator[Any]:
         yield wandb.Api()
     except (wandb.errors.Error, OSError, ValueError) as error:
         raise InputError(f"Weights & Biases must take the dashboard, but: {error}") from error
+
+
+def read_run(path: Path) -> Iterator[Any]:
+    """Records of a .wandb file, as far as it was written.
+
+    It is made of blocks of 32 KiB with chunks, before each its checksum, length and kind.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if at % BLOCK > BLOCK - 7:  # no room for another chunk
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if not length or at + 7 + length > len(data):
+            return
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
+def iterations_in(path: Path) -> set[int]:
+    """Whose metrics a .wandb file holds."""
+    found: set[int] = set()
+    for record in read_run(path):
+        values = {".".join(item.nested_key): item.value_json for item in record.history.item}
+        if ITERATION in values and "perf/tokens_per_s" in values:  # a training step's, not a validation's
+            found.add(int(values[ITERATION]))
+    return found
 
 
 def kept_id(path: Path) -> str:

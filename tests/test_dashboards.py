@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util.tensor_util import make_ndarray
 from test_docs_metrics import names_of
 from test_evaluation import gpqa_like
-from wandb.proto.wandb_internal_pb2 import Record
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.callbacks.completions import evenly_spread
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.loggers import WandbLogger
+from rlt_lightning.loggers import WandbLogger, read_run
 from rlt_lightning.redaction import without_secrets
 from rlt_lightning.types import InputError
 from rlt_lightning.workspace import dashboard, workspace
@@ -35,21 +33,6 @@ COMPLETIONS = 3  # shown of each iteration's 8
 OTHER_MODULES = {"policy/val_loss"} | {
     f"reward/{part}{name}" for part in ("", "val_") for name in ("correct", "formatted", "timed_out")
 }  # panels of SFT and of traditional RL
-
-
-def read_run(path: Path) -> Iterator[Record]:
-    """Records of a .wandb file: blocks of 32 KiB with chunks, before each its checksum, length and kind."""
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
-            yield Record.FromString(record)
-            record = b""
 
 
 def nested(items: Any) -> dict[str, Any]:
@@ -149,6 +132,30 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_
             f"{p}/*" for p in ("reward", "policy", "student", "rollout", "perf", "data", "eval")
         }
         assert {run.axes[name] for name in prefixes} == {"iteration"}
+
+
+def test_iterations_that_wandb_did_not_come_to_write_are_logged_on_resume(tmp_path: Path) -> None:
+    rows = {step: {"perf/tokens_per_s": repr(step / 2), "reward/mean": "0.5"} for step in range(1, 60)}
+    logger = WandbLogger(save_dir=str(tmp_path))
+    logger.catch_up(rows)
+    logger.finalize("success")
+    wandb.teardown()  # as the end of a process does: then all is written
+    [run] = runs_in(tmp_path)
+    [path] = run.folder.glob("*.wandb")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])  # a kill loses the last block
+    held = Run(run.folder).scalars().keys()
+    assert 10 < len(held) < 59
+
+    again = WandbLogger(save_dir=str(tmp_path))
+    again.catch_up(rows)
+    again.finalize("success")
+    wandb.teardown()
+    _, second = runs_in(tmp_path)
+    assert second.scalars() == {
+        step: {name: float(value) for name, value in row.items()}
+        for step, row in rows.items()
+        if step not in held
+    }
 
 
 def test_a_run_holds_the_metrics_of_all_panels_but_those_of_other_modules(resumed: Path) -> None:

@@ -12,6 +12,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from rlt_lightning.loggers import WandbLogger
+
 
 class MetricsCSV(Logger):
     """Write each step's metrics to `metrics.csv`, one row per step, columns added as metrics appear.
@@ -118,9 +120,13 @@ class MetricsResume(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rows: dict[int, dict[str, str]] = {}  # of metrics.csv, which every run logs to first
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
                 logger.resume_after(trainer.global_step, self.last_row)
+                rows = logger.rows
+            elif isinstance(logger, WandbLogger):
+                logger.catch_up(rows)
             elif isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 begin_session(logger.experiment, trainer.global_step + 1)
 
