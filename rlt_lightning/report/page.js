@@ -150,6 +150,11 @@
     }
   }, { rootMargin: "300px" });
 
+  function loadPlotly() {  // it is large: the browser takes a second for it
+    document.head.append(el("script", {}, document.getElementById("plotly").textContent));
+    plots.forEach((plot) => watcher.observe(plot));
+  }
+
   function described(chart) {
     const parts = chart.series.map((series) => {
       const name = [runs.length > 1 ? runs[series.run].name : "", series.label].filter(Boolean).join(", ");
@@ -652,6 +657,5 @@
   }
   if (all && all.run.length === 1) part("Completion", detail(0, null));
   else if (all) browser(comparison());
-  // The drawing library comes after this script, so that the page can be read before it is there.
-  document.addEventListener("DOMContentLoaded", () => plots.forEach((plot) => watcher.observe(plot)));
+  if (plots.length) requestAnimationFrame(() => setTimeout(loadPlotly));  // once the page can be read
 })();
