@@ -623,11 +623,13 @@
   }
 
   function curves() {
-    return data.sections.flatMap((section) => {
+    const banded = data.sections.some((section) => section.charts.some((chart) => chart.series.some((series) => series.low)));
+    const note = banded ? [el("p", { class: "soft" }, "Bands: ± one standard deviation over the completions of an iteration.")] : [];
+    return note.concat(data.sections.flatMap((section) => {
       const figures = el("div", { class: "charts" }, section.charts.map((chart) => chartFigure(chart, "h4")));
       if (!section.folded) return [el("h3", {}, section.title), figures];
       return [el("h3", {}, section.title), el("details", {}, el("summary", {}, plural(section.charts.length, "chart")), figures)];
-    });
+    }));
   }
 
   document.getElementById("nav").append(el("ul"));
