@@ -67,7 +67,7 @@ def write_metrics(folder: Path, columns: dict[str, list[Any]]) -> None:
 
 
 def synthetic_run(folder: Path, num_steps: int = 6, shift: float = 0.0) -> Path:
-    """A run of 4 problems, 2 in each step, 4 completions each: the later, the better; the first with tokens."""
+    """A run of 4 problems, 2 a step, with 4 completions: the later, the better; the first has tokens."""
     rows = []
     for step in range(1, num_steps + 1):
         for problem in ((2 * step) % 4, (2 * step + 1) % 4):

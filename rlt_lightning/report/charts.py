@@ -67,7 +67,6 @@ OTHERS = "All other figures"
 # Columns of completions whose spread belongs to a metric of another name.
 COLUMNS = {"reward/mean": "reward", "reward/solution": "solution_log_prob_reward", "reward/kl": "kl_reward"}
 COLUMNS |= {"reward/format": "format_reward", "rollout/length_mean": "num_tokens"}
-BAND = " Band: ± standard deviation over completions."
 
 
 def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
@@ -119,13 +118,12 @@ def metric_chart(runs: list[Run], name: str, title: str, unit: str, about: str) 
         if held_out(name) in run.metrics:
             steps, values = run.metrics[held_out(name)]
             series.append({"run": number, "label": "held-out problems", "x": steps, "y": values})
-    about += BAND * any("low" in part for part in series)
     return {
         "kind": "lines",
         "name": name,
         "title": title,
         "unit": unit,
-        "about": about.strip(),
+        "about": about,
         "x_title": "iteration",
         "series": series,
     }

@@ -131,7 +131,7 @@
       font: { family: "system-ui, sans-serif", size: 12, color: color("--fg") },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       xaxis, yaxis, barmode: chart.kind === "stack" ? "stack" : "group",
-      showlegend: chart.kind === "stack", legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
+      showlegend: chart.kind === "stack", legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0 },
       hovermode: "x unified", dragmode: false,
       hoverlabel: { bgcolor: color("--bg"), bordercolor: color("--soft"), font: { color: color("--fg") } },
     };
@@ -149,6 +149,11 @@
       watcher.unobserve(entry.target);
     }
   }, { rootMargin: "300px" });
+
+  function loadPlotly() {  // it is large: the browser takes a second for it
+    document.head.append(el("script", {}, document.getElementById("plotly").textContent));
+    plots.forEach((plot) => watcher.observe(plot));
+  }
 
   function described(chart) {
     const parts = chart.series.map((series) => {
@@ -437,7 +442,8 @@
     const show = (problem) => {
       if (![...choice.options].some((option) => option.value === String(problem))) choice.append(...options([[problem, name(problem)]]));
       choice.value = problem;
-      body.replaceChildren(...question(problem), el("div", { class: "pair" }, cards(problem)));
+      const byRun = Object.entries(all.problems[problem].runs);
+      body.replaceChildren(...question(problem), ...byRun.map(([run, marks]) => el("div", { class: "pair" }, cards(run, marks))));
     };
     const move = (by) => () => show(Number(choice.options[Math.max(0, Math.min(choice.options.length - 1, choice.selectedIndex + by))].value));
     const met = some ? null : all.problems.every((problem) => Object.values(problem.runs).every((marks) => marks.times < 2))
@@ -461,23 +467,18 @@
     };
   }
 
-  function cards(problem) {
-    const found = [];
-    for (const [run, marks] of Object.entries(all.problems[problem].runs)) {
-      const kinds = [["Best", marks.best], ["Most improved", marks.improved], ["Worst", marks.worst]].filter(([, i]) => i != null);
-      const seen = new Map();
-      for (const [kind, i] of kinds) seen.set(i, [...(seen.get(i) || []), kind]);
-      for (const [i, names] of seen) {
-        const words = title(i).filter((_, place) => place > 0 || all.step[i] != null).join(", ");
-        const gain = names.includes("Most improved")
-          ? el("p", { class: "soft" }, `${number(marks.gain, true)} over the first time's mean of ${number(marks.first_mean)}`) : null;
-        const heading = names.join(" and ").toLowerCase();
-        found.push(el("article", { class: "card", style: `--run: var(--run-${run % NUM_COLORS})` },
-          el("h3", {}, heading[0].toUpperCase() + heading.slice(1)), el("p", { class: "soft" }, words), gain,
-          figuresOf(i), ...explanation(i), ...solution(i)));
-      }
-    }
-    return found;
+  function cards(run, marks) {  // of one problem in one run; one that is both is shown once
+    const kinds = [["best", marks.best], ["most improved", marks.improved], ["worst", marks.worst]].filter(([, i]) => i != null);
+    const seen = new Map();
+    for (const [kind, i] of kinds) seen.set(i, [...(seen.get(i) || []), kind]);
+    return [...seen].map(([i, names]) => {
+      const heading = names.join(" and ");
+      const gain = names.includes("most improved")
+        ? `${number(marks.gain, true)} over the first time's mean of ${number(marks.first_mean)}` : null;
+      return el("article", { class: "card", style: `--run: var(--run-${run % NUM_COLORS})` },
+        el("h3", {}, heading[0].toUpperCase() + heading.slice(1)), el("p", { class: "soft" }, title(i).join(", ")),
+        gain && el("p", { class: "soft" }, gain), figuresOf(i), ...explanation(i), ...solution(i));
+    });
   }
 
   // All completions, to sort, filter and search.
@@ -622,11 +623,13 @@
   }
 
   function curves() {
-    return data.sections.flatMap((section) => {
+    const banded = data.sections.some((section) => section.charts.some((chart) => chart.series.some((series) => series.low)));
+    const note = banded ? [el("p", { class: "soft" }, "Bands: ± one standard deviation over the completions of an iteration.")] : [];
+    return note.concat(data.sections.flatMap((section) => {
       const figures = el("div", { class: "charts" }, section.charts.map((chart) => chartFigure(chart, "h4")));
       if (!section.folded) return [el("h3", {}, section.title), figures];
       return [el("h3", {}, section.title), el("details", {}, el("summary", {}, plural(section.charts.length, "chart")), figures)];
-    });
+    }));
   }
 
   document.getElementById("nav").append(el("ul"));
@@ -652,6 +655,5 @@
   }
   if (all && all.run.length === 1) part("Completion", detail(0, null));
   else if (all) browser(comparison());
-  // The drawing library comes after this script, so that the page can be read before it is there.
-  document.addEventListener("DOMContentLoaded", () => plots.forEach((plot) => watcher.observe(plot)));
+  if (plots.length) requestAnimationFrame(() => setTimeout(loadPlotly));  // once the page can be read
 })();

@@ -61,17 +61,18 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
         data: As `data_of` or `data_of_rows` makes it; what it lacks is not on the page.
     """
     parts = files("rlt_lightning.report")
-    script = (parts / "page.js").read_text()
+    plotly = ""
     if any(data.get(name) for name in ("sections", "groups", "evaluation")):
         from plotly.offline import get_plotlyjs
 
-        script += f"\n</script>\n<script>{get_plotlyjs()}"
+        plotly = get_plotlyjs()
     page = Template((parts / "page.html").read_text()).substitute(
         marker=MARKER,
         title=html.escape(title),
         css=(parts / "page.css").read_text(),
         data=json_in_html(rounded(data)),
-        script=script,
+        plotly=plotly,
+        script=(parts / "page.js").read_text(),
     )
     scratch = path.with_suffix(".tmp")
     try:
