@@ -7,11 +7,11 @@ import sys
 
 from rlt_lightning import __version__
 
-HELP = """usage: rlt {fit,validate,predict,test,plan} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
-       rlt explain --config configs/rank.yaml        one explanation's reward, term by term and token by token
-  rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
+HELP = """usage: rlt {fit,validate,predict,test,plan,explain} --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
+       rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
        rlt chat --model.path MODEL [--model.url URL]
        rlt report RUN_DIR [RUN_DIR ...] [--output FILE]
+       rlt dashboard --project PROJECT
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
@@ -29,6 +29,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt export --ckpt_path RUN --output_dir DIR   an ordinary model folder from a checkpoint
   rlt chat --model.path RUN/model               ask a trained student, its thought dimmed
   rlt report RUN                                one page of a run: curves, completions, every token's part
+  rlt dashboard --project rlt_lightning         a W&B workspace that shows a project's runs
 
 options:
   --output_dir DIR    where a run's files lie; runs/<config>-<time> when not given
