@@ -287,22 +287,31 @@ class RLTCommandLine(LightningCLI):
             print(f"Next: train a student on them:\n  {self.command(words, STUDENT_FORMAT)}")
 
 
-class PlanCommandLine(RLTCommandLine):
-    """`rlt plan`: what `rlt fit` with the same arguments would need. Nothing is loaded, no folder is made."""
+class BorrowingCommandLine(RLTCommandLine):
+    """A verb with the arguments of another one, and a group of its own."""
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """The parser is that of a fit."""
-        return {"fit": VERBS["fit"]}
+    lender: str  # the other verb
+    group: tuple[type, str]  # class of the own options, and their name
+
+    @classmethod
+    def subcommands(cls) -> dict[str, set[str]]:
+        """The parser is the other verb's."""
+        return {cls.lender: VERBS[cls.lender]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the plan's own."""
+        """Add the own ones."""
         super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(PlanOptions, "plan")
+        parser.add_class_arguments(*self.group)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the arguments of a fit."""
-        self.config = parser.parse_args(["fit", *sys.argv[2:]])
+        """Read the command line as the other verb's."""
+        self.config = parser.parse_args([self.lender, *sys.argv[2:]])
+
+
+class PlanCommandLine(BorrowingCommandLine):
+    """`rlt plan`: what `rlt fit` with the same arguments would need. Nothing is loaded, no folder is made."""
+
+    lender, group = "fit", (PlanOptions, "plan")
 
     def before_instantiate_classes(self) -> None:
         """Make no run folder."""
@@ -325,22 +334,10 @@ class PlanCommandLine(RLTCommandLine):
         """Nothing is run."""
 
 
-class ExplainCommandLine(RLTCommandLine):
+class ExplainCommandLine(BorrowingCommandLine):
     """`rlt explain`: what `rlt predict` makes of one explanation, token by token. No run folder is made."""
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """The parser is that of a prediction."""
-        return {"predict": VERBS["predict"]}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add its own."""
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(ExplainOptions, "explain")
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the arguments of a prediction."""
-        self.config = parser.parse_args(["predict", *sys.argv[2:]])
+    lender, group = "predict", (ExplainOptions, "explain")
 
     def before_instantiate_classes(self) -> None:
         """Put the explanation in the place of the source, in a folder that is gone at the end."""
@@ -398,6 +395,10 @@ def run() -> int:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and sys.argv[1] not in VERBS:
+            # Who reads the answer has enough; Python shall not try to write the rest.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         # A class that refuses its arguments is a ValueError: the parser wraps what it said.
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
         if refused or isinstance(error, MISTAKES):
@@ -430,9 +431,6 @@ def run_command(verb: str) -> int:
         )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # who reads the answer has enough; Python shall not try to write the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     return 0
 
 
