@@ -7,7 +7,7 @@ import sys
 
 from rlt_lightning import __version__
 
-HELP = """usage: rlt {fit,validate,predict,test,plan,explain} --config FILE [--config OVERLAY ...] [--KEY VALUE]
+HELP = """usage: rlt VERB --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
        rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
        rlt chat --model.path MODEL [--model.url URL]
        rlt report RUN_DIR [RUN_DIR ...] [--output FILE]
