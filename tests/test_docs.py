@@ -1,5 +1,7 @@
 """Every block of README.md, CONTRIBUTING.md and docs/*.md is run or parsed; CHECKED has what is not run.
 
+docs/extending.md is run as it stands, in a folder of its own, by tests/test_extending.py.
+
 A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
 Each call is then checked by what its program is. A program without a check is not found, and fails the test.
 
@@ -32,8 +34,9 @@ from tiny import TINY, tiny_options
 
 from rlt_lightning import cli
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-VERBS = [*cli.VERBS, "plan", *cli.COMMANDS]
+EXTENDING = ROOT / "docs" / "extending.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
+VERBS = [*cli.VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
@@ -111,7 +114,8 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     options = [STANDS_FOR.get(option, option) for option in options]
-    words = options if verb in cli.COMMANDS else ["fit" if verb == "plan" else verb, *options]
+    borrows = cli.COMMAND_LINES.get(verb)
+    words = options if verb in cli.COMMANDS else [borrows.lender if borrows else verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]
     sys.path.insert(0, str(files))
     try:
@@ -345,7 +349,8 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
 
 
 def test_every_verb_is_run() -> None:
-    elsewhere = {"report", "test"}  # on the first page; in tests/test_configs.py
+    elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
+    elsewhere |= {"dashboard"}  # which needs an account; test_dashboards.py has all but the sending
     assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
 
 

@@ -119,6 +119,12 @@ def rows(path: Path) -> list[JSON]:
 # The callback
 
 
+def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> None:
+    opened = re.findall(r"^```(\S.*)$", PAGE, re.MULTILINE)
+    assert {fence for fence in opened if " title=" not in fence} == {"sh", "text"}
+    assert len(FILES) == sum(" title=" in fence for fence in opened) == 8
+
+
 def test_completions_obey_the_curriculum(installed: Path, outside: Path, tiny_model: str) -> None:
     run(command("fit", "curriculum.yaml"), installed, outside, *of_models(tiny_model))
     folder = outside / "runs" / "curriculum"
