@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """The text of token ids as it is: special tokens written out, no white space tidied away."""
@@ -13,18 +15,10 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str:
 
 def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """The text that each token adds; together they are the whole. A character is its last token's."""
-    texts: list[str] = []
-    waiting: list[int] = []  # tokens of a character that is not complete
-    before: list[int] = []  # the last complete ones, since some tokenizers drop a text's leading space
-    for token_id in token_ids:
-        waiting.append(token_id)
-        text = decode(tokenizer, before + waiting)[len(decode(tokenizer, before)) :]
-        complete = not text.endswith("\ufffd")
-        texts.append(text if complete else "")
-        if complete:
-            before, waiting = waiting, []
-    if waiting:
-        texts[-1] = decode(tokenizer, before + waiting)[len(decode(tokenizer, before)) :]
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
+    if texts:  # what is left of a character that was cut
+        texts[-1] += decode(tokenizer, token_ids)[len("".join(texts)) :]
     return texts
 
 
