@@ -354,6 +354,7 @@ class ExplainCommandLine(RLTCommandLine):
         data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
         data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
+        config.ckpt_path = None  # a resumed run's config.yaml names what it went on from
         config.scores.update(Namespace(rank_groups=None, per_token=False))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -365,7 +366,10 @@ class ExplainCommandLine(RLTCommandLine):
 
     def _run_subcommand(self, subcommand: str) -> None:
         with self.folder:
-            super()._run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            except BrokenPipeError:
+                self.status = after_broken_pipe()
 
     def after_predict(self) -> None:
         """The callback has said it."""
@@ -432,10 +436,15 @@ def run_command(verb: str) -> int:
         )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # who reads the answer has enough; Python shall not try to write the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        return after_broken_pipe()
     return 0
+
+
+def after_broken_pipe() -> int:
+    """Who reads the answer has enough: Python shall not try to write the rest; returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def named_folders(words: list[str]) -> list[str]:

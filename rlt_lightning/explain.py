@@ -204,7 +204,9 @@ class Explainer(Callback):
         for i, rollout in enumerate(batch.rollouts.rollouts):
             rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
-        print(page(rows[0], rows[1], parts, pl_module.reward, self.options.top, sys.stdout.isatty()))  # type: ignore[arg-type]
+        reward: Any = pl_module.reward
+        text = page(rows[0], rows[1], parts, reward, self.options.top, sys.stdout.isatty())
+        print(text, flush=True)
         if self.options.html:
             write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
             print(f"\n{self.options.html}: the same as a page")

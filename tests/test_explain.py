@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from commands import rlt
+from commands import ROOT, rlt
 
 from rlt_lightning.explain import ExplainOptions, page, rows_to_score
 from rlt_lightning.numerics.rewards import RLTReward
@@ -96,6 +100,8 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(smollm2: str, tmp_p
     assert result.returncode == 0, result.stderr
     recorded = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     row = recorded[1]
+    config = run / "config.yaml"  # as that of a run that went on
+    config.write_text(config.read_text().replace("ckpt_path: null", "ckpt_path: gone.ckpt"))
     options = [f"--explain.rollouts={run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
     result = rlt("explain", f"--config={run / 'config.yaml'}", *options, "--explain.completion=1")
     assert result.returncode == 0, result.stderr
@@ -137,6 +143,27 @@ def test_rows_are_numbered_through_and_own_words_replace_theirs() -> None:
     assert empty["completion"] == "\n</explanation>"
     assert first["completion"].endswith("\n</explanation>")
     assert len(first["completion"]) > 30
+
+
+def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
+    own = ["--explain.question=Why?", "--explain.solution=4", "--explain.explanation=Two and two."]
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    words = [
+        sys.executable,
+        "-m",
+        "rlt_lightning",
+        "explain",
+        "--config=configs/quickstart.yaml",
+        *models,
+        *own,
+    ]
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert result.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in result.stderr
+    assert "BrokenPipe" not in result.stderr
 
 
 def recording(tmp_path: Path, **changes: object) -> ExplainOptions:
@@ -204,4 +231,4 @@ def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     other = ["--config=configs/teacher_sft.yaml", f"--model.pretrained={tiny_model}"]
     tuned = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
     assert tuned.returncode == 2
-    assert "SFTModule, which has none" in tuned.stderr
+    assert "SFTModule, the model, has none" in tuned.stderr

@@ -96,7 +96,7 @@ class ScoreWriter(Callback):
         require_one_process(trainer)
         if not hasattr(pl_module, "reward"):
             raise InputError(
-                f"Scores are made by a module with a reward, but model is {type(pl_module).__name__}, which has "
+                f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
                 "none. Choose RLTModule, as in configs/score.yaml."
             )
         if self.per_token and not isinstance(pl_module.reward, RLTReward):
