@@ -345,10 +345,13 @@ class ExplainCommandLine(BorrowingCommandLine):
         self.folder = TemporaryDirectory(prefix="rlt-explain-")
         data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
         options = ExplainOptions(**config.explain.as_dict())
-        append_rows(path, rows_to_score(options, data.as_dict()))
+        rows = rows_to_score(options, data.as_dict())
+        path.write_text("\n" * (options.row - 1))  # messages and the page name rows by their lines
+        append_rows(path, rows)
         data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
         data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
+        config.ckpt_path = None  # a resumed run's config.yaml names what it went on from
         config.scores.update(Namespace(rank_groups=None, per_token=False))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

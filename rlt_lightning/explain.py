@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.recorder import rollout_rows, token_columns
 from rlt_lightning.datamodules.formats import TagStyle, tag_style
-from rlt_lightning.datamodules.rows import BadRowError, parse_row, read_rows
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row, read_rows
 from rlt_lightning.datamodules.stratos import as_list
-from rlt_lightning.jsonl import Row, whole_rows
+from rlt_lightning.jsonl import Row
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.report.collect import rows_in
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.types import InputError, PromptBatch
 
@@ -26,7 +27,9 @@ from rlt_lightning.types import InputError, PromptBatch
 SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;209m", "\x1b[48;5;203m")
 BLACK, RESET = "\x1b[30m", "\x1b[0m"
 BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats at which the shades begin
-CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
+# What a terminal obeys, by itself or with what follows it, line ends and changes of direction included.
+OBEYED = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS = {code: "\ufffd" for code in OBEYED if chr(code) != "\n"}
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,18 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
     tags = tag_style(TagStyle(**data["tags"]) if isinstance(data["tags"], dict) else data["tags"])
     end = tags.separator + tags.explanation_close
     columns = {} if options.question is not None else read_row(options.row, data)
+    if options.solution is not None and columns.get("conversations") is not None:
+        raise InputError(
+            f"explain.solution must replace a column solution, but row {options.row} is a conversation. Add "
+            "explain.question and explain.explanation."
+        )
     closed = True
     if options.explanation is not None:
         text = options.explanation
     elif options.rollouts is not None:
         recorded = find_completion(options)
-        text, closed = recorded["explanation"], recorded["finish_reason"] == "stop"
+        require_same_problem(recorded, columns, tags, options)
+        text, closed = str(recorded.get("explanation")), recorded.get("finish_reason") == "stop"
     else:
         name = data["trace_columns"][0]
         try:
@@ -102,7 +111,28 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
             ) from error
     texts = {"question": options.question, "solution": options.solution}
     columns |= {name: text for name, text in texts.items() if text is not None}
-    return [{**columns, "completion": text.strip() + end * closed}, {**columns, "completion": end}]
+    completion = (
+        text.strip() + end * closed or "\n"
+    )  # a row without a completion would be scored by its trace
+    rows = [{**columns, "completion": completion}, {**columns, "completion": end}]
+    try:
+        parse_row(rows[0], tags, [TRACE_COLUMN], allows_completion=True)
+    except BadRowError as error:
+        raise InputError(f"What is explained must be usable, but {error.detail}. Correct it.") from error
+    return rows
+
+
+def require_same_problem(recorded: Row, columns: Row, tags: TagStyle, options: ExplainOptions) -> None:
+    """Check that a completion was sampled for the problem that the data have at its row."""
+    try:
+        row = parse_row(columns, tags)
+    except BadRowError as error:
+        raise InputError(f"Row {options.row} must be usable, but {error.detail}. Choose another.") from error
+    if (recorded.get("question"), recorded.get("solution")) != (row.question, row.solution):
+        raise InputError(
+            f"{options.rollouts} must be of a run with these data, but has another problem as row "
+            f"{options.row}. Give the run's settings: --config RUN/config.yaml."
+        )
 
 
 def read_row(number: int, data: dict[str, Any]) -> Row:
@@ -125,10 +155,10 @@ def find_completion(options: ExplainOptions) -> Row:
     path = Path(str(options.rollouts))
     if not path.is_file():
         raise InputError(f"explain.rollouts must be a rollouts.jsonl, but {path} is no file. Correct it.")
-    of_row = [row for _, row in whole_rows(path) if row["row"] == options.row]
+    of_row = [row for row in rows_in(path) if row.get("row") == options.row and "step" in row]
     step = options.step if options.step is not None else max((row["step"] for row in of_row), default=None)
     for row in of_row:
-        if (row["step"], row["completion"]) == (step, options.completion):
+        if (row["step"], row.get("completion")) == (step, options.completion):
             return row
     steps = sorted({row["step"] for row in of_row})
     raise InputError(
@@ -174,7 +204,9 @@ class Explainer(Callback):
         for i, rollout in enumerate(batch.rollouts.rollouts):
             rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
-        print(page(rows[0], rows[1], parts, pl_module.reward, self.options.top, sys.stdout.isatty()))  # type: ignore[arg-type]
+        reward: Any = pl_module.reward
+        text = page(rows[0], rows[1], parts, reward, self.options.top, sys.stdout.isatty())
+        print(text, flush=True)
         if self.options.html:
             write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
             print(f"\n{self.options.html}: the same as a page")
@@ -200,7 +232,7 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
         f"{place_of(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
         "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
         f"{row['kl_max']:.4f}); the least natural token is {place_of(max, thought, kl)}",
-        "format": "closed and not empty" if row["format_reward"] == 0 else "not closed, or empty",
+        "format": format_of(row),
     }
     lines = [f"reward      {row['reward']:+.4f}"]
     lines += [f"  {name:<10}{value:+.4f}  {made_of.get(name, '')}".rstrip() for name, value in parts.items()]
@@ -222,6 +254,13 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
     ):
         lines.append("\nValues of tokens are before clipping and normalisation, the terms' after.")
     return "\n".join(lines)
+
+
+def format_of(row: Row) -> str:
+    """Whether a completion is formed as it must be, whatever that is worth."""
+    if row["finish_reason"] != "stop":
+        return "not closed"
+    return "closed and not empty" if row["explanation"] else "empty"
 
 
 def place_of(choose: Callable[..., int], tokens: list[str], values: list[float]) -> str:

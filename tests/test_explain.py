@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from commands import rlt
+from commands import ROOT, rlt
 
 from rlt_lightning.explain import ExplainOptions, page, rows_to_score
 from rlt_lightning.numerics.rewards import RLTReward
@@ -16,6 +20,8 @@ from rlt_lightning.types import InputError
 DATA = {"source": "arithmetic", "split": "train", "num_embedded_rows": 5, "seed": 0, "max_rows": None}
 DATA |= {"tags": "r1", "trace_columns": ["reasoning_trace"]}
 ROW = {
+    "finish_reason": "stop",
+    "explanation": "ab",
     "reward": -2.5,
     "solution_log_prob_reward": -1.02,
     "solution_log_prob_mean": -1.0,
@@ -94,6 +100,8 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(smollm2: str, tmp_p
     assert result.returncode == 0, result.stderr
     recorded = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     row = recorded[1]
+    config = run / "config.yaml"  # as that of a run that went on
+    config.write_text(config.read_text().replace("ckpt_path: null", "ckpt_path: gone.ckpt"))
     options = [f"--explain.rollouts={run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
     result = rlt("explain", f"--config={run / 'config.yaml'}", *options, "--explain.completion=1")
     assert result.returncode == 0, result.stderr
@@ -117,6 +125,10 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     coloured = page(ROW, empty, parts, RLTReward(), top=1, colours=True)
     assert "\x1b[48;5;222ma\x1b[0m" in coloured  # 1 to 2 nats
     assert "\x1b[31m" not in coloured
+    unpunished = page(
+        ROW | {"finish_reason": "length"}, empty, parts, RLTReward(format_penalty=0.0), 1, False
+    )
+    assert "format    +0.0000  not closed\n" in unpunished
     clipped = page(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, colours=False)
     assert "before clipping" in clipped
     assert "before clipping" not in plain
@@ -133,6 +145,59 @@ def test_rows_are_numbered_through_and_own_words_replace_theirs() -> None:
     assert len(first["completion"]) > 30
 
 
+def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
+    own = ["--explain.question=Why?", "--explain.solution=4", "--explain.explanation=Two and two."]
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    words = [
+        sys.executable,
+        "-m",
+        "rlt_lightning",
+        "explain",
+        "--config=configs/quickstart.yaml",
+        *models,
+        *own,
+    ]
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert result.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in result.stderr
+    assert "BrokenPipe" not in result.stderr
+
+
+def recording(tmp_path: Path, **changes: object) -> ExplainOptions:
+    """Of a rollouts.jsonl with one completion of row 1."""
+    given, _ = rows_to_score(ExplainOptions(explanation="So."), DATA)
+    row = {"step": 1, "row": 1, "completion": 0, "question": given["question"]}
+    row |= {"solution": f"\n{given['solution']}\n", "explanation": "So.", "finish_reason": "stop"}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row | changes) + "\n")
+    return ExplainOptions(rollouts=str(tmp_path / "rollouts.jsonl"))
+
+
+def test_a_completion_without_text_is_not_taken_for_the_rows_trace(tmp_path: Path) -> None:
+    given, _ = rows_to_score(recording(tmp_path, explanation=" ", finish_reason="length"), DATA)
+    assert given["reasoning_trace"]
+    assert given["completion"] == "\n"  # '' would be no completion
+
+
+def test_a_completion_of_another_problem_is_refused(tmp_path: Path) -> None:
+    assert rows_to_score(recording(tmp_path), DATA)[0]["completion"] == "So.\n</explanation>"
+    for change in ({"question": "Why?"}, {"solution": "\n5\n"}):
+        with pytest.raises(InputError, match="has another problem as row 1"):
+            rows_to_score(recording(tmp_path, **change), DATA)
+
+
+def test_a_solution_of_ones_own_is_not_lost_on_a_conversation(tmp_path: Path) -> None:
+    answer = "<think>\nSo.\n</think>\n<solution>\n4\n</solution>"
+    turns = [{"from": "user", "value": "2 + 2?"}, {"from": "assistant", "value": answer}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    data = DATA | {"source": str(tmp_path / "rows.jsonl")}
+    assert rows_to_score(ExplainOptions(), data)[0]["completion"] == "So.\n</explanation>"
+    with pytest.raises(InputError, match="but row 1 is a conversation"):
+        rows_to_score(ExplainOptions(solution="5"), data)
+
+
 def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"explain\.question needs explain\.solution"):
         ExplainOptions(question="Why?")
@@ -144,6 +209,17 @@ def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     file.write_text(json.dumps({"row": 1, "step": 4, "completion": 0}) + "\n")
     with pytest.raises(InputError, match="completion 0 of row 1 at step 3, but has that row at steps 4"):
         rows_to_score(ExplainOptions(rollouts=str(file), step=3), DATA)
+    file.write_text("{}\n")
+    with pytest.raises(InputError, match="has that row at no step"):
+        rows_to_score(ExplainOptions(rollouts=str(file)), DATA)
+    file.write_text("[]\n")
+    with pytest.raises(InputError, match="must be a JSON object"):
+        rows_to_score(ExplainOptions(rollouts=str(file)), DATA)
+    own = {"question": "Why?", "solution": "4"}
+    with pytest.raises(InputError, match="half a surrogate pair"):
+        rows_to_score(ExplainOptions(explanation="\udcff", **own), DATA)
+    with pytest.raises(InputError, match="the solution has no text"):
+        rows_to_score(ExplainOptions(explanation="So.", **own | {"solution": " "}), DATA)
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"question": "a", "solution": "b"}) + "\n")
     with pytest.raises(InputError, match=r"Row 1 must have an explanation .*--explain.explanation"):
@@ -152,3 +228,7 @@ def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     judged = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
     assert judged.returncode == 2
     assert "asks no model" in judged.stderr
+    other = ["--config=configs/teacher_sft.yaml", f"--model.pretrained={tiny_model}"]
+    tuned = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
+    assert tuned.returncode == 2
+    assert "SFTModule, the model, has none" in tuned.stderr

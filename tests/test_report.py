@@ -16,8 +16,8 @@ from browser import chromium, completion, synthetic_run, tokens, write_metrics, 
 from commands import rlt
 from test_cli import small_fit
 
-from rlt_lightning.report.charts import curve_sections
-from rlt_lightning.report.collect import Bounds, Run, collect
+from rlt_lightning.report.charts import curve_sections, group_charts
+from rlt_lightning.report.collect import TOKENS, Bounds, Run, collect
 from rlt_lightning.report.page import MARKER, data_of, data_of_rows, report, rounded, short_names, write_page
 from rlt_lightning.types import InputError
 
@@ -173,6 +173,9 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         ({"metrics.csv": "step,a\nnan,1\n"}, "must be whole numbers"),
         ({"groups.json": "[1,"}, "must be JSON"),
         ({"evaluation.json": "[]"}, "must hold a JSON dict"),
+        ({"evaluation.json": '{"a": 1}'}, "must have sets"),
+        ({"groups.json": '[{"group": 1}]'}, "must have group, num_rows, reward"),
+        ({"metrics.csv": "step,a\n1,2\n", "config.yaml": "a: ["}, "must be YAML"),
         ({"rollouts.jsonl": "no json\n"}, "must be JSON, but line 1"),
         ({"rollouts.jsonl": "[1]\n"}, "must be a JSON object, but one is [1]"),
     ],
@@ -271,6 +274,28 @@ def test_scores_of_any_source_are_read(tmp_path: Path) -> None:
     found = collect(tmp_path / "two", ALL).completions
     assert [(row["text"], row["number"]) for row in found.kept.values()] == [("T", 1)]
     assert found.terms == ["reward", "kl_reward", "num_tokens", "closed"]
+
+
+def test_columns_of_a_source_are_not_taken_for_ours(tmp_path: Path) -> None:
+    texts = {"question": "Q", "solution": "4", "reasoning_trace": "T"}
+    rows = [texts | {"reward": -1.0, "step": step, "row": "a"} for step in ("add", ["two", "lists"], 3)]
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = collect(tmp_path, ALL).completions
+    assert [row["step"] for row in found.kept.values()] == [None, None, None]
+    assert (found.problems[0].row, found.spreads) == (None, {})
+
+
+def test_tokens_that_are_none_of_ours_are_left_out(tmp_path: Path) -> None:
+    row = completion(1, 1, 0, -1.0) | {name: [1] for name in TOKENS} | {"thought_kl": ["a"]}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    assert collect(tmp_path, ALL).completions.kept[0]["tokens"] is None
+
+
+def test_groups_by_a_reward_without_models_are_drawn_by_what_they_have(tmp_path: Path) -> None:
+    group = {"group": 1, "num_rows": 2, "reward": -1.0, "reward_min": -2.0, "reward_max": 0.0}
+    (tmp_path / "groups.json").write_text(json.dumps([group]))
+    [chart] = group_charts([collect(tmp_path, ALL)])
+    assert [part["label"] for part in chart["series"]] == ["reward"]
 
 
 def test_numbers_are_cut_and_never_nan(tmp_path: Path) -> None:

@@ -94,6 +94,11 @@ class ScoreWriter(Callback):
         if stage != "predict" or data.task != "score":
             return
         require_one_process(trainer)
+        if not hasattr(pl_module, "reward"):
+            raise InputError(
+                f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
+                "none. Choose RLTModule, as in configs/score.yaml."
+            )
         if self.per_token and not isinstance(pl_module.reward, RLTReward):
             raise InputError(
                 f"scores.per_token needs RLTReward, but model.reward is {type(pl_module.reward).__name__}, "

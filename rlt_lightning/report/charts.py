@@ -183,7 +183,8 @@ def group_charts(runs: list[Run]) -> list[Chart]:
     series = []
     for number, run in enumerate(runs):
         groups = [row["group"] for row in run.groups]
-        for name, label in labels.items() if groups else ():
+        shown = {name: label for name, label in labels.items() if all(name in row for row in run.groups)}
+        for name, label in shown.items() if groups else ():
             part = {"run": number, "label": label, "x": groups, "y": [row[name] for row in run.groups]}
             if name == "reward":
                 part["low"] = [row["reward_min"] for row in run.groups]

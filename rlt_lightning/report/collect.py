@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -37,6 +38,7 @@ TERMS: tuple[str, ...] = (
 TERMS += ("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max")
 TERMS += ("num_tokens", "student_tokens", "closed", "fits")
 BOOKKEEPING = {"step", "row", "completion", "policy_version", "seed", "worker"}  # numbers that are no figures
+GROUP = {"group", "num_rows", "reward", "reward_min", "reward_max"}
 TOKENS = ("thought_tokens", "thought_kl", "solution_tokens", "solution_log_probs")
 NUMBER_SIZE = 8  # characters of a token's figure on the page, about
 Curve = tuple[list[int], list[float | None]]  # steps and values; None: not finite
@@ -156,7 +158,11 @@ def collect(folder: Path, bounds: Bounds) -> Run:
         if not completions.total:
             completions = read_completions(partial(rows_in, folder / name), name, bounds)
     groups = read_json(folder / "groups.json", list) or []
+    for row in groups:
+        require_keys(row, GROUP, folder / "groups.json")
     evaluation = read_json(folder / "evaluation.json", dict)
+    if evaluation is not None:
+        require_keys(evaluation, {"sets"}, folder / "evaluation.json")
     if not (metrics or completions.total or groups or evaluation):
         raise InputError(
             f"{folder} holds a run that has written no figures yet. Wait for its first iteration."
@@ -172,9 +178,19 @@ def collect(folder: Path, bounds: Bounds) -> Run:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The run's config.yaml as dotted names and values; nothing where there is none."""
+    """The run's config.yaml as dotted names and values; nothing where there is none.
+
+    Raises:
+        InputError: If it is no YAML.
+    """
     path = folder / "config.yaml"
-    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
+    try:
+        return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} must be YAML, but is not ({reason}). Restore it, or move it away."
+        ) from error
 
 
 def read_json(path: Path, kind: type) -> Any:
@@ -194,6 +210,15 @@ def read_json(path: Path, kind: type) -> Any:
     if not isinstance(value, kind):
         raise InputError(f"{path} must hold a JSON {kind.__name__}, but does not. Make it anew.")
     return value
+
+
+def require_keys(value: Any, keys: set[str], path: Path) -> None:
+    """Check that an object is one of ours."""
+    if not isinstance(value, dict) or not keys <= value.keys():
+        raise InputError(
+            f"{path} must have {', '.join(sorted(keys))}, as rlt writes them, but has {value!r:.40}. "
+            "Make it anew, or move it away."
+        )
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
@@ -268,9 +293,10 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     spreads: dict[str, dict[int, Spread]] = defaultdict(lambda: defaultdict(Spread))
     for position, row in enumerate(rows()):
         question, solution, text = texts_of(row, file)
-        step, figures = row.get("step"), figures_of(row, file)
+        step, figures = step_of(row, file), figures_of(row, file)
         if (question, solution) not in by_texts:
-            by_texts[question, solution] = Asked(row.get("row"), question, solution, position, step)
+            number = row.get("row") if file != "scores.jsonl" else None  # there it is a column of the source
+            by_texts[question, solution] = Asked(number, question, solution, position, step)
             found.problems.append(by_texts[question, solution])
         by_texts[question, solution].add(position, step, figures.get("reward"))
         owners.append(by_texts[question, solution])
@@ -348,6 +374,12 @@ def texts_of(row: Row, file: str) -> tuple[str, str, str]:
     return "", "", json.dumps(row.get("conversations", ""), ensure_ascii=False)  # in tags of their own
 
 
+def step_of(row: Row, file: str) -> int | None:
+    """The iteration of a completion; in other files than rollouts.jsonl, a column of that name is none."""
+    step = row.get("step") if file == "rollouts.jsonl" else None
+    return step if isinstance(step, int) else None
+
+
 def figures_of(row: Row, file: str) -> dict[str, float | None]:
     """The numbers that say something about a completion; None where one is not finite.
 
@@ -367,8 +399,10 @@ def token_texts(row: Row) -> Iterable[str]:
 
 def has_tokens(row: Row) -> bool:
     """Whether a row has tokens and as many figures."""
-    if not all(isinstance(row.get(name), list) for name in TOKENS):
-        return False
+    for names, kinds in ((TOKENS[::2], str), (TOKENS[1::2], (int, float, NoneType))):
+        for column in map(row.get, names):
+            if not isinstance(column, list) or not all(isinstance(value, kinds) for value in column):
+                return False
     return all(len(row[texts]) == len(row[values]) for texts, values in (TOKENS[:2], TOKENS[2:]))
 
 
@@ -383,7 +417,7 @@ def completion_of(row: Row, file: str, problems: dict[tuple[str, str], int]) -> 
     question, solution, text = texts_of(row, file)
     return {
         "problem": problems[question, solution],
-        "step": row.get("step"),
+        "step": step_of(row, file),
         "number": row.get("completion", row.get("trace")) if file != "scores.jsonl" else None,
         "column": row.get("trace_column"),
         "finish": row.get("finish_reason"),

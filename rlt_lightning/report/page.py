@@ -79,7 +79,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
         scratch.write_text(page, encoding="utf-8", errors="replace")
         scratch.replace(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}). Choose another --output.") from error
+        raise InputError(f"{path} cannot be written ({error.strerror}). Write the page elsewhere.") from error
 
 
 def require_replaceable(path: Path) -> None:
@@ -90,13 +90,13 @@ def require_replaceable(path: Path) -> None:
     """
     if path.is_dir():
         raise InputError(
-            f"--output must be a file, but {path} is a folder. Add a name, such as {path / NAME}."
+            f"The page must be a file, but {path} is a folder. Add a name, such as {path / NAME}."
         )
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             if not file.read(len(MARKER)) == MARKER:
                 raise InputError(
-                    f"{path} is there and is no report. Choose another --output, or move it away."
+                    f"{path} is there and is no report. Choose another name for the page, or move it away."
                 )
 
 
