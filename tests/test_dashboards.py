@@ -327,6 +327,10 @@ def test_a_key_in_the_environment_or_in_netrc_is_an_account(
 def test_what_needs_an_account_says_so(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"there is none\. Call `wandb login`"):
         dashboard("explanations")
+    for mode in ("on", ""):
+        environment.setenv("WANDB_MODE", mode)
+        with pytest.raises(InputError, match=f"WANDB_MODE must be one of online, .* but is '{mode}'"):
+            WandbLogger()._mode()
     environment.setenv("WANDB_MODE", "online")
     with pytest.raises(InputError, match="WANDB_MODE is online, which needs an account"):
         WandbLogger()._mode()
