@@ -234,8 +234,11 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
         f"{row['kl_max']:.4f}); the least natural token is {place_of(max, thought, kl)}",
         "format": format_of(row),
     }
-    lines = [f"reward      {row['reward']:+.4f}"]
-    lines += [f"  {name:<10}{value:+.4f}  {made_of.get(name, '')}".rstrip() for name, value in parts.items()]
+    width = max(map(len, parts)) + 2
+    lines = [f"{'reward':<{width + 2}}{row['reward']:+.4f}"]
+    lines += [
+        f"  {name:<{width}}{value:+.4f}  {made_of.get(name, '')}".rstrip() for name, value in parts.items()
+    ]
     lines += [
         "",
         f"Explanation: KL of teacher from student ({reward.kl_estimator}), nats",

@@ -23,6 +23,7 @@ ITERATION = "iteration"  # the x axis of everything: optimizer steps taken, `ste
 TABLE = "completions"  # its name, and the tag of the texts in TensorBoard
 BLOCK = 32768  # bytes, of a .wandb file
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that wandb knows
 PREFIXES = ("reward/", "policy/", "student/", "rollout/", "perf/", "data/", "eval/")
 
 
@@ -171,10 +172,19 @@ class WandbLogger(loggers.WandbLogger):
 
 
 def mode_set() -> tuple[str, str]:
-    """What wandb's own settings say: online, offline or disabled, and what set it so."""
+    """What wandb's own settings say: online, offline or disabled, and what set it so.
+
+    Raises:
+        InputError: If WANDB_MODE is something else.
+    """
     import wandb
 
-    asked = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+    named = os.environ.get("WANDB_MODE")
+    if named is not None and named not in MODES:  # wandb takes no empty one either
+        raise InputError(
+            f"WANDB_MODE must be one of {', '.join(MODES)}, but is {named!r}. Correct it, or unset it."
+        )
+    asked = named or wandb.setup().settings.mode
     mode = {"dryrun": "offline", "run": "online"}.get(asked, asked)
     return mode, f"WANDB_MODE is {asked}" if "WANDB_MODE" in os.environ else f"`wandb {asked}` was called"
 

@@ -8,15 +8,18 @@ from typing import Any
 
 HIDDEN = "***"
 SECRET_NAME = re.compile(
-    r"(^|[-_.])(api[-_]?key|access[-_]?key|private[-_]?key|secret|token|pass|passwd|password|passphrase|auth"
-    r"|authorization|credentials?|cookie)$",
+    r"((^|[-_.])(token|pass|passphrase|auth|authorization|credentials?|cookie)|[-_.](keys?|pwd)"
+    r"|(^|[-_.])private[-_]?key|api[-_]?keys?|access[-_]?keys?|secrets?|passwd|passwords?|(?-i:[a-z](Token|Key)))$",
     re.IGNORECASE,
 )
-ASSIGNMENT = r"((?:[?&]|--?)[\w.-]*(?:key|token|secret|password|signature|sig|auth)=)[^&\s]+"
-KNOWN_KEY = r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|wandb_v\d_)[\w-]{12,}"
+SECRET_WORD = r"(?:key|token|secret|password|passwd|pwd|signature|sig|auth)"
+ASSIGNMENT = rf"([\w.-]*{SECRET_WORD}=|--?[\w-]*{SECRET_WORD}\s+)[^&\s]+"
+HEADER = r"\b(authorization\s*:\s*\w+\s+|authorization\s*:\s*|[\w-]+-(?:key|token)\s*:\s*)\S+"
+KNOWN_KEY = r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|wandb_v\d_)[\w-]{12,}"
 PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password of a URL
     (re.compile(ASSIGNMENT, re.IGNORECASE), rf"\1{HIDDEN}"),  # in a query or a command line
+    (re.compile(HEADER, re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(KNOWN_KEY), HIDDEN),
 )
@@ -55,9 +58,11 @@ def cleaned(value: Any, known: list[str]) -> Any:
 
 
 def is_secret(name: Any, value: Any) -> bool:
-    """Whether a setting is one by its name."""
+    """Whether a setting is one by its name. A number may be a password, but no token or key."""
     named = SECRET_NAME.search(str(name)) is not None
-    return (named and isinstance(value, (str, dict, list))) or (name == "environment" and bool(value))
+    number = isinstance(value, int) and "pass" in str(name).lower()
+    named = named and (isinstance(value, (str, dict, list)) or number)
+    return named or (name in ("environment", "env") and bool(value))
 
 
 def hidden(value: Any) -> Any:

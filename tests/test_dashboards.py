@@ -327,6 +327,10 @@ def test_a_key_in_the_environment_or_in_netrc_is_an_account(
 def test_what_needs_an_account_says_so(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"there is none\. Call `wandb login`"):
         dashboard("explanations")
+    for mode in ("on", ""):
+        environment.setenv("WANDB_MODE", mode)
+        with pytest.raises(InputError, match=f"WANDB_MODE must be one of online, .* but is '{mode}'"):
+            WandbLogger()._mode()
     environment.setenv("WANDB_MODE", "online")
     with pytest.raises(InputError, match="WANDB_MODE is online, which needs an account"):
         WandbLogger()._mode()
@@ -372,8 +376,13 @@ def test_panels_have_the_iteration_as_their_axis_and_phases_are_stacked() -> Non
 
 def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SOME_API_KEY", "key-of-the-environment")
+    monkeypatch.setenv("PGPASSWORD", "key-of-the-database")
+    monkeypatch.setenv("DJANGO_SECRET_KEY", "key-of-the-site")
     secrets = [
         "pa55-word",
+        "key-of-the-database",
+        "key-of-the-site",
+        "18273645",
         "key-of-the-environment",
         "launch-secret",
         "hf_abcdefghijklmnopqrst",
@@ -384,10 +393,16 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_p
         "engine": {
             "api_key": "pa55-word",
             "password": "pa55-word",
-            "headers": {"Authorization": "pa55-word"},
+            "passwd": 18273645,
+            "accessToken": "pa55-word",
+            "clientSecret": "pa55-word",
+            "headers": {"Authorization": "pa55-word", "Ocp-Apim-Subscription-Key": "pa55-word"},
         },
         "launch": {"environment": {"ANYTHING": "launch-secret"}, "arguments": ["--api-key", "s3cr3t-flag"]},
-        "command": "serve --auth-token=s3cr3t-flag; key-of-the-environment",
+        "command": "VLLM_API_KEY=pa55-word serve --auth-token=s3cr3t-flag; key-of-the-environment",
+        "arguments": ["--password pa55-word", "Authorization: Token pa55-word", "X-Api-Key: pa55-word"],
+        "env": {"ANYTHING": "launch-secret"},
+        "backend": "postgres://key-of-the-database, key-of-the-site",
         "header": "Bearer pa55-word",
         "source": "hf_abcdefghijklmnopqrst",
     }
@@ -396,6 +411,8 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_p
         "micro_batch_tokens": 512,
         "tokenizer": "smollm2-135m",
         "use_auth_token": True,
+        "recorder": {"tokens": "extremes"},
+        "max_token": 12345678,
         "source": "https://host/rows?split=a",
     }
     assert without_secrets(kept) == kept

@@ -114,10 +114,10 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     empty = ROW | {"solution_log_prob_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
     parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
     plain = page(ROW, empty, parts, RLTReward(), top=1, colours=False)
-    assert "solution  -1.0200  1 x (mean -1.0000 + 0.01 x min -2.0000)" in plain
+    assert "solution    -1.0200  1 x (mean -1.0000 + 0.01 x min -2.0000)" in plain
     assert 'hardest token is "4" (token 1); +2.0000 against an empty explanation' in plain
     assert 'least natural token is "a" (token 2)' in plain
-    assert "  repetition-0.2500" in plain
+    assert "  repetition  -0.2500" in plain
     assert '      2    1.5000  "a"' in plain
     assert "    1.5000" in plain
     assert "-0.2000" not in plain  # top 1
@@ -128,7 +128,7 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     unpunished = page(
         ROW | {"finish_reason": "length"}, empty, parts, RLTReward(format_penalty=0.0), 1, False
     )
-    assert "format    +0.0000  not closed\n" in unpunished
+    assert "format      +0.0000  not closed\n" in unpunished
     clipped = page(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, colours=False)
     assert "before clipping" in clipped
     assert "before clipping" not in plain
