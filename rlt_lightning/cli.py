@@ -225,7 +225,8 @@ class RLTCommandLine(LightningCLI):
         adapter = (folder / "model" / "adapter_config.json").exists()
         model = "the trained model, an ordinary Hugging Face folder"
         model = "the trained adapter, as peft and vLLM read it" if adapter else model
-        print(f"\nDone: {self.trainer.global_step} steps.")
+        steps = self.trainer.global_step
+        print(f"\nDone: {steps} step{'s' if steps > 1 else ''}.")
         for name, meaning in (
             ("model", model),
             ("metrics.csv", "every metric of every step"),
@@ -234,6 +235,7 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
+        print(f"See it: {program()} report {shlex.quote(str(folder))}")
         if (folder / "model").exists() and not adapter and (following := self.next_command()):
             print(f"Next: {following}")
 
@@ -242,7 +244,9 @@ class RLTCommandLine(LightningCLI):
         config = self.config[self.subcommand]
         model, task = f"{config.output_dir}/model", config.data.init_args.task
         if task == "rlt":
-            words = ["predict", "--config", "configs/generate.yaml", "--data.source", "FILE"]
+            source = config.data.init_args.source
+            words = ["predict", "--config", "configs/generate.yaml"]
+            words += ["--data.source", source if isinstance(source, str) else "FILE"]
             words += ["--model.teacher", model, "--model.student", str(frozen_student(config.model))]
             return f"write data for students (docs/generating.md):\n  {self.command(words, FORMAT_SETTINGS)}"
         if task == "teacher_sft":
@@ -256,10 +260,9 @@ class RLTCommandLine(LightningCLI):
     def command(self, words: list[str], settings: tuple[str, ...]) -> str:
         """A command line that goes on in the format of this run."""
         config = self.config[self.subcommand]
-        program = sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
         formats = {name: config.data.init_args.get(name) for name in settings}
         given = [(f"--data.{name}", value) for name, value in formats.items() if isinstance(value, str)]
-        return shlex.join([program, *words, *(word for option in given for word in option)])
+        return shlex.join([program(), *words, *(word for option in given for word in option)])
 
     def after_predict(self) -> None:
         """Say where the scores, or the traces, are."""
@@ -343,6 +346,7 @@ class ExplainCommandLine(BorrowingCommandLine):
         """Put the explanation in the place of the source, in a folder that is gone at the end."""
         config = self.config["predict"]
         self.folder = TemporaryDirectory(prefix="rlt-explain-")
+        warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")  # said below the figures
         data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
         options = ExplainOptions(**config.explain.as_dict())
         rows = rows_to_score(options, data.as_dict())
@@ -447,6 +451,11 @@ def named_folders(words: list[str]) -> list[str]:
         else:
             options += [word, *([] if "=" in word else islice(left, 1))]
     return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
+
+
+def program() -> str:
+    """The command that this process was started as."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
 
 
 def how_to_go_on() -> str:

@@ -95,15 +95,17 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
         )
     closed = True
     if options.explanation is not None:
-        text = options.explanation
+        text = options.explanation.strip()
     elif options.rollouts is not None:
         recorded = find_completion(options)
         require_same_problem(recorded, columns, tags, options)
-        text, closed = str(recorded.get("explanation")), recorded.get("finish_reason") == "stop"
+        closed = recorded.get("finish_reason") == "stop"
+        given = recorded.get("thought_tokens")  # with the white space at its ends
+        text = "".join(given).removeprefix(tags.separator) if given else str(recorded.get("explanation"))
     else:
         name = data["trace_columns"][0]
         try:
-            text = parse_row(columns, tags, [name]).traces[name]
+            text = parse_row(columns, tags, [name]).traces[name].strip()
         except BadRowError as error:
             raise InputError(
                 f"Row {options.row} must have an explanation to score, but {error.detail}. Give one by "
@@ -111,9 +113,7 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
             ) from error
     texts = {"question": options.question, "solution": options.solution}
     columns |= {name: text for name, text in texts.items() if text is not None}
-    completion = (
-        text.strip() + end * closed or "\n"
-    )  # a row without a completion would be scored by its trace
+    completion = text + end * closed or "\n"  # without one, the row's trace would be scored
     rows = [{**columns, "completion": completion}, {**columns, "completion": end}]
     try:
         parse_row(rows[0], tags, [TRACE_COLUMN], allows_completion=True)
@@ -251,6 +251,10 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
         "",
         *table(solution, {"log-prob": log_probs, "empty": empty["solution_log_probs"]}, range(len(solution))),
     ]
+    if reward.kl_estimator != "exact":
+        lines.append(
+            f"\n{reward.kl_estimator} is a KL on average over what the teacher samples; exact in any text."
+        )
     if (reward.clip_log_probs, reward.clip_kl) != (None, None) or "none" not in (
         reward.normalise_log_probs,
         reward.normalise_kl,
