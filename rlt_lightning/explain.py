@@ -101,7 +101,9 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
         require_same_problem(recorded, columns, tags, options)
         closed = recorded.get("finish_reason") == "stop"
         given = recorded.get("thought_tokens")  # with the white space at its ends
-        text = "".join(given).removeprefix(tags.separator) if given else str(recorded.get("explanation"))
+        text = (
+            "".join(given).removeprefix(tags.separator) if given else str(recorded.get("explanation")).strip()
+        )
     else:
         name = data["trace_columns"][0]
         try:
@@ -253,7 +255,8 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
     ]
     if reward.kl_estimator != "exact":
         lines.append(
-            f"\n{reward.kl_estimator} is a KL on average over what the teacher samples; exact in any text."
+            f"\n{reward.kl_estimator} is a KL on average over texts that the teacher samples. For any text there is "
+            "kl_estimator exact."
         )
     if (reward.clip_log_probs, reward.clip_kl) != (None, None) or "none" not in (
         reward.normalise_log_probs,

@@ -44,10 +44,9 @@ def cleaned(value: Any, known: list[str]) -> Any:
         }
     if isinstance(value, (list, tuple)):
         flags = [isinstance(word, str) and word.startswith("-") and is_secret(word, "") for word in value]
-        after_flag = [False, *flags[:-1]]  # the word after --api-key
-        return [
-            HIDDEN if secret else cleaned(item, known) for item, secret in zip(value, after_flag, strict=True)
-        ]
+        after_flag = [False, *flags]  # the word after --api-key
+        words = zip(value, after_flag, strict=False)
+        return [HIDDEN if secret else cleaned(item, known) for item, secret in words]
     if not isinstance(value, str):
         return value
     for text in known:

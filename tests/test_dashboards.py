@@ -415,6 +415,7 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_p
         "max_token": 12345678,
         "source": "https://host/rows?split=a",
     }
+    kept["nothing"] = [[], {}, None]
     assert without_secrets(kept) == kept
     hidden = without_secrets(settings)
     assert hidden["urls"] == ["http://***@worker:8000/v1", "https://host/rows?split=a&token=***"]
