@@ -355,6 +355,7 @@ class ExplainCommandLine(BorrowingCommandLine):
         data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
         data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
+        config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto"))
         config.ckpt_path = None  # a resumed run's config.yaml names what it went on from
         config.scores.update(Namespace(rank_groups=None, per_token=False))
 

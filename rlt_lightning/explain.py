@@ -255,8 +255,8 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
     ]
     if reward.kl_estimator != "exact":
         lines.append(
-            f"\n{reward.kl_estimator} is a KL on average over texts that the teacher samples. For any text there is "
-            "kl_estimator exact."
+            f"\n{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
+            "For any text there is kl_estimator exact."
         )
     if (reward.clip_log_probs, reward.clip_kl) != (None, None) or "none" not in (
         reward.normalise_log_probs,
