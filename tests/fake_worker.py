@@ -140,11 +140,11 @@ class FakeWorker:
 
     def close(self) -> None:
         """Refuse connections from now on, and drop those that wait."""
-        if self.server is not None:
-            server, self.server = self.server, None
+        if (server := self.server) is not None:
             self.closed.set()
             server.shutdown()
             server.server_close()
+            self.server = None  # now the port is free for `open`
 
     def restart(self) -> None:
         """Be a new process: the weights are those of the start again, and no update is under way."""
