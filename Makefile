@@ -20,7 +20,7 @@ pipeline:
 
 # Two files at a time: the tests use one core each, and wait much for processes that they start.
 test: setup
-	$(RUN)/python -m pytest -n 2 --dist loadfile
+	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: setup setup-vllm
 	$(RUN)/python -m pytest -m 'vllm and not slow'

@@ -16,6 +16,14 @@ import torch
 SHARED = Path(__file__).parents[2] / "shared"
 
 
+LONGEST = ("test_vllm_worker", "test_rank_failures", "test_configs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: two processes then end at about the same time."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real rows and reference figures that lies beside a working copy."""
