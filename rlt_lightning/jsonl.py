@@ -45,6 +45,20 @@ def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
             yield line, row
 
 
+def rows_in(path: Path) -> Iterator[Row]:
+    """The rows of a file, one at a time.
+
+    Raises:
+        InputError: If one is no object.
+    """
+    for _, row in whole_rows(path):
+        if not isinstance(row, dict):
+            raise InputError(
+                f"Every line of {path} must be a JSON object, but one is {row!r:.40}. Delete it."
+            )
+        yield row
+
+
 def rewrite(path: Path, lines: Iterable[str]) -> None:
     """Put these lines in place of a file, at once."""
     scratch = path.with_suffix(".tmp")

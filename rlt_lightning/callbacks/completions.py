@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +15,7 @@ from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
 from rlt_lightning.loggers import TABLE, WandbLogger
 from rlt_lightning.types import InputError, PromptBatch
 
+T = TypeVar("T")
 TEXTS = ("question", "solution", "explanation")
 NOT_SHOWN = ("policy_version", "seed", "worker")
 GROWTH = 1.1  # by which the table in W&B has grown when it is sent again: all sendings together stay small
@@ -112,10 +113,10 @@ def table_rows(batch: PromptBatch) -> list[Row]:
     return rows
 
 
-def evenly_spread(rows: list[Row], count: int) -> list[Row]:
-    """The same so many of the rows whatever they hold; all where there are fewer."""
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
+def evenly_spread(items: list[T], number: int) -> list[T]:
+    """So many of them at equal distances, the same whatever they hold; all if they are fewer."""
+    number = max(0, min(number, len(items)))
+    return [items[i * len(items) // number] for i in range(number)]
 
 
 def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import yaml
 
+from rlt_lightning.callbacks.completions import evenly_spread
 from rlt_lightning.datamodules.formats import R1, STRATOS
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row
-from rlt_lightning.jsonl import Row, whole_rows
+from rlt_lightning.jsonl import Row, rows_in
 from rlt_lightning.run_folder import flat
 from rlt_lightning.types import InputError
 
@@ -264,20 +265,6 @@ def number_in(cell: Any, path: Path, name: str | None) -> float:
         ) from error
 
 
-def rows_in(path: Path) -> Iterator[Row]:
-    """The rows of a file, one at a time.
-
-    Raises:
-        InputError: If one is no object.
-    """
-    for _, row in whole_rows(path):
-        if not isinstance(row, dict):
-            raise InputError(
-                f"Every line of {path} must be a JSON object, but one is {row!r:.40}. Delete it."
-            )
-        yield row
-
-
 def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bounds) -> Completions:
     """Read completions twice, one by one: to choose those that a page takes, and to take them.
 
@@ -343,7 +330,7 @@ def choose(problems: list[Asked], owners: list[Asked], sizes: list[int], bounds:
             continue
         mean_size = sum(sizes[i] for i in candidates) / len(candidates)
         room = min(bounds.completions - len(chosen), int(left / max(mean_size, 1)))
-        for position in evenly(candidates, room):
+        for position in evenly_spread(candidates, room):
             owner = owners[position]
             size = sizes[position] + (0 if owner.first in shown else len(owner.question + owner.solution))
             if size <= left:
@@ -351,12 +338,6 @@ def choose(problems: list[Asked], owners: list[Asked], sizes: list[int], bounds:
                 shown.add(owner.first)
                 left -= size
     return chosen
-
-
-def evenly(items: list[int], number: int) -> list[int]:
-    """So many of them, or all if they are fewer, at equal distances."""
-    number = max(0, min(number, len(items)))
-    return [items[i * len(items) // number] for i in range(number)]
 
 
 def texts_of(row: Row, file: str) -> tuple[str, str, str]:
