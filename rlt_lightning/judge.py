@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +37,7 @@ from rlt_lightning.datamodules.formats import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]
+WORKER_MODULES = ["math_verify", "rlt_lightning.judge"]
 POLL_S = 1.0  # between two looks at whether the processes that a task waits for are still there
 MAX_POOLS = 2  # that may break under one task
 
@@ -69,7 +70,7 @@ class Judge:
         tags: Of the responses: "stratos", "r1" or a TagStyle.
         deadline_s: For one response. A process that exceeds it is killed and replaced.
         num_workers: Processes; None: one per core, four at most.
-        memory_gib: Address space of each; where the system keeps no such limit, none.
+        memory_gib: Address space of each, beyond what it starts with; on Linux alone.
     """
 
     def __init__(
@@ -266,11 +267,13 @@ def enter_worker(memory_gib: float) -> None:
     threading.Thread(target=end_with_run, daemon=True).start()
     if sys.platform == "linux":  # the thread does not get to run while C code computes a power tower
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on this system, or above its own limit
         import resource
 
-        limit = int(memory_gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        # Imports alone take about one GiB, which no answer is to blame for.
+        start = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = start + int(memory_gib * 2**30)
+        with contextlib.suppress(ValueError):  # above a limit that is there already
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def end_with_run() -> None:

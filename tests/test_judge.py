@@ -233,10 +233,10 @@ def test_monsters_are_cut_off_and_their_neighbours_judged() -> None:
     assert all(verdict.correct for verdict in neighbours)
 
 
-def test_an_answer_that_eats_memory_ends_its_process_alone() -> None:
-    with Judge(deadline_s=30.0, num_workers=1, memory_gib=0.4) as judge:
-        verdict = judge.judge(r"\boxed{9^{9^{9}}}", {"answer": "17"})
-        assert not verdict.correct
+def test_memory_is_limited_beyond_what_a_process_begins_with() -> None:
+    with Judge(num_workers=1, memory_gib=0.1) as judge:
+        assert judge._submit(bytes, 20 * 2**20)(None) == (bytes(20 * 2**20), False)
+        assert judge._submit(bytes, 200 * 2**20)(None) == (None, True)
         assert judge.judge(r"\boxed{17}", {"answer": "17"}).correct
 
 
