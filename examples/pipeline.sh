@@ -9,17 +9,7 @@ cd "$(dirname "$0")/.."
 run=${1:-runs/pipeline}
 make --quiet setup
 rlt=.venv/bin/rlt
-
-stage() {  # stage NAME RESULT COMMAND...: run the command unless its result is there
-    local name=$1 result=$2
-    shift 2
-    if [ -e "$run/$name/$result" ]; then
-        echo "== $name: finished before ($run/$name/$result)"
-    else
-        echo "== $name"
-        "$@" --output_dir "$run/$name" --resume true
-    fi
-}
+source examples/stage.sh
 
 # 1 and 2: the teacher learns to explain, then to explain what helps a student.
 stage teacher_sft model/config.json $rlt fit --config configs/learning_warmup.yaml --checkpoint.every_n_train_steps 8

@@ -10,17 +10,7 @@ cd "$(dirname "$0")/.."
 run=${1:-runs/released}
 rlt=${RLT:-.venv/bin/rlt}
 c=configs o=configs/overlays
-
-stage() {  # stage NAME RESULT COMMAND...: run the command unless its result is there
-    local name=$1 result=$2
-    shift 2
-    if [ -e "$run/$name/$result" ]; then
-        echo "== $name: finished before ($run/$name/$result)"
-    else
-        echo "== $name"
-        "$@" --output_dir "$run/$name" --resume true
-    fi
-}
+source examples/stage.sh
 
 stage teacher_sft model/config.json $rlt fit --config $c/teacher_sft.yaml --config $o/zero3.yaml --trainer.devices 8
 stage teacher_rlt model/config.json $rlt fit --config $c/teacher_rlt.yaml --config $o/zero3_8gpu.yaml \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from rlt_lightning import __version__
@@ -53,9 +54,13 @@ def main() -> None:
         return
     # A class_path may name a module beside the configs, as with `python -m`. Last: it hides no installed one.
     sys.path.append(os.getcwd())
-    from rlt_lightning.cli import run
+    try:
+        from rlt_lightning.cli import run
 
-    sys.exit(run())
+        status = run()
+    except KeyboardInterrupt:  # before anything was begun: what is running says how to go on
+        status = 128 + signal.SIGINT
+    sys.exit(status)
 
 
 if __name__ == "__main__":

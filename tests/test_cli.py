@@ -538,6 +538,18 @@ def test_version_and_help_answer_before_lightning_is_imported() -> None:
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_an_interrupt_of_the_imports_ends_without_a_traceback() -> None:
+    code = (
+        "import signal, sys; sys.argv = ['rlt', 'fit', '--help']\n"
+        "from rlt_lightning.__main__ import main\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+        "main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_fit_help_imports_neither_transformers_nor_datasets() -> None:
     code = (
         "import sys; sys.argv = ['rlt', 'fit', '--help']\n"

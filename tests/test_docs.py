@@ -248,6 +248,20 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
             check(arguments, files)
 
 
+@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh"])
+def test_the_stages_of_a_pipeline_are_right(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    prepare = f"PATH=$PATH:/usr/bin:/bin; cp {ROOT}/examples/*.sh examples/; mkdir -p runs/released/evaluate"
+    script = f"{prepare}; touch runs/released/evaluate/evaluation.md; examples/{name}"
+    calls = calls_of(Block(name, 1, "sh", script), tmp_path)
+    stages = [words for program, *words in calls if program == ".venv/bin/rlt"]
+    assert len(stages) >= 5
+    for words in stages:
+        check_rlt(words, tmp_path)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_within_the_text_are_right(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
