@@ -306,8 +306,15 @@ class BorrowingCommandLine(RLTCommandLine):
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(*self.group)
 
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        self.borrowed = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        return self.borrowed
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the command line as the other verb's."""
+        """Read the command line as the other verb's, under its own name."""
+        self.borrowed.prog = f"rlt {sys.argv[1]}"
         self.config = parser.parse_args([self.lender, *sys.argv[2:]])
 
 

@@ -232,3 +232,7 @@ def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     tuned = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
     assert tuned.returncode == 2
     assert "SFTModule, the model, has none" in tuned.stderr
+
+
+def test_its_help_is_under_its_own_name() -> None:
+    assert rlt("explain", "--help").stdout.startswith("usage: rlt explain ")
