@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
-from rlt_lightning.callbacks.rollout import Order
+from rlt_lightning.callbacks.order import Order
 from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.callbacks.order import Order
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
     EngineError,
     NamedTensor,
     Sampling,
-    WorkersLost,
     require_context,
 )
 from rlt_lightning.engines.hf import HFEngine
@@ -37,43 +36,6 @@ from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Ro
 T = TypeVar("T")
 Schedule = Callable[[Sampling, int], Sampling]  # of the config's sampling and a step: that step's
 VALIDATION, PREDICTION = -1, -2  # stand for the optimizer step in seeds
-
-
-@dataclass
-class Order:
-    """Completions that all ranks of one step are waiting for."""
-
-    rows: list[int]  # of the problems of all ranks, in rank order
-    prompts: list[list[int]]
-    seeds: list[int]
-    policy_version: int  # of the weights that sample them; older, if some are sampled later, than theirs
-    sampling: Sampling
-    num_completions: int
-    stop: str
-    finished: dict[int, list[Completion]] = field(default_factory=dict)  # by position in `prompts`
-    asked: list[int] = field(default_factory=list)  # positions that the engine was asked for
-    future: Future[list[list[Completion]]] | None = None  # of those, while they are sampled; on rank 0
-
-    def wait(self) -> None:
-        """Wait until the engine has finished, or failed."""
-        if self.future is not None:
-            wait([self.future])
-
-    def take(self) -> None:
-        """Wait for what the engine was asked for and keep it; what lost workers left stays missing."""
-        if self.future is None:
-            return
-        try:
-            groups = dict(enumerate(self.future.result()))
-        except WorkersLost as error:
-            groups = error.finished
-        self.finished |= {self.asked[i]: group for i, group in groups.items()}
-        self.future = None
-
-    def complete(self) -> bool:
-        """Wait, and tell whether nothing is missing."""
-        self.take()
-        return len(self.finished) == len(self.prompts)
 
 
 class RolloutCallback(Callback):
@@ -347,11 +309,12 @@ class RolloutCallback(Callback):
         problem = self._on_rank_zero(self.trainer, take) if self.trainer else take()
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        return {"order": to_plain(order)}
+        return {"order": order.to_plain()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.order = from_plain(state_dict["order"]) if self.asynchronous and "order" in state_dict else None
+        known = self.asynchronous and "order" in state_dict
+        self.order = Order.from_plain(state_dict["order"]) if known else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -526,35 +489,6 @@ class RolloutCallback(Callback):
         if problem is not None:
             raise failure or (InputError if problem[0] else EngineError)(problem[1])
         return result
-
-
-def to_plain(order: Order) -> dict[str, Any]:
-    """An order as tensors and plain values, such as a checkpoint may hold."""
-    groups = {
-        position: [
-            {
-                **vars(completion),
-                "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
-                "log_probs": completion.log_probs and torch.tensor(completion.log_probs),
-            }
-            for completion in group
-        ]
-        for position, group in order.finished.items()
-    }
-    settings = {"rows": order.rows, "prompts": order.prompts, "seeds": order.seeds, "stop": order.stop}
-    settings |= {"policy_version": order.policy_version, "num_completions": order.num_completions}
-    return settings | {"sampling": vars(order.sampling), "finished": groups}
-
-
-def from_plain(state: dict[str, Any]) -> Order:
-    """The order that `to_plain` was given."""
-
-    def completion(entry: dict[str, Any]) -> Completion:
-        lists = {name: v.tolist() for name, v in entry.items() if isinstance(v, torch.Tensor)}
-        return Completion(**entry | lists)
-
-    finished = {position: list(map(completion, group)) for position, group in state["finished"].items()}
-    return Order(**state | {"sampling": Sampling(**state["sampling"]), "finished": finished})
 
 
 def require_room(problems: list[Problem], role: str, context: int, max_completion_length: int) -> None:
