@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,10 +28,10 @@ from rlt_lightning.answers import (
     solves_countdown,
 )
 from rlt_lightning.datamodules.formats import TagStyle, tag_style
+from rlt_lightning.judge_worker import enter_worker
 from rlt_lightning.types import InputError
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
-WORKER_MODULES = ["math_verify", "rlt_lightning.judge"]
+WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]  # no torch: they start in a second
 POLL_S = 1.0  # between two looks at whether the processes that a task waits for are still there
 MAX_POOLS = 2  # that may break under one task
 
@@ -258,27 +252,3 @@ def result_of(pool: ProcessPool, future: Future[Any]) -> Any:
         if not pool.active:
             raise BrokenProcessPool("The pool ended before the task.")
     return future.result()
-
-
-def enter_worker(memory_gib: float) -> None:
-    """Let a judging process end with the run, limit its memory, and import what its first task needs."""
-    import math_verify  # noqa: F401
-
-    threading.Thread(target=end_with_run, daemon=True).start()
-    if sys.platform == "linux":  # the thread does not get to run while C code computes a power tower
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        import resource
-
-        # Imports alone take about one GiB, which no answer is to blame for.
-        start = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = start + int(memory_gib * 2**30)
-        with contextlib.suppress(ValueError):  # above a limit that is there already
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def end_with_run() -> None:
-    """Wait until the process that judges for the run is gone, in whatever way, and end this one."""
-    run = multiprocessing.parent_process()
-    assert run is not None
-    run.join()
-    os._exit(1)

@@ -137,7 +137,7 @@ def test_a_job_before_its_time_limit_queues_again(tmp_path: Path) -> None:
     log = tmp_path / "scontrol.log"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {log}\n')
     (tmp_path / "scontrol").chmod(0o755)
-    (tmp_path / "srun").write_text("#!/bin/sh\necho started\nsleep 30\n")
+    (tmp_path / "srun").write_text("#!/bin/sh\necho started\nsleep 300\n")
     (tmp_path / "srun").chmod(0o755)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}
     job = begin(
@@ -150,6 +150,7 @@ def test_a_job_before_its_time_limit_queues_again(tmp_path: Path) -> None:
     assert job.stdout.readline() == "started\n"
     job.send_signal(signal.SIGUSR1)
     job.wait(10)
+    os.killpg(job.pid, signal.SIGKILL)  # what the stand-in still does
     finish([job])
     assert log.read_text() == "requeue 7\n"
 

@@ -16,6 +16,7 @@ import yaml
 from commands import ROOT, rlt
 from lightning.pytorch import Callback
 from test_cli import RLT, assert_one_clear_line, metrics, wait_for
+from test_countdown import needs_reasoning_gym
 from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs, trainer
 
 from rlt_lightning.datamodules import StratosDataModule
@@ -65,6 +66,8 @@ def student_fit(model: str, folder: Path, *options: str) -> list[str]:
 
 # The reward
 
+MAKE_35 = {"kind": "countdown", "numbers": [3, 4, 5], "target": 35}
+
 
 @pytest.mark.parametrize(
     ("text", "columns", "expected"),  # reward, correct, formatted
@@ -73,16 +76,8 @@ def student_fit(model: str, folder: Path, *options: str) -> list[str]:
         (in_tags(r"It is \boxed{7}."), {"answer": 7}, (1.0, 1, 1)),
         (in_tags(r"\boxed{\frac{1}{2}}"), {"solution": r"So \boxed{0.5}."}, (1.0, 1, 1)),
         (in_tags("#### 18"), {"answer": "9 * 2 = 18\n#### 18"}, (1.0, 1, 1)),
-        (
-            in_tags(r"\boxed{(3 + 4) * 5}"),
-            {"kind": "countdown", "numbers": [3, 4, 5], "target": 35},
-            (1, 1, 1),
-        ),
-        (
-            in_tags(r"\boxed{3 * 4 + 5}"),
-            {"kind": "countdown", "numbers": [3, 4, 5], "target": 35},
-            (-0.5, 0, 1),
-        ),
+        pytest.param(in_tags(r"\boxed{(3 + 4) * 5}"), MAKE_35, (1, 1, 1), marks=needs_reasoning_gym),
+        pytest.param(in_tags(r"\boxed{3 * 4 + 5}"), MAKE_35, (-0.5, 0, 1), marks=needs_reasoning_gym),
         (in_tags(r"\boxed{B}"), {"kind": "choice", "answer": "B"}, (1.0, 1, 1)),
         (in_tags(r"It is \boxed{8}."), {"answer": "7"}, (-0.5, 0, 1)),
         (in_tags("I do not know."), {"answer": "7"}, (-0.5, 0, 1)),
@@ -117,6 +112,7 @@ def test_a_better_answer_may_not_earn_less() -> None:
             CorrectnessReward(*figures)
 
 
+@needs_reasoning_gym
 def test_countdown_needs_its_checker_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     CorrectnessReward().check([answer("", kind="countdown").problem])
     monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
@@ -136,6 +132,7 @@ def rows_of(tmp_path: Path, model: str, rows: list[dict[str, Any]]) -> StratosDa
     return made
 
 
+@needs_reasoning_gym
 def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"question": "9 * 2?", "answer": "9 * 2 = 18\n#### 18"},  # GSM8K

@@ -21,7 +21,6 @@ import pytest
 import torch
 import yaml
 from commands import rlt
-from transformers import AutoModelForCausalLM
 
 from rlt_lightning.engines import (
     AdapterPush,
@@ -290,31 +289,36 @@ def metrics(run: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs by far more than 1e-3
-
-
-@pytest.mark.parametrize(
-    ("model", "push", "options"),
-    [
-        ("smollm2", GlooPush, []),
-        ("tiny_model", DiskPush, []),
-        pytest.param("tiny_model", GlooPush, LORA, marks=pytest.mark.slow),
-        ("tiny_model", AdapterPush, LORA),
-        pytest.param("smollm2", AdapterPush, LORA, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
-    model: str, push: type, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    config = run_config(tmp_path, request.getfixturevalue(model), push)
-    result = rlt(*config, *options, timeout=500)
-    assert result.returncode == 0, result.stderr
-    rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+def require_agreement(run: Path, steps: int) -> None:
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
         assert row["rollout/mismatch_max"] <= 1e-3  # sampled
         assert row["rollout/val_mismatch_max"] <= 1e-3  # greedy
         assert row["policy/grad_norm"] > 0
+
+
+LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs by far more than 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "push", "steps", "options"),
+    [
+        ("smollm2", GlooPush, 2, []),
+        pytest.param("smollm2", GlooPush, 8, [], marks=pytest.mark.slow),
+        pytest.param("tiny_model", DiskPush, 4, [], marks=pytest.mark.slow),
+        pytest.param("tiny_model", GlooPush, 4, LORA, marks=pytest.mark.slow),
+        ("tiny_model", AdapterPush, 4, LORA),
+        pytest.param("smollm2", AdapterPush, 4, LORA, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
+    model: str, push: type, steps: int, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, request.getfixturevalue(model), push)
+    result = rlt(*config, *options, f"--trainer.max_steps={steps}", timeout=500)
+    assert result.returncode == 0, result.stderr
+    require_agreement(tmp_path / "run", steps)
     assert worker_pids(tmp_path / "run") == []  # nothing is left behind
     if push is not GlooPush:
         assert len(list((tmp_path / "run" / "weights").iterdir())) == 1
@@ -324,25 +328,6 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
             "adapter_config.json",
             "adapter_model.safetensors",
         ]
-
-
-def test_a_worker_computes_what_an_exported_checkpoint_does(
-    runs: dict[str, Path], trainer: Trainer, tmp_path: Path
-) -> None:
-    """From a checkpoint that two processes wrote under ZeRO-3."""
-    result = rlt("export", f"--ckpt_path={runs['zero3']}", f"--output_dir={tmp_path / 'model'}")
-    assert result.returncode == 0, result.stderr
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    engine = VLLMEngine(launch=Launch(**LAUNCH))
-    engine.start(exported, trainer.tokenizer, tmp_path)
-    try:
-        text = trainer.prompt("The probe, a text of a few words")
-        [worker] = engine.workers
-        scores = asyncio.run(worker.score(text, 60.0))
-    finally:
-        engine.close()
-    assert scores == pytest.approx(sequence_log_probs(exported, text).tolist(), abs=1e-4)
-    assert scores != pytest.approx(trainer.log_probs(text), abs=1e-3)  # the untrained model's
 
 
 @pytest.mark.parametrize(
@@ -355,11 +340,7 @@ def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
     result = rlt(*command, timeout=500)
     assert result.returncode == 0, result.stderr
-    rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows:  # the weights were compared with every push, too
-        assert row["rollout/mismatch_max"] <= 1e-3
-        assert row["rollout/val_mismatch_max"] <= 1e-3
+    require_agreement(tmp_path / "run", 4)  # the weights were compared with every push, too
     log = (tmp_path / "run" / "workers" / "worker-0.log").read_text()
     calls = re.findall(r"POST /(sleep|wake_up|update_weights)\b", log)
     turns = "".join(call[0] for call in calls)  # a sleeping vLLM, on a CPU too, samples nothing
@@ -470,21 +451,32 @@ def test_five_faults_at_random_moments_change_nothing(
 
 
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, tiny_model, GlooPush)]
+    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, tiny_model, DiskPush)]
+    command += ["--trainer.max_steps=1000"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     run = tmp_path / "run"
-    wait_until(lambda: num_iterations(run) > 0, 300)
+    wait_until(lambda: num_iterations(run) >= 3, 300)
     assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: worker_pids(run) == [], 30)
+    assert all(row["rollout/mismatch_max"] <= 1e-3 for row in metrics(run)[:2])
 
 
 @pytest.fixture(scope="module")
-def plain_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An ordinary model folder, of a checkpoint that two processes wrote under ZeRO-3."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    result = rlt("export", f"--ckpt_path={runs['zero3']}", f"--output_dir={folder}")
+    assert result.returncode == 0, result.stderr
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`vllm serve FOLDER` as anybody types it, without routes of development or our extension: its URL."""
     port = free_port()
-    command = [str(EXECUTABLE), "serve", tiny_model, "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(EXECUTABLE), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     log = tmp_path_factory.mktemp("plain") / "worker.log"
     local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
@@ -494,8 +486,9 @@ def plain_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_model_it_serves(
-    plain_server: str, trainer: Trainer
+    plain_server: str, exported: str, tiny_model: str, tmp_path: Path
 ) -> None:
+    trainer = Trainer(exported, tmp_path)
     prompts = [trainer.prompt(text) for text in ("One and two", "A longer prompt, of some more words")]
     sampling = Sampling(temperature=0.7, max_completion_length=16)
     engine = VLLMEngine(urls=[plain_server], push=NoPush())
@@ -509,7 +502,10 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     engine.start(trainer.model, trainer.tokenizer, trainer.folder)
     trainer.push(engine)
     text = prompts[1]
-    engine.verify(text, {0: trainer.log_probs(text)})
+    own = trainer.log_probs(text)
+    assert asyncio.run(engine.workers[0].score(text, 60.0)) == pytest.approx(own, abs=1e-4)
+    assert own != pytest.approx(Trainer(tiny_model, tmp_path).log_probs(text), abs=1e-3)  # untrained
+    engine.verify(text, {0: own})
     again = engine.generate(prompts, sampling, 3, "", [1, 2], [4, 16])
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in g] for g in alone]
     trainer.step(size=0.5)
