@@ -149,6 +149,7 @@ def test_two_traces_of_each_problem_are_compared(tiny_model: str, source: Path, 
     options += ["--data.max_bad_frac=0.2", "--data.prompts_per_step=3"]
     result = rlt(*command("rank", tiny_model, source, folder, *options))
     assert result.returncode == 0, result.stderr
+    assert f"1 of 10 rows of '{source}' cannot be used" in result.stderr
     scores = read(folder / "scores.jsonl")
     rewards = {(row["id"], row["trace_column"]): row["reward"] for row in scores}
     assert len(scores) == len(rewards) == 18

@@ -459,7 +459,7 @@ def test_rows_need_all_of_the_traces(make_data: MakeData):
 
 @pytest.mark.parametrize("task", ["teacher_sft", "student_sft"])
 def test_long_traces_are_dropped_or_truncated_to_the_token(
-    make_data: MakeData, tmp_path: Path, caplog: pytest.LogCaptureFixture, task: str
+    make_data: MakeData, tmp_path: Path, task: str
 ):
     rows = [custom_row(), custom_row(trace="long " * 300), custom_row(question="long " * 600), custom_row()]
     whole = make_data(rows, task=task).items
@@ -475,11 +475,9 @@ def test_long_traces_are_dropped_or_truncated_to_the_token(
     assert [item.row for item in dropped.items] == [1, 4]
     assert report() == (2, {"too_long": 2}, 0, [])
 
-    with caplog.at_level(logging.INFO):
+    with pytest.warns(UserWarning, match=r"1 of 4 rows of .* are cut off at data.max_length \(row 2\); see"):
         data = make_data(rows, long_traces="truncate", **options)
     assert report() == (3, {"too_long": 1}, 1, [2])  # no prompt is cut
-    assert "1 of 4 rows of" in caplog.text
-    assert "are cut off at data.max_length (row 2); see" in caplog.text
     assert [item.row for item in data.items] == [1, 2, 4]
     assert data.items[0] == whole[0]
     cut, full = data.items[1], whole[1]

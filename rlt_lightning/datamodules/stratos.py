@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.formats import STRATOS, ChatFormat, TagStyle
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
@@ -201,7 +201,7 @@ class StratosDataModule(LightningDataModule):
         for report in self.reports:
             report.check(self.max_bad_frac, path)
             for line in report.lines():
-                rank_zero_info(line + (f"; see {path}" if path else ""))
+                rank_zero_warn(line + (f"; see {path}" if path else ""))
         if stage == "fit":
             self.train_dataloader()  # says now whether a step's rows can be had and shared out
         self._prepared_for = stage
