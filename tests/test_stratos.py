@@ -458,9 +458,7 @@ def test_rows_need_all_of_the_traces(make_data: MakeData):
 
 
 @pytest.mark.parametrize("task", ["teacher_sft", "student_sft"])
-def test_long_traces_are_dropped_or_truncated_to_the_token(
-    make_data: MakeData, tmp_path: Path, task: str
-):
+def test_long_traces_are_dropped_or_truncated_to_the_token(make_data: MakeData, tmp_path: Path, task: str):
     rows = [custom_row(), custom_row(trace="long " * 300), custom_row(question="long " * 600), custom_row()]
     whole = make_data(rows, task=task).items
     lengths = [len(item.token_ids) for item in whole if isinstance(item, SFTExample)]
