@@ -58,7 +58,7 @@ def main() -> None:
         from rlt_lightning.cli import run
 
         status = run()
-    except KeyboardInterrupt:  # before anything was begun: what is running says how to go on
+    except KeyboardInterrupt:  # of imports, or of a verb without a trainer; a trainer says how to go on
         status = 128 + signal.SIGINT
     sys.exit(status)
 

@@ -435,17 +435,14 @@ def run_command(verb: str) -> int:
     """Run a verb that has no trainer; returns the exit status."""
     function, description = COMMANDS[verb]
     words = sys.argv[2:]
-    try:
-        auto_cli(
-            function,
-            args=named_folders(words) if verb == "report" else words,
-            as_positional=False,
-            parser_class=OneLineParser,
-            prog=f"rlt {verb}",
-            description=description,
-        )
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    auto_cli(
+        function,
+        args=named_folders(words) if verb == "report" else words,
+        as_positional=False,
+        parser_class=OneLineParser,
+        prog=f"rlt {verb}",
+        description=description,
+    )
     return 0
 
 

@@ -1,5 +1,4 @@
-"""With real vLLM workers on the CPU: pushes, agreement, the traps that were found, runs that lose their "
-"worker."""
+"""With real vLLM workers on the CPU: pushes, agreement, the traps that were found, workers that are lost."""
 
 from __future__ import annotations
 
