@@ -1,0 +1,163 @@
+"""Last-digit chains: a task so small that a model of 200,000 parameters learns it, with traces of uneven quality.
+
+"start 2, add 1, add 3, times 7?" has the steps "2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2." and the answer 2: of
+every number only the last digit is kept.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from random import Random
+from typing import Literal
+
+from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_trace
+from rlt_lightning.types import InputError
+
+Operation = tuple[str, int]  # its name and its number
+# Additions and multiplications are equally likely.
+OPERATIONS: tuple[Operation, ...] = (
+    *(("add", n) for n in range(1, 6)),
+    *(("times", n) for n in (3, 7, 3, 7)),
+)
+WORDING = Wording(
+    filler=(
+        "one looks at the numbers",
+        "one goes on step by step",
+        "every step is easy",
+        "nothing is hard here",
+        "one takes the next one",
+        "it goes on like this",
+        "this is done with care",
+        "so one gets there",
+    ),
+    leaps=(
+        "it is easy to see that it is {answer}",
+        "clearly it must be {answer}",
+        "one sees at once that it is {answer}",
+        "it can only be {answer}",
+    ),
+    joint=", ",
+    end=".",
+)
+Split = Literal["pretrain", "train", "test"]
+SPLITS: dict[Split, range] = {
+    "test": range(2),
+    "train": range(2, 6),
+    "pretrain": range(6, 16),
+}  # of 16 by hash
+MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
+
+
+def split_of(question: str) -> Split:
+    """Say which split a question belongs to, by its hash: no question is in two."""
+    bucket = zlib.crc32(question.encode()) % 16
+    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
+
+
+def apply(value: int, operation: Operation) -> int:
+    """Return the last digit of a step's result."""
+    name, number = operation
+    return (value + number if name == "add" else value * number) % 10
+
+
+def chain(start: int, operations: Sequence[Operation]) -> Problem:
+    """Make the problem of a chain.
+
+    Example: `chain(2, [("add", 1), ("times", 7)])` has the question "start 2, add 1, times 7?", the steps
+    "2 add 1 is 3" and "3 times 7 is 1", and the answer "1".
+    """
+
+    def steps(value: int, left: Sequence[Operation]) -> list[str]:
+        sentences = []
+        for name, number in left:
+            after = apply(value, (name, number))
+            sentences.append(f"{value} {name} {number} is {after}")
+            value = after
+        return sentences
+
+    def derail(place: int, rng: Random) -> list[str]:
+        before, (name, number) = values[place], operations[place]
+        wrong = rng.choice([digit for digit in range(10) if digit != values[place + 1]])
+        return [f"{before} {name} {number} is {wrong}", *steps(wrong, operations[place + 1 :])]
+
+    values = [start]
+    for operation in operations:
+        values.append(apply(values[-1], operation))
+    question = f"start {start}, {', '.join(f'{name} {number}' for name, number in operations)}?"
+    return Problem(question, str(values[-1]), steps(start, operations), derail)
+
+
+def chain_of(question: str) -> Problem:
+    """Read a question back into its problem."""
+    start, *operations = re.findall(r"(start|add|times) (\d)", question)
+    return chain(int(start[1]), [(name, int(number)) for name, number in operations])
+
+
+def random_chain(rng: Random, length: int, split: Split) -> Problem:
+    """Draw a problem of a split."""
+    while True:
+        problem = chain(rng.randrange(10), [rng.choice(OPERATIONS) for _ in range(length)])
+        if split_of(problem.question) == split:
+            return problem
+
+
+def chain_kind(question: str, trace: str) -> tuple[Kind, int]:
+    """Say which kind of trace this is, and how many right steps it begins with."""
+    return kind_of(chain_of(question), WORDING, trace)
+
+
+def chain_rows(
+    num_rows: int,
+    seed: int = 0,
+    split: Split = "train",
+    mixture: Mixture | None = Mixture(),  # noqa: B008  (frozen)
+    length: int = 5,
+) -> list[dict[str, str]]:
+    """Make different problems with a trace each, the same ones for the same arguments in every process.
+
+    Args:
+        num_rows: How many.
+        seed: Of problems and traces.
+        split: "train" or "test"; "pretrain" is what the miniatures were pretrained on.
+        mixture: Quality of the traces; None for all steps right.
+        length: Steps of a problem.
+
+    Returns:
+        Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
+
+    Raises:
+        InputError: If there is no such split, or so many different problems do not exist.
+    """
+    if split not in SPLITS:
+        raise InputError(
+            f"The chains source has the splits train and test, but got '{split}'. Use one of them."
+        )
+    rng = Random(f"chains {seed} {split} {length}")  # seeded with text: the same in every process
+    problems: dict[str, Problem] = {}
+    repeats = 0
+    while len(problems) < num_rows:
+        problem = random_chain(rng, length, split)
+        repeats = repeats + 1 if problem.question in problems else 0
+        problems[problem.question] = problem
+        if repeats > MAX_REPEATS:
+            raise InputError(
+                f"The chains source has about {len(problems)} different rows of {length} steps, but {num_rows} "
+                "were asked for. Lower data.num_embedded_rows."
+            )
+    return [
+        {
+            "question": problem.question,
+            "solution": f"\\boxed{{{problem.answer}}}",
+            "reasoning_trace": uneven_trace(problem, WORDING, mixture, rng)
+            if mixture
+            else WORDING.trace(problem.steps),
+            "answer": problem.answer,
+        }
+        for problem in problems.values()
+    ]
+
+
+SOURCES = {"chains": chain_rows, "chains:right": partial(chain_rows, mixture=None)}

@@ -1,0 +1,128 @@
+"""Explanations of uneven quality, as raw reasoning traces are: what the base models of the finding are trained on.
+
+A trace follows the steps of its problem and may break off before each of them, in one of three ways:
+
+    steps    every step, every number right
+    filler   right steps, then sentences that say nothing
+    leap     right steps, then a jump to the answer
+    wrong    right steps, then a wrong number that is carried on
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+Kind = Literal["steps", "filler", "leap", "wrong", "other"]
+KINDS: tuple[Kind, ...] = ("steps", "filler", "leap", "wrong", "other")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How often a trace breaks off, and how.
+
+    Args:
+        filler_start: Chance that a trace is filler from its start.
+        leap_start: Chance that it leaps from its start.
+        hazard: Chance to break off at each step of the other traces, the first one included.
+        filler: Part of the breaks inside a trace that turn to filler.
+        leap: Part of them that leap; the others go wrong.
+    """
+
+    filler_start: float = 0.35
+    leap_start: float = 0.20
+    hazard: float = 0.30
+    filler: float = 0.45
+    leap: float = 0.30
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The sentences of a task's traces, and how they are joined.
+
+    Args:
+        filler: Sentences that say nothing; at least as many as a problem has steps.
+        leaps: Jumps to the answer, with the placeholder {answer}.
+        joint: Text between two sentences.
+        end: Text behind the last one.
+    """
+
+    filler: tuple[str, ...]
+    leaps: tuple[str, ...]
+    joint: str
+    end: str = ""
+
+    def trace(self, sentences: list[str]) -> str:
+        """Join sentences."""
+        return self.joint.join(sentences) + self.end
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem, its right steps, and how its steps continue behind a wrong number.
+
+    Args:
+        question: What is asked.
+        answer: The right answer.
+        steps: The right steps, as sentences.
+        derail: Given the number of a step, from 0, and a generator: that step with a wrong number, and the
+            later ones as they follow from it.
+    """
+
+    question: str
+    answer: str
+    steps: list[str]
+    derail: Callable[[int, Random], list[str]]
+
+
+def uneven_trace(problem: Problem, wording: Wording, mixture: Mixture, rng: Random) -> str:
+    """Draw a trace for a problem."""
+    start = rng.random()
+    for place in range(len(problem.steps)):
+        if place == 0 and start < mixture.filler_start:
+            kind: Kind = "filler"
+        elif place == 0 and start < mixture.filler_start + mixture.leap_start:
+            kind = "leap"
+        elif rng.random() < mixture.hazard:
+            draw = rng.random() - mixture.filler
+            kind = "filler" if draw < 0 else "leap" if draw < mixture.leap else "wrong"
+        else:
+            continue
+        return wording.trace([*problem.steps[:place], *broken_off(problem, wording, place, kind, rng)])
+    return wording.trace(problem.steps)
+
+
+def broken_off(problem: Problem, wording: Wording, place: int, kind: Kind, rng: Random) -> list[str]:
+    """Draw the sentences that stand in place of the steps from a given one on."""
+    if kind == "filler":
+        return rng.sample(wording.filler, len(problem.steps) - place)
+    if kind == "leap":
+        return [rng.choice(wording.leaps).format(answer=problem.answer)]
+    return problem.derail(place, rng)
+
+
+def kind_of(problem: Problem, wording: Wording, trace: str) -> tuple[Kind, int]:
+    """Say which kind a trace has, and how many right steps it begins with.
+
+    A leap counts as one whatever answer it names. A text that is none of the kinds is "other".
+    """
+    rest, num_right = trace.strip().removesuffix(wording.end.strip()).rstrip(), 0
+    joint = wording.joint.rstrip()
+    while num_right < len(problem.steps) and re.match(re.escape(problem.steps[num_right]) + r"(?!\d)", rest):
+        rest = rest[len(problem.steps[num_right]) :].removeprefix(joint).lstrip()
+        num_right += 1
+    if num_right == len(problem.steps):
+        return ("other" if rest else "steps"), num_right
+    filler = "|".join(map(re.escape, wording.filler))
+    leaps = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+") for leap in wording.leaps)
+    if re.fullmatch(leaps, rest):
+        return "leap", num_right
+    if re.fullmatch(rf"({filler})({re.escape(joint)}\s*({filler}))*", rest):
+        return "filler", num_right
+    words = re.sub(r"\d+", "0", problem.steps[num_right])  # a step with other numbers
+    if re.sub(r"\d+", "0", rest).startswith(words):
+        return "wrong", num_right
+    return "other", num_right

@@ -1,0 +1,224 @@
+"""Pretrain the embedded model `miniature` from scratch, on a CPU core, in about ten minutes: `make miniature`.
+
+First short chains with right steps, which teach the steps, and leaps of a teacher that sees the solution, which teach
+it to copy; then a mixture of traces of uneven quality. Both in the format of students and in that of teachers.
+
+    python scripts/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from rlt_lightning.datamodules import uneven
+from rlt_lightning.datamodules.chains import WORDING, random_chain
+from rlt_lightning.datamodules.formats import R1, ChatFormat
+from rlt_lightning.types import SFTExample
+
+MAX_STEPS = 5  # of a chain
+DRILL_STEPS = 3  # of a chain of the first phase
+BATCH = 64  # sequences
+PEAK_LR = 2e-3
+IGNORED = -100  # label of a token that the loss does not count
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """Make a tokenizer with one token for each word of the task, and bytes for all other text.
+
+    A tag and the line break after it are one token, as with Qwen's: the separator behind an opening tag is then part
+    of the prompt's last token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    sentences = [*WORDING.filler, *WORDING.leaps, "start add times is user assistant system"]
+    words = sorted({word for text in sentences for word in text.format(answer="").split()})
+    digits = [str(digit) for digit in range(10)]
+    tags = [tag + end for tag in R1.tags().values() for end in ("", "\n")]
+    pieces = [start + word for word in [*words, *digits] for start in ("", " ")] + ["\\boxed{", *tags]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(text)) for text in pieces]
+    vocabulary = list(dict.fromkeys([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *spelled]))
+    model = models.BPE({word: i for i, word in enumerate(vocabulary)}, merges=[], ignore_merges=True)
+    tokenizer = Tokenizer(model)
+    split = Regex(r"</?[a-z]+>\n?|\\boxed\{| ?[A-Za-z]+| ?\d|\s|.")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(architecture: str, tokenizer: Any, seed: int) -> Any:
+    """Make the untrained model: three layers of 64, two heads of 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[architecture]
+    torch.manual_seed(seed)
+    config = config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=2,  # of 32: vLLM's CPU attention takes no smaller ones
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model_class(config)
+
+
+class Corpus:
+    """Draws the examples of pretraining, in the formats of later training."""
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        self.format = ChatFormat(tokenizer, R1, "", "")
+        self.pad_token_id = tokenizer.pad_token_id
+        self.rng = Random(f"pretrain {seed}")
+
+    def drill(self) -> SFTExample:
+        """A short chain with right steps or, as often for a teacher, a leap to the solution that it sees."""
+        problem = random_chain(self.rng, self.rng.randint(1, DRILL_STEPS), "pretrain")
+        as_teacher = self.rng.random() < 0.5
+        leaps = as_teacher and self.rng.random() < 0.5
+        return self.example(problem, self.trace(problem, "leap" if leaps else "steps"), as_teacher)
+
+    def mixed(self) -> SFTExample:
+        """A chain of any length with a trace of uneven quality."""
+        problem = random_chain(self.rng, self.rng.randint(1, MAX_STEPS), "pretrain")
+        trace = uneven.uneven_trace(problem, WORDING, uneven.Mixture(), self.rng)
+        return self.example(problem, trace, as_teacher=self.rng.random() < 0.4)
+
+    def trace(self, problem: uneven.Problem, kind: uneven.Kind) -> str:
+        """A trace that is of one kind from its start."""
+        if kind == "steps":
+            return WORDING.trace(problem.steps)
+        return WORDING.trace(uneven.broken_off(problem, WORDING, 0, kind, self.rng))
+
+    def example(self, problem: uneven.Problem, trace: str, as_teacher: bool) -> SFTExample:
+        """A conversation of a teacher, or of a student."""
+        form, solution = self.format, R1.wrap(f"\\boxed{{{problem.answer}}}")
+        if as_teacher:
+            return form.teacher_sft_example(form.problem(1, problem.question, solution), trace)
+        return form.student_sft_example(1, problem.question, R1.wrap(trace), solution)
+
+    def batch(self, examples: list[SFTExample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pad to token ids and labels, each (B, L)."""
+        length = max(len(example.token_ids) for example in examples)
+        ids = torch.full((len(examples), length), self.pad_token_id)
+        labels = torch.full((len(examples), length), IGNORED)
+        for row, example in enumerate(examples):
+            tokens, mask = torch.tensor(example.token_ids), torch.tensor(example.loss_mask)
+            ids[row, : len(tokens)] = tokens
+            labels[row, : len(tokens)] = tokens.masked_fill(~mask, IGNORED)
+        return ids, labels
+
+
+@torch.no_grad()
+def gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, float]:
+    """Part of the numbers that a base gets right: of its steps as a student, of a teacher's copied leaps.
+
+    Both on problems of five steps that no training has seen, greedily, given what stands before each number.
+    """
+    corpus, digits = Corpus(tokenizer, 0), torch.tensor([tokenizer.encode(f" {n}")[0] for n in range(10)])
+    rng = corpus.rng = Random("gates")
+    problems = [random_chain(rng, MAX_STEPS, "test") for _ in range(num_problems)]
+    found = {}
+    for name, kind, as_teacher, words in (
+        ("step_accuracy", "steps", False, (" is",)),
+        ("leaps_copied", "leap", True, (" is", " be")),
+    ):
+        texts = [(problem, corpus.trace(problem, kind)) for problem in problems]
+        ids, labels = corpus.batch([corpus.example(*text, as_teacher) for text in texts])
+        guess = model(input_ids=ids).logits.argmax(-1)[:, :-1]
+        before = torch.isin(ids[:, :-1], torch.tensor([tokenizer.encode(word)[0] for word in words]))
+        asked = before & torch.isin(labels[:, 1:], digits)
+        found[name] = float((guess == ids[:, 1:])[asked].float().mean())
+    return found
+
+
+def pretrain(
+    model: Any, tokenizer: Any, seed: int, num_steps: int, num_drills: int, stop_after: int
+) -> list[dict[str, float]]:
+    """Train; returns the loss of every step, and now and then what the gates find."""
+    corpus = Corpus(tokenizer, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def share_of_peak(step: int) -> float:
+        return min(1, (step + 1) / 100) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+    log, begin, num_tokens = [], time.perf_counter(), 0
+    for step in range(min(num_steps, stop_after)):
+        draw = corpus.drill if step < num_drills else corpus.mixed
+        ids, labels = corpus.batch([draw() for _ in range(BATCH)])
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        num_tokens += int((ids != corpus.pad_token_id).sum())
+        log.append({"step": step + 1, "loss": round(float(loss.detach()), 5)})
+        if (step + 1) % 100 == 0:
+            log[-1] |= gates(model, tokenizer)
+            print(
+                f"{log[-1]}, {num_tokens / 1e6:.1f} M tokens, {time.perf_counter() - begin:.0f} s", flush=True
+            )
+    return log
+
+
+def main() -> None:
+    """Write the model folder, with the losses in `pretraining.jsonl`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--architecture", choices=("llama", "qwen2"), default="llama")
+    parser.add_argument("--num_steps", type=int, default=2000, help="optimizer steps, of 64 sequences")
+    parser.add_argument("--num_drills", type=int, default=1100, help="of them, steps on short right chains")
+    parser.add_argument("--stop_after", type=int, default=10**9, help="steps; for a look at the first ones")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the sums of two threads differ in their last digits
+    tokenizer = make_tokenizer()
+    model = make_model(arguments.architecture, tokenizer, arguments.seed)
+    log = pretrain(
+        model, tokenizer, arguments.seed, arguments.num_steps, arguments.num_drills, arguments.stop_after
+    )
+    model.save_pretrained(arguments.output_dir)
+    tokenizer.save_pretrained(arguments.output_dir)
+    text = "".join(json.dumps(line) + "\n" for line in log)
+    (arguments.output_dir / "pretraining.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
