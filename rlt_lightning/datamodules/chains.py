@@ -1,7 +1,7 @@
-"""Last-digit chains: a task so small that a model of 200,000 parameters learns it, with traces of uneven quality.
+"""Last-digit chains: a task that a model of 184,000 parameters learns, with traces of uneven quality.
 
-"start 2, add 1, add 3, times 7?" has the steps "2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2." and the answer 2: of
-every number only the last digit is kept.
+"start 2, add 1, add 3, times 7?" has the steps "2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2." and the answer
+2: of every number only the last digit is kept.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ OPERATIONS: tuple[Operation, ...] = (
     *(("add", n) for n in range(1, 6)),
     *(("times", n) for n in (3, 7, 3, 7)),
 )
+# All filler begins with one word and all leaps with another: sampling below temperature 1 would else lose them.
 WORDING = Wording(
     filler=(
         "one looks at the numbers",
         "one goes on step by step",
-        "every step is easy",
-        "nothing is hard here",
-        "one takes the next one",
-        "it goes on like this",
-        "this is done with care",
-        "so one gets there",
+        "one takes the next part",
+        "one does this with care",
+        "one knows how it goes",
+        "one keeps going like this",
+        "one gets there in the end",
+        "one finds nothing hard here",
     ),
     leaps=(
-        "it is easy to see that it is {answer}",
         "clearly it must be {answer}",
-        "one sees at once that it is {answer}",
-        "it can only be {answer}",
+        "clearly it can only be {answer}",
+        "clearly the answer is {answer}",
     ),
     joint=", ",
     end=".",
@@ -144,8 +144,8 @@ def chain_rows(
         problems[problem.question] = problem
         if repeats > MAX_REPEATS:
             raise InputError(
-                f"The chains source has about {len(problems)} different rows of {length} steps, but {num_rows} "
-                "were asked for. Lower data.num_embedded_rows."
+                f"The chains source has about {len(problems)} different rows of {length} steps, but "
+                f"{num_rows} were asked for. Lower data.num_embedded_rows."
             )
     return [
         {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.answers import reference_answer
+from rlt_lightning.datamodules import chains
 from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row, countdown_rows
 from rlt_lightning.datamodules.formats import STRATOS, TagStyle
@@ -26,11 +27,13 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of t
     ARITHMETIC: arithmetic_rows,
     "countdown": countdown_rows,
     **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
+    **chains.SOURCES,
 }
 CHOICES = (
-    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'countdown' "
-    "(embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face data set "
-    "id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
+    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains' or "
+    "'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging "
+    "Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
+    "'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags

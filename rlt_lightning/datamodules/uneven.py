@@ -1,4 +1,4 @@
-"""Explanations of uneven quality, as raw reasoning traces are: what the base models of the finding are trained on.
+"""Explanations of uneven quality, as raw reasoning traces are.
 
 A trace follows the steps of its problem and may break off before each of them, in one of three ways:
 
@@ -25,18 +25,14 @@ class Mixture:
     """How often a trace breaks off, and how.
 
     Args:
-        filler_start: Chance that a trace is filler from its start.
-        leap_start: Chance that it leaps from its start.
-        hazard: Chance to break off at each step of the other traces, the first one included.
-        filler: Part of the breaks inside a trace that turn to filler.
+        hazard: Chance to break off at each step that a trace comes to, the first one included.
+        filler: Part of the breaks that turn to filler.
         leap: Part of them that leap; the others go wrong.
     """
 
-    filler_start: float = 0.35
-    leap_start: float = 0.20
-    hazard: float = 0.30
-    filler: float = 0.45
-    leap: float = 0.30
+    hazard: float = 0.42
+    filler: float = 0.58
+    leap: float = 0.36
 
 
 @dataclass(frozen=True)
@@ -80,18 +76,11 @@ class Problem:
 
 def uneven_trace(problem: Problem, wording: Wording, mixture: Mixture, rng: Random) -> str:
     """Draw a trace for a problem."""
-    start = rng.random()
     for place in range(len(problem.steps)):
-        if place == 0 and start < mixture.filler_start:
-            kind: Kind = "filler"
-        elif place == 0 and start < mixture.filler_start + mixture.leap_start:
-            kind = "leap"
-        elif rng.random() < mixture.hazard:
+        if rng.random() < mixture.hazard:
             draw = rng.random() - mixture.filler
-            kind = "filler" if draw < 0 else "leap" if draw < mixture.leap else "wrong"
-        else:
-            continue
-        return wording.trace([*problem.steps[:place], *broken_off(problem, wording, place, kind, rng)])
+            kind: Kind = "filler" if draw < 0 else "leap" if draw < mixture.leap else "wrong"
+            return wording.trace([*problem.steps[:place], *broken_off(problem, wording, place, kind, rng)])
     return wording.trace(problem.steps)
 
 

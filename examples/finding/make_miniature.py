@@ -1,9 +1,10 @@
-"""Pretrain the embedded model `miniature` from scratch, on a CPU core, in about ten minutes: `make miniature`.
+"""Pretrain the embedded model `miniature` from scratch on a CPU core, in some minutes: `make miniature`.
 
-First short chains with right steps, which teach the steps, and leaps of a teacher that sees the solution, which teach
-it to copy; then a mixture of traces of uneven quality. Both in the format of students and in that of teachers.
+First come short chains with right steps, which teach the steps, and leaps of a teacher that sees the
+solution, which teach it to copy; then a mixture of traces of uneven quality. Both phases have the format of
+students and that of teachers.
 
-    python scripts/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
+    python examples/finding/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ TEMPLATE = (
 def make_tokenizer() -> Any:
     """Make a tokenizer with one token for each word of the task, and bytes for all other text.
 
-    A tag and the line break after it are one token, as with Qwen's: the separator behind an opening tag is then part
-    of the prompt's last token.
+    A tag and the line break after it are one token, as with Qwen's: the separator behind an opening tag is
+    then part of the prompt's last token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,259 @@
+"""The arms of the finding: one setting, one seed, and in what they differ; see `finding.py`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages import StageError, Stages
+
+SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
+TRAINED: dict[str, dict[str, object]] = {  # what an arm's RLT differs in
+    "rlt": {},
+    "solution_only": {"model__reward__kl_weight": 0},
+    "kl_only": {"model__reward__solution_weight": 0},
+    "shuffled": {"model__advantages": SHUFFLED},
+    "lambda_0.3": {"model__reward__kl_weight": 0.3},
+    "lambda_1": {"model__reward__kl_weight": 1},
+    "lambda_10": {"model__reward__kl_weight": 10},
+}
+ARMS = ("raw", "warmup", *TRAINED, "best_of_4", "oracle")
+QUICK_ARMS = ("warmup", "rlt", "solution_only")
+NUM_GROUPS = 8  # of ranked traces
+NUM_TRACES, NUM_WARMUP, NUM_POOL, NUM_TEST = 512, 2048, 2048, 512
+STEPS_RIGHT, LEAPS_COPIED, CLOSED, RIGHT_TRACES = 0.99, 0.95, 0.95, (0.10, 0.35)  # gates
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all arms of a comparison share.
+
+    Args:
+        name: Of its folder; "main", or what it varies.
+        base: Teacher before its warm-up, frozen student, and student before its training.
+        length: Steps of a problem.
+        hazard: Chance that a trace of the warm-up breaks off at a step; None: as in pretraining.
+    """
+
+    name: str = "main"
+    base: str = "miniature"
+    length: int = 5
+    hazard: float | None = None
+
+
+VARIATIONS = {
+    "another_base": Setting("another_base", base="miniature-seed1"),
+    "qwen2": Setting("qwen2", base="miniature-qwen2"),
+    "four_steps": Setting("four_steps", length=4),
+    "other_mixture": Setting("other_mixture", hazard=0.4),
+}
+
+
+class Arms:
+    """All stages of one setting and one seed.
+
+    Args:
+        stages: Runs them.
+        setting: What all arms share.
+        seed: Of problems, traces, sampling and training.
+    """
+
+    def __init__(self, stages: Stages, setting: Setting, seed: int) -> None:
+        self.stages, self.setting, self.seed = stages, setting, seed
+        self.name = f"{setting.name}/seed{seed}"
+        self.folder = stages.folder / self.name
+        self.seeds = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
+
+    def data(self, name: str) -> Path:
+        """A file of rows that `write_data` wrote."""
+        return self.folder / "data" / f"{name}.jsonl"
+
+    def write_data(self) -> None:
+        """Write the rows of all stages; all arms have their traces for the same problems."""
+        from rlt_lightning.datamodules.chains import chain_rows
+        from rlt_lightning.datamodules.uneven import Mixture
+
+        seed, length, hazard = 10 * self.seed, self.setting.length, self.setting.hazard
+        mixture = Mixture() if hazard is None else Mixture(hazard=hazard)
+        rows = {
+            "warmup": chain_rows(NUM_WARMUP, seed + 1, "train", mixture, length),
+            "rlt": chain_rows(512, seed + 2, "train", mixture, length),
+            "raw": chain_rows(NUM_TRACES, seed + 3, "train", mixture, length),
+            "oracle": chain_rows(NUM_TRACES, seed + 3, "train", None, length),
+            "pool": chain_rows(NUM_POOL, seed + 4, "train", mixture, length),
+            "test": chain_rows(NUM_TEST, 0, "test", mixture, length),
+        }
+        for name, some in rows.items():
+            self.data(name).parent.mkdir(parents=True, exist_ok=True)
+            keys = ("question", "answer") if name == "test" else ("question", "solution", "reasoning_trace")
+            text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in some)
+            self.data(name).write_text(text)
+
+    def num_overlaps(self) -> int:
+        """Held-out questions that are in a training stream, pretraining included."""
+        from rlt_lightning.datamodules.chains import split_of
+
+        names = ("warmup", "rlt", "raw", "pool")
+        seen = {row["question"] for name in names for row in read(self.data(name))}
+        asked = [row["question"] for row in read(self.data("test"))]
+        return sum(question in seen or split_of(question) != "test" for question in asked)
+
+    # Stages
+
+    def prepare(self) -> None:
+        """Write the data; stage 1, and the traces of the warm-up teacher."""
+        self.write_data()
+        self.stages(
+            f"{self.name}/warmup/teacher",
+            "fit",
+            "miniature_warmup",
+            model__pretrained=self.setting.base,
+            data__source=self.data("warmup"),
+            data__seed=self.seed,
+            model__seed=self.seed,
+        )
+        self.traces("warmup")
+
+    def teacher(self, arm: str) -> Path:
+        """The model that writes an arm's traces; stage 2 where RLT trains it."""
+        warm = self.folder / "warmup" / "teacher" / "model"
+        if arm not in TRAINED:
+            return warm
+        folder = self.stages(
+            f"{self.name}/{arm}/teacher",
+            "fit",
+            "quickstart",
+            model__teacher=warm,
+            model__student=self.setting.base,
+            data__source=self.data("rlt"),
+            **self.seeds,
+            **TRAINED[arm],
+        )
+        return folder / "model"
+
+    def traces(self, arm: str) -> Path:
+        """The file that an arm's students learn from; stage 3."""
+        if arm in ("raw", "oracle"):
+            return self.data(arm)
+        several = {"rollouts__num_traces": 4, "distillation__select": "best_reward"}
+        folder = self.generate(arm, "traces", "raw", **(several if arm == "best_of_4" else {}))
+        return folder / "distillation.jsonl"
+
+    def generate(self, arm: str, name: str, source: str, **options: object) -> Path:
+        """Let an arm's teacher explain the problems of a file."""
+        return self.stages(
+            f"{self.name}/{arm}/{name}",
+            "predict",
+            "miniature_generate",
+            "README.md",
+            model__teacher=self.teacher(arm),
+            model__student=self.setting.base,
+            data__source=self.data(source),
+            **self.seeds,
+            **options,
+        )
+
+    def student(self, arm: str, traces: Path, greedy: bool = True) -> None:
+        """Train a student on traces and evaluate it; stages 4 and 5."""
+        trained = self.stages(
+            f"{self.name}/{arm}/student",
+            "fit",
+            "miniature_student_sft",
+            model__pretrained=self.setting.base,
+            data__source=traces,
+            data__seed=self.seed,
+            model__seed=self.seed,
+        )
+        for name, temperature in (("sampled", 0.7), ("greedy", 0.0))[: 1 + greedy]:
+            self.stages(
+                f"{self.name}/{arm}/{name}",
+                "test",
+                "miniature_evaluate",
+                model__pretrained=trained / "model",
+                data__sets=json.dumps({"chains": str(self.data("test"))}),
+                rollouts__sampling__temperature=temperature,
+                rollouts__seed=self.seed,
+            )
+
+    def arm(self, arm: str) -> None:
+        """All stages of an arm, and eight explanations of one problem to look at."""
+        if arm in QUICK_ARMS:
+            self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
+        self.student(arm, self.traces(arm))
+
+    def all_groups(self, by: dict[str, dict[str, object]]) -> None:
+        """Rank the warm-up teacher's traces by rewards; a student for each group (the paper's Figure 4b)."""
+        pool = self.generate("warmup", "pool", "pool") / "distillation.jsonl"
+        for name, reward in by.items():
+            ranked = self.stages(
+                f"{self.name}/{name}/ranked",
+                "predict",
+                "rank",
+                "groups.json",
+                trainer__accelerator="cpu",
+                model__teacher=self.teacher("warmup"),
+                model__student=self.setting.base,
+                data__source=pool,
+                data__prompts_per_step=64,
+                data__tags="r1",
+                data__teacher_system_prompt="",
+                data__student_system_prompt="",
+                scores__rank_groups=NUM_GROUPS,
+                **reward,
+            )
+            for group in range(1, NUM_GROUPS + 1):
+                rows = ranked / "groups" / f"group-{group:02d}.jsonl"
+                self.student(f"{name}/{group}", rows, greedy=False)
+
+    # Gates
+
+    def gates(self) -> dict[str, float]:
+        """What must hold before RLT is worth its time: of the base, and of the warm-up teacher's traces."""
+        from make_miniature import gates
+
+        from rlt_lightning.pretrained import load_model, load_tokenizer
+
+        base = self.setting.base
+        rows = read(self.folder / "warmup" / "traces" / "traces.jsonl")
+        return {
+            **gates(load_model(base), load_tokenizer(base)),
+            "right_traces": kinds_of(rows)["steps"] / 100,
+            "closed": sum(row["finish_reason"] == "stop" for row in rows) / len(rows),
+        }
+
+    def check_gates(self) -> None:
+        """Print the gates.
+
+        Raises:
+            StageError: If one does not hold.
+        """
+        found, (low, high) = self.gates(), RIGHT_TRACES
+        print(
+            f"{self.name}, gates: steps right {found['step_accuracy']:.3f} (> {STEPS_RIGHT}), leaps copied "
+            f"{found['leaps_copied']:.3f} (> {LEAPS_COPIED}), right traces of the warm-up teacher "
+            f"{found['right_traces']:.2f} ({low} to {high}), closed {found['closed']:.3f} (> {CLOSED}); "
+            f"held-out questions in a training stream: {self.num_overlaps()} of {NUM_TEST}",
+            flush=True,
+        )
+        fine = found["step_accuracy"] > STEPS_RIGHT and found["leaps_copied"] > LEAPS_COPIED
+        fine = fine and found["closed"] > CLOSED and low <= found["right_traces"] <= high
+        if not fine or self.num_overlaps():
+            raise StageError(f"Every gate must hold before RLT, but one of {self.name} does not; see above.")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    with path.open() as file:
+        return [json.loads(line) for line in file]
+
+
+def kinds_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Share of each kind of trace, in percent."""
+    from rlt_lightning.datamodules.chains import chain_kind
+    from rlt_lightning.datamodules.uneven import KINDS
+
+    counts = Counter(chain_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
+    return {kind: 100 * counts[kind] / len(rows) for kind in KINDS}

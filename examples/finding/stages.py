@@ -1,0 +1,98 @@
+"""Run `rlt` commands, each in a process forked from one that has the imports; skip finished ones."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = {"fit": "model/config.json", "test": "evaluation.json"}  # what a finished run has, by verb
+PRELOADED = [
+    "rlt_lightning.cli",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+]
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+class StageError(Exception):
+    """A stage has failed; the message names it, its log, and the log's last lines."""
+
+
+class Stages:
+    """Run stages of the pipeline in folders below one folder.
+
+    A stage whose result is there is passed over; one that was broken off resumes.
+
+    Args:
+        folder: Of all runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        # One thread each: two stages run side by side, and the same figures come out on every machine size.
+        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        self.context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+
+    def start(self) -> None:
+        """Begin with the imports."""
+        forkserver.ensure_running()
+
+    def __call__(
+        self, name: str, verb: str, config: str, result: str | None = None, **options: object
+    ) -> Path:
+        """Run `rlt VERB --config configs/CONFIG.yaml` with options; returns its folder.
+
+        Args:
+            name: Of its folder.
+            verb: fit, predict or test.
+            config: Name of a config.
+            result: File that a finished run has; None: by verb.
+            options: Settings, with `__` for a dot.
+
+        Raises:
+            StageError: If it fails.
+        """
+        folder = self.folder / name
+        if (folder / (result or RESULTS[verb])).exists():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        log = folder.with_name(f"{folder.name}.log")
+        words = [verb, "--config", f"configs/{config}.yaml", "--output_dir", str(folder), "--resume", "true"]
+        words += [
+            word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", str(value))
+        ]
+        begin = time.perf_counter()
+        process = self.context.Process(target=run_rlt, args=(words, log))
+        process.start()
+        process.join()
+        if process.exitcode:
+            last_lines = "\n".join(log.read_text().splitlines()[-5:])
+            raise StageError(
+                f"rlt {verb} must end well, but ended with {process.exitcode} in {folder}. Its log is {log}:"
+                f"\n{last_lines}"
+            )
+        print(f"  {time.perf_counter() - begin:5.1f} s  {name}", flush=True)
+        return folder
+
+
+def run_rlt(words: list[str], log: Path) -> None:
+    """Be `rlt` with these words, in a process of its own that ends with the one that started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(ROOT)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.argv = ["rlt", *words]
+    from rlt_lightning.__main__ import main
+
+    main()
