@@ -23,7 +23,6 @@ TRAINED: dict[str, dict[str, object]] = {  # what an arm's RLT differs in
 ARMS = ("raw", "warmup", *TRAINED, "best_of_4", "oracle")
 QUICK_ARMS = ("warmup", "rlt", "solution_only")
 NUM_GROUPS = 8  # of ranked traces
-NUM_TRACES, NUM_WARMUP, NUM_POOL, NUM_TEST = 512, 2048, 2048, 512
 STEPS_RIGHT, LEAPS_COPIED, CLOSED, RIGHT_TRACES = 0.99, 0.95, 0.95, (0.10, 0.35)  # gates
 
 
@@ -36,12 +35,22 @@ class Setting:
         base: Teacher before its warm-up, frozen student, and student before its training.
         length: Steps of a problem.
         hazard: Chance that a trace of the warm-up breaks off at a step; None: as in pretraining.
+        num_warmup: Traces that the teacher is warmed up on.
+        num_iterations: Of RLT.
+        num_traces: That a student learns from.
+        num_pool: Traces that are ranked.
+        num_test: Held-out problems.
     """
 
     name: str = "main"
     base: str = "miniature"
     length: int = 5
     hazard: float | None = None
+    num_warmup: int = 2048
+    num_iterations: int = 40
+    num_traces: int = 512
+    num_pool: int = 2048
+    num_test: int = 512
 
 
 VARIATIONS = {
@@ -76,15 +85,15 @@ class Arms:
         from rlt_lightning.datamodules.chains import chain_rows
         from rlt_lightning.datamodules.uneven import Mixture
 
-        seed, length, hazard = 10 * self.seed, self.setting.length, self.setting.hazard
-        mixture = Mixture() if hazard is None else Mixture(hazard=hazard)
+        setting, seed = self.setting, 10 * self.seed
+        mixture = Mixture() if setting.hazard is None else Mixture(hazard=setting.hazard)
         rows = {
-            "warmup": chain_rows(NUM_WARMUP, seed + 1, "train", mixture, length),
-            "rlt": chain_rows(512, seed + 2, "train", mixture, length),
-            "raw": chain_rows(NUM_TRACES, seed + 3, "train", mixture, length),
-            "oracle": chain_rows(NUM_TRACES, seed + 3, "train", None, length),
-            "pool": chain_rows(NUM_POOL, seed + 4, "train", mixture, length),
-            "test": chain_rows(NUM_TEST, 0, "test", mixture, length),
+            "warmup": chain_rows(setting.num_warmup, seed + 1, "train", mixture, setting.length),
+            "rlt": chain_rows(512, seed + 2, "train", mixture, setting.length),
+            "raw": chain_rows(setting.num_traces, seed + 3, "train", mixture, setting.length),
+            "oracle": chain_rows(setting.num_traces, seed + 3, "train", None, setting.length),
+            "pool": chain_rows(setting.num_pool, seed + 4, "train", mixture, setting.length),
+            "test": chain_rows(setting.num_test, 0, "test", mixture, setting.length),
         }
         for name, some in rows.items():
             self.data(name).parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +138,7 @@ class Arms:
             model__teacher=warm,
             model__student=self.setting.base,
             data__source=self.data("rlt"),
+            trainer__max_steps=self.setting.num_iterations,
             **self.seeds,
             **TRAINED[arm],
         )
@@ -235,7 +245,7 @@ class Arms:
             f"{self.name}, gates: steps right {found['step_accuracy']:.3f} (> {STEPS_RIGHT}), leaps copied "
             f"{found['leaps_copied']:.3f} (> {LEAPS_COPIED}), right traces of the warm-up teacher "
             f"{found['right_traces']:.2f} ({low} to {high}), closed {found['closed']:.3f} (> {CLOSED}); "
-            f"held-out questions in a training stream: {self.num_overlaps()} of {NUM_TEST}",
+            f"held-out questions in a training stream: {self.num_overlaps()} of {self.setting.num_test}",
             flush=True,
         )
         fine = found["step_accuracy"] > STEPS_RIGHT and found["leaps_copied"] > LEAPS_COPIED

@@ -90,7 +90,7 @@ def run(folder: Path, seeds: list[int], arms: list[str], whole: bool) -> int:
             one.check_gates()
         print("all other stages, one line as each ends", flush=True)
         side_by_side(jobs(mains, others, arms, whole))
-    from figures import show
+    from page import show
 
     return show(folder, mains, others, arms, before + time.perf_counter() - begin)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -33,12 +34,14 @@ class Stages:
 
     Args:
         folder: Of all runs.
+        target: What a process does with the words and the log of a stage; None: `run_rlt`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target: Callable[[list[str], Path], None] | None = None) -> None:
         self.folder = folder.resolve()
+        self.target = target or run_rlt
         # One thread each: two stages run side by side, and the same figures come out on every machine size.
-        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
 
@@ -71,7 +74,7 @@ class Stages:
             word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", str(value))
         ]
         begin = time.perf_counter()
-        process = self.context.Process(target=run_rlt, args=(words, log))
+        process = self.context.Process(target=self.target, args=(words, log))
         process.start()
         process.join()
         if process.exitcode:

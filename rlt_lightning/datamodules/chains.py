@@ -22,7 +22,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *(("add", n) for n in range(1, 6)),
     *(("times", n) for n in (3, 7, 3, 7)),
 )
-# All filler begins with one word and all leaps with another: sampling below temperature 1 would else lose them.
+# All filler begins with one word and all leaps with another, else sampling below temperature 1 drops them.
 WORDING = Wording(
     filler=(
         "one looks at the numbers",

@@ -96,7 +96,8 @@ def broken_off(problem: Problem, wording: Wording, place: int, kind: Kind, rng: 
 def kind_of(problem: Problem, wording: Wording, trace: str) -> tuple[Kind, int]:
     """Say which kind a trace has, and how many right steps it begins with.
 
-    A leap counts as one whatever answer it names. A text that is none of the kinds is "other".
+    A leap counts as one whatever answer it names; any other step than the one that is due counts as wrong.
+    A text that is none of the kinds is "other".
     """
     rest, num_right = trace.strip().removesuffix(wording.end.strip()).rstrip(), 0
     joint = wording.joint.rstrip()
@@ -111,7 +112,5 @@ def kind_of(problem: Problem, wording: Wording, trace: str) -> tuple[Kind, int]:
         return "leap", num_right
     if re.fullmatch(rf"({filler})({re.escape(joint)}\s*({filler}))*", rest):
         return "filler", num_right
-    words = re.sub(r"\d+", "0", problem.steps[num_right])  # a step with other numbers
-    if re.sub(r"\d+", "0", rest).startswith(words):
-        return "wrong", num_right
-    return "other", num_right
+    step_like = "|".join(re.sub(r"\\?\d+", r"\\d+", re.escape(step)) for step in problem.steps)
+    return ("wrong" if re.match(step_like, rest) else "other"), num_right

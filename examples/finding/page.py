@@ -1,0 +1,233 @@
+"""What people see of the finding: tables, a picture, explanations, and whether it holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from arms import NUM_GROUPS, TRAINED, Arms, read
+from figures import NAMES, collect, curves, difference, failures, interval, kinds_over_iterations
+from stages import ROOT
+
+KIND_COLORS = {
+    "steps": "#2a7f62",
+    "filler": "#c9c9c9",
+    "leap": "#d98c3f",
+    "wrong": "#b2475c",
+    "other": "#555555",
+}
+
+
+def plus_minus(values: list[float]) -> str:
+    """A mean in percent with half of its interval."""
+    return f"{fmean(values):.1f} ± {interval(values):.1f}"
+
+
+def kinds_text(kinds: dict[str, float]) -> str:
+    """Shares of the kinds in one cell."""
+    return " / ".join(f"{kinds[kind]:.0f}" for kind in KIND_COLORS)
+
+
+def mean_kinds(per_seed: list[dict[str, float]]) -> dict[str, float]:
+    """Shares of the kinds, averaged over seeds."""
+    return {kind: fmean(kinds[kind] for kinds in per_seed) for kind in KIND_COLORS}
+
+
+def main_table(figures: dict[str, Any]) -> str:
+    """Arms by accuracy of their students, as Markdown."""
+    num_seeds = len(figures["seeds"])
+    over = f"{num_seeds} seeds" if num_seeds > 1 else "over problems"
+    lines = [
+        f"| student trained on | accuracy at T 0.7, % (± 95 %, {over}) | greedy, % "
+        "| traces: steps / filler / leap / wrong / other, % |",
+        "|---|---|---|---|",
+    ]
+    for arm, found in figures["arms"].items():
+        name = f"**{NAMES[arm]}**" if arm == "rlt" else NAMES[arm]
+        kinds = kinds_text(mean_kinds(found["kinds"]))
+        lines.append(f"| {name} | {plus_minus(found['accuracy'])} | {fmean(found['greedy']):.1f} | {kinds} |")
+    return "\n".join(lines)
+
+
+def page(figures: dict[str, Any]) -> str:
+    """All tables, as Markdown."""
+    arms, parts = figures["arms"], [main_table(figures)]
+    if "warmup" in arms:
+        lines = ["| difference to the warm-up teacher's students | points (± 95 %, paired) |", "|---|---|"]
+        for arm in (name for name in arms if name != "warmup"):
+            mean, half = difference(figures, arm, "warmup")
+            lines.append(f"| {NAMES[arm]} | {mean:+.1f} ± {half:.1f} |")
+        parts.append("\n".join(lines))
+    trained = {arm: found["rise"] for arm, found in arms.items() if "rise" in found}
+    if trained:
+        lines = ["| reward that was trained, first → last quarter | rise | of which r_SS | −λ r_KL |"]
+        lines.append("|---|---|---|---|")
+        for arm, rises in trained.items():
+            cells = (fmean(one[name] for one in rises) for name in rises[0])
+            lines.append(f"| {NAMES[arm]} | {' | '.join(f'{value:+.2f}' for value in cells)} |")
+        parts.append("\n".join(lines))
+    lines = ["| kind of trace, warm-up teacher | mean reward | traces |", "|---|---|---|"]
+    for kind, found in sorted(figures["reward_by_kind"].items(), key=lambda item: -item[1]["reward"]):
+        lines.append(f"| {kind} | {found['reward']:.2f} | {found['num']} |")
+    parts.append("\n".join(lines))
+    if figures["groups"]:
+        lines = [
+            "| group by reward, best first | mean reward | its students, % (± 95 %) | traces: steps / filler "
+            "/ leap / wrong / other, % | students, ranked by r_SS only | by r_KL only |",
+            "|" + "---|" * 6,
+        ]
+        for number, group in enumerate(figures["groups"]):
+            single = (figures[f"groups_{term}_only"][number]["accuracy"] for term in ("solution", "kl"))
+            lines.append(
+                f"| {number + 1} | {group['reward']:.2f} | {plus_minus(group['accuracy'])} "
+                f"| {kinds_text(group['kinds'])} | {' | '.join(f'{fmean(one):.1f}' for one in single)} |"
+            )
+        parts.append("\n".join(lines))
+    if figures.get("variations"):
+        lines = ["| variation | warm-up teacher, % | RLT teacher, % | right traces: warm-up → RLT, % |"]
+        lines.append("|---|---|---|---|")
+        for name, found in figures["variations"].items():
+            right = [mean_kinds(found[arm]["kinds"])["steps"] for arm in ("warmup", "rlt")]
+            cells = [plus_minus(found[arm]["accuracy"]) for arm in ("warmup", "rlt")]
+            lines.append(
+                f"| {name.replace('_', ' ')} | {' | '.join(cells)} | {right[0]:.0f} → {right[1]:.0f} |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(figures: dict[str, Any], mains: list[Arms], path: Path) -> None:
+    """Draw accuracies, kinds of traces, curves of reward and kinds, and groups if there are any."""
+    from matplotlib.figure import Figure
+
+    arms = figures["arms"]
+    trained = [arm for arm in ("rlt", "solution_only", "kl_only", "shuffled") if arm in arms]
+    panels = 2 + 2 * bool(trained) + bool(figures["groups"])
+    rows = -(-panels // 2)
+    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    places = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for place in places[panels:]:
+        place.set_axis_off()
+    axes = iter(places)
+    names = [NAMES[arm] for arm in arms][::-1]
+    draw_accuracies(next(axes), arms, names)
+    draw_kinds(next(axes), arms, names)
+    if trained:
+        draw_curves(next(axes), mains, trained)
+        draw_kinds_over_iterations(next(axes), mains[0], trained[0])
+    if figures["groups"]:
+        draw_groups(next(axes), figures)
+    figure.savefig(path)
+
+
+def draw_accuracies(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
+    """A bar for each arm's students."""
+    values = [found["accuracy"] for found in arms.values()][::-1]
+    colors = ["#2a6f97" if arm == "rlt" else "#9db4c0" for arm in arms][::-1]
+    axes.barh(names, [fmean(v) for v in values], xerr=[interval(v) for v in values], color=colors, capsize=3)
+    for place, some in enumerate(values):
+        axes.text(fmean(some) + interval(some) + 1.5, place, f"{fmean(some):.0f}", va="center")
+    axes.set(
+        xlim=(0, 112), xlabel="held-out problems solved, %", title="Students, by what they were trained on"
+    )
+
+
+def draw_kinds(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
+    """What the traces of each arm are."""
+    shares = [mean_kinds(found["kinds"]) for found in arms.values()][::-1]
+    left = [0.0] * len(shares)
+    for kind, color in KIND_COLORS.items():
+        widths = [share[kind] for share in shares]
+        axes.barh(names, widths, left=left, color=color, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlim=(0, 100), xlabel="traces, %", title="Kinds of traces they were trained on")
+    axes.legend(ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
+
+
+def draw_curves(axes: Any, mains: list[Arms], trained: list[str]) -> None:
+    """The reward that each arm trains, over its iterations, averaged over seeds."""
+    for arm in trained:
+        runs = [curves(one, arm)["reward/mean"] for one in mains]
+        axes.plot(
+            range(1, len(runs[0]) + 1), [fmean(step) for step in zip(*runs, strict=True)], label=NAMES[arm]
+        )
+    axes.set(xlabel="iteration", ylabel="nats", title="The reward that is trained")
+    axes.legend(fontsize=8)
+
+
+def draw_kinds_over_iterations(axes: Any, one: Arms, arm: str) -> None:
+    """What one teacher writes while it is trained."""
+    shares = kinds_over_iterations(one, arm)
+    iterations = range(1, len(next(iter(shares.values()))) + 1)
+    axes.stackplot(iterations, *shares.values(), colors=KIND_COLORS.values(), labels=list(shares))
+    axes.set(xlabel="iteration", ylabel="completions, %", ylim=(0, 100), xlim=(1, iterations[-1]))
+    axes.set_title(f"What the teacher writes ({NAMES[arm]})")
+
+
+def draw_groups(axes: Any, figures: dict[str, Any]) -> None:
+    """Students of traces ranked by the reward, and by each of its terms (the paper's Figure 4b)."""
+    numbers = range(1, NUM_GROUPS + 1)
+    values = [group["accuracy"] for group in figures["groups"]]
+    axes.errorbar(
+        numbers,
+        [fmean(v) for v in values],
+        yerr=[interval(v) for v in values],
+        fmt="o-",
+        label="by the reward",
+    )
+    for name, label in (("groups_solution_only", "by r_SS only"), ("groups_kl_only", "by r_KL only")):
+        axes.plot(
+            numbers, [fmean(group["accuracy"]) for group in figures[name]], "s--", alpha=0.6, label=label
+        )
+    axes.set(xlabel="group of the warm-up teacher's traces, best first", ylabel="held-out problems solved, %")
+    axes.set_title("Students of ranked traces")
+    axes.legend(fontsize=8)
+
+
+def show_explanations(one: Arms, arms: list[str]) -> None:
+    """Print the best and the worst of eight explanations of one problem under each teacher."""
+    for arm in arms:
+        path = one.folder / arm / "samples" / "traces.jsonl"
+        if not path.exists():
+            continue
+        rows = sorted(read(path), key=lambda row: row["reward"])
+        if arm == arms[0] or not one.folder.joinpath(arms[0], "samples").exists():
+            print(f"\n{rows[0]['question']}")
+        print(f"  {NAMES[arm]}")
+        for name, row in (("best", rows[-1]), ("worst", rows[0])):
+            print(f"    {name:5} {row['reward']:6.2f}  {row['reasoning_trace']}")
+
+
+def show(folder: Path, mains: list[Arms], others: list[Arms], arms: list[str], seconds: float) -> int:
+    """Write `finding.json`, `finding.md`, `finding.svg` and `report.html`, and print them; 1 if it fails."""
+    figures = collect(mains, others, arms, seconds)
+    (folder / "finding.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (folder / "finding.md").write_text(page(figures))
+    draw(figures, mains, folder / "finding.svg")
+    show_explanations(mains[0], arms)
+    print(f"\n{page(figures)}")
+    trained = [str(mains[0].folder / arm / "teacher") for arm in arms if arm in TRAINED]
+    if trained:
+        words = [
+            sys.executable,
+            "-m",
+            "rlt_lightning",
+            "report",
+            *trained,
+            "--output",
+            str(folder / "report.html"),
+        ]
+        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    print(f"{seconds:.0f} s. Figures: {folder / 'finding.json'}, tables: {folder / 'finding.md'}")
+    print(f"Picture: {folder / 'finding.svg'}" + (f", curves: {folder / 'report.html'}" if trained else ""))
+    wrong = failures(figures)
+    for sentence in wrong:
+        print(f"finding: the finding does not hold: {sentence}.", file=sys.stderr)
+    if not wrong and {"warmup", "rlt"} <= set(arms):
+        mean, half = difference(figures, "rlt", "warmup")
+        print(f"RLT's students solve {mean:.1f} ± {half:.1f} points more than those of the warm-up teacher.")
+    return bool(wrong)

@@ -1,0 +1,52 @@
+"""Faults that the learning test must notice: each runs a stage with one part of the training broken."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from stages import run_rlt
+
+
+def sign_of_kl(words: list[str], log: Path) -> None:
+    """Reward what is unnatural to the student."""
+    from rlt_lightning.numerics import rewards
+
+    right = rewards.student_kl_penalty
+    rewards.student_kl_penalty = lambda *arguments: -right(*arguments)
+    run_rlt(words, log)
+
+
+def shuffled_advantages(words: list[str], log: Path) -> None:
+    """Give the advantages of a group to each other's completions."""
+    from rlt_lightning.numerics import advantages
+
+    advantages.GroupNormalisedAdvantages.__call__ = advantages.ShuffledAdvantages.__call__
+    run_rlt(words, log)
+
+
+def spans_off_by_one(words: list[str], log: Path) -> None:
+    """Score each span's tokens one place too early."""
+    from rlt_lightning.modules import scoring
+
+    right = scoring.student_sequence
+
+    def early(*arguments: Any) -> Any:
+        sequence = right(*arguments)
+        return type(sequence)(sequence.prefix, sequence.rest, [*sequence.scored[1:], False])
+
+    scoring.student_sequence = early
+    run_rlt(words, log)
+
+
+def stale_weights(words: list[str], log: Path) -> None:
+    """Sample with the weights that the teacher had at the start."""
+    from rlt_lightning.engines.hf import HFEngine
+
+    def start(self: HFEngine, model: Any, tokenizer: Any, folder: Path) -> None:
+        self.model, self.tokenizer = copy.deepcopy(model), tokenizer
+
+    HFEngine.start = start
+    HFEngine.update_weights = lambda self, tensors, version: setattr(self, "policy_version", version)
+    run_rlt(words, log)

@@ -1,0 +1,127 @@
+"""Last-digit chains: steps, splits, kinds of traces, and the tiny models that were pretrained on them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from rlt_lightning.datamodules.chains import (
+    WORDING,
+    chain,
+    chain_kind,
+    chain_of,
+    chain_rows,
+    random_chain,
+    split_of,
+)
+from rlt_lightning.datamodules.rows import read_rows
+from rlt_lightning.datamodules.uneven import Mixture, broken_off, uneven_trace
+from rlt_lightning.pretrained import MINIATURES, load_model, load_tokenizer
+from rlt_lightning.types import InputError
+
+FINDING = Path(__file__).parents[1] / "examples" / "finding"
+QUESTION = "start 2, add 1, add 3, times 7?"  # 2 -> 3 -> 6 -> 42, of which 2 is kept
+
+
+def test_a_chain_keeps_the_last_digit() -> None:
+    problem = chain(2, [("add", 1), ("add", 3), ("times", 7)])
+    assert problem.question == QUESTION
+    assert problem.steps == ["2 add 1 is 3", "3 add 3 is 6", "6 times 7 is 2"]
+    assert problem.answer == "2"
+    assert chain_of(QUESTION).steps == problem.steps
+
+
+@pytest.mark.parametrize(
+    ("trace", "kind", "num_right"),
+    [
+        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2.", "steps", 3),
+        ("2 add 1 is 3, 3 add 3 is 7, 7 times 7 is 9.", "wrong", 1),
+        ("2 add 1 is 3, one looks at the numbers, one keeps going like this.", "filler", 1),
+        ("one looks at the numbers, one looks at the numbers, one takes the next part.", "filler", 0),
+        ("clearly it must be 2.", "leap", 0),
+        ("2 add 1 is 3, clearly the answer is 8.", "leap", 1),
+        ("2 add 1 is 3, 3 add 3 is 6.", "other", 2),
+        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2, clearly it must be 2.", "other", 3),
+        ("6 times 7 is 2.", "wrong", 0),
+        ("clearly it must be 2, one looks at the numbers.", "other", 0),
+        ("", "other", 0),
+    ],
+)
+def test_the_kind_of_a_trace_is_told_from_its_text(trace: str, kind: str, num_right: int) -> None:
+    assert chain_kind(QUESTION, trace) == (kind, num_right)
+
+
+def test_every_drawn_trace_is_of_the_kind_that_was_drawn() -> None:
+    rng = Random(0)
+    for _ in range(300):
+        problem = random_chain(rng, 5, "train")
+        place, kind = rng.randrange(5), rng.choice(("filler", "leap", "wrong"))
+        sentences = [*problem.steps[:place], *broken_off(problem, WORDING, place, kind, rng)]
+        assert chain_kind(problem.question, WORDING.trace(sentences)) == (kind, place)
+
+
+def test_the_mixture_sets_how_traces_break_off() -> None:
+    rng, mixture = Random(0), Mixture(hazard=0.25, filler=0.5, leap=0.3)
+    problems = [random_chain(rng, 3, "train") for _ in range(4000)]
+    kinds = Counter(chain_kind(p.question, uneven_trace(p, WORDING, mixture, rng))[0] for p in problems)
+    broken = 1 - 0.75**3  # no break at three steps
+    for kind, expected in {"steps": 0.75**3, "filler": broken / 2, "wrong": broken * 0.2}.items():
+        assert kinds[kind] / 4000 == pytest.approx(expected, abs=0.025)  # 3 standard errors
+
+
+def test_no_question_is_in_two_splits() -> None:
+    found = {split: {row["question"] for row in chain_rows(2000, 1, split)} for split in ("train", "test")}
+    found["pretrain"] = {random_chain(Random(i), 5, "pretrain").question for i in range(2000)}
+    assert all(split_of(question) == split for split, some in found.items() for question in some)
+    assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
+
+
+def test_raw_and_right_traces_are_of_the_same_problems() -> None:
+    raw, right = chain_rows(64, 5), chain_rows(64, 5, mixture=None)
+    assert [row["question"] for row in raw] == [row["question"] for row in right]
+    assert {chain_kind(row["question"], row["reasoning_trace"])[0] for row in right} == {"steps"}
+    assert set(raw[0]) == {"question", "solution", "reasoning_trace", "answer"}  # no kind
+
+
+def test_chains_are_an_embedded_source() -> None:
+    assert [row for _, row in read_rows("chains", "train", 8, 3)] == chain_rows(8, 3)
+    with pytest.raises(InputError, match="splits train and test"):
+        read_rows("chains", "validation", 8, 3)
+    with pytest.raises(InputError, match="Lower data"):
+        chain_rows(100, length=1)
+
+
+# The embedded models
+
+
+@pytest.mark.parametrize("name", MINIATURES)
+def test_a_miniature_takes_steps_and_copies_leaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FINDING)
+    found = importlib.import_module("make_miniature").gates(load_model(name), load_tokenizer(name))
+    assert found["step_accuracy"] > 0.99
+    assert found["leaps_copied"] > 0.95
+
+
+@pytest.mark.parametrize("text", [QUESTION, "<think>\n\n漢字 é 😀 12\t\\frac{1}{2}", "a<b> </think>x"])
+def test_the_miniatures_tokenizer_keeps_any_text(text: str) -> None:
+    tokenizer = load_tokenizer("miniature")
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_short_remake_takes_the_same_first_steps(tmp_path: Path) -> None:
+    words = [sys.executable, FINDING / "make_miniature.py", "--output_dir", tmp_path, "--stop_after", "5"]
+    subprocess.run(words, check=True, capture_output=True)
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "pretraining.jsonl").read_text().splitlines()[:5]]
+        for folder in (tmp_path, MINIATURES["miniature"])
+    ]
+    # Sums in another order, on another processor, change the last digits.
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-3, rtol=0)
