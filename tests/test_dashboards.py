@@ -446,6 +446,7 @@ def titles(alarms: Alarms, *iterations: dict[str, float]) -> list[list[str]]:
         ("policy/entropy", 0.8, 0.01, "Entropy has collapsed"),
         ("rollout/truncated_frac", 0.3, 0.9, "Completions are cut off"),
         ("rollout/staleness", 1.0, 2.0, "Rollouts are stale"),
+        ("student/kl_mean", -0.3, -0.9, "The KL is negative"),
     ],
 )
 def test_an_alarm_needs_bad_iterations_in_a_row(name: str, good: float, bad: float, title: str) -> None:
@@ -470,6 +471,35 @@ def test_completions_that_were_always_cut_off_ring_no_alarm() -> None:
         1.0,
     )  # quickstart, and worse
     assert not any(titles(Alarms(), *({"rollout/truncated_frac": value} for value in values)))
+
+
+def iterations(lengths: list[float], rewards: list[float]) -> list[dict[str, float]]:
+    return [
+        {"rollout/length_mean": length, "reward/mean": reward}
+        for length, reward in zip(lengths, rewards, strict=True)
+    ]
+
+
+def test_completions_that_shrink_as_the_reward_rises_ring() -> None:
+    # The highest mean of two is 60 tokens, at a mean reward of -4; a third of that is 19.8.
+    lengths = [50.0, 60.0, 60.0, 30.0, 19.0, 19.0, 21.0, 15.0, 10.0]
+    rising = [-4.0, -4.0, -4.0, -3.0, -2.0, -2.0, -2.0, -1.0, -1.0]
+    found = titles(Alarms(patience=2), *iterations(lengths, rising))
+    shrink = ["Completions shrink as the reward rises"]
+    assert found == [[], [], [], [], [], shrink, [], [], shrink]
+    falling = [-reward - 8 for reward in rising]  # a collapse that the reward does not pay for
+    assert not any(titles(Alarms(patience=2), *iterations(lengths, falling)))
+
+
+def test_alarms_remember_over_a_resume_what_was_usual() -> None:
+    before, after = Alarms(patience=2), Alarms(patience=2)
+    titles(before, *iterations([60.0, 60.0], [-4.0, -4.0]))
+    titles(before, *({"rollout/truncated_frac": 0.1} for _ in range(2)))
+    after.load_state_dict(before.state_dict())
+    found = titles(after, *iterations([15.0, 15.0], [-2.0, -2.0]))
+    assert found == [[], ["Completions shrink as the reward rises"]]
+    found = titles(after, *({"rollout/truncated_frac": 0.9} for _ in range(2)))
+    assert "Completions are cut off" in found[1]
 
 
 def test_what_is_not_finite_rings_at_once_and_an_alarm_is_silent_for_a_while(capsys: Any) -> None:

@@ -17,7 +17,11 @@ from rlt_lightning.loggers import WandbLogger
 from rlt_lightning.redaction import without_secrets
 from rlt_lightning.types import InputError
 
-WATCHED = ("reward/group_std", "policy/entropy", "rollout/truncated_frac", "rollout/staleness")
+WATCHED = (
+    *("reward/group_std", "policy/entropy", "rollout/truncated_frac", "rollout/staleness"),
+    *("student/kl_mean", "rollout/length_mean", "reward/mean"),
+)
+MEMORY = ("lowest_truncated", "longest", "reward_of_longest")  # that a checkpoint holds
 
 
 class Alarms(Callback):
@@ -35,6 +39,10 @@ class Alarms(Callback):
         truncated_rise: How far `rollout/truncated_frac` may rise above its lowest mean over `patience`
             iterations: completions run into the length limit, though they did not before.
         staleness_above: `rollout/staleness`, steps; one is what asynchronous sampling makes.
+        kl_below: `student/kl_mean`, nats. A KL is never negative, and the mean of its estimates over sampled
+            tokens is so by chance alone: tokens are scored that the teacher did not sample.
+        length_below: `rollout/length_mean`, as a part of its highest mean over `patience` iterations. Rings
+            only if `reward/mean` is above what it was then: the reward pays for saying little.
     """
 
     def __init__(
@@ -46,6 +54,8 @@ class Alarms(Callback):
         entropy_below: float = 0.02,
         truncated_rise: float = 0.5,
         staleness_above: float = 1.0,
+        kl_below: float = -0.5,
+        length_below: float = 0.33,
     ) -> None:
         if patience < 1 or quiet_steps < 1:
             raise InputError(
@@ -59,18 +69,23 @@ class Alarms(Callback):
         self.entropy_below = entropy_below
         self.truncated_rise = truncated_rise
         self.staleness_above = staleness_above
+        self.kl_below = kl_below
+        self.length_below = length_below
         self.latest = {name: deque[float](maxlen=patience) for name in WATCHED}
         self.lowest_truncated = math.inf  # mean over `patience` iterations
+        self.longest = 0.0  # likewise, tokens
+        self.reward_of_longest = 0.0  # over the same iterations
         self.rung_at: dict[str, int] = {}  # title -> step
         self.begun = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"lowest_truncated": self.lowest_truncated}
+        return {name: getattr(self, name) for name in MEMORY}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.lowest_truncated = state_dict["lowest_truncated"]
+        for name in MEMORY:
+            setattr(self, name, state_dict[name])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,7 +112,7 @@ class Alarms(Callback):
                 values.append(metrics[name])
         full = {name: v for name, v in self.latest.items() if len(v) == self.patience}
         said = f"for {self.patience} iterations"
-        spread, entropy, truncated, staleness = (full.get(name) for name in WATCHED)
+        spread, entropy, truncated, staleness, kl, lengths, rewards = (full.get(name) for name in WATCHED)
         if spread and max(spread) < self.group_std_below:
             text = (
                 f"reward/group_std is below {self.group_std_below:g} {said}: there is nothing to learn from."
@@ -114,6 +129,20 @@ class Alarms(Callback):
         if staleness and min(staleness) > self.staleness_above:
             text = f"rollout/staleness is above {self.staleness_above:g} {said}: workers are slow, or lost."
             yield "Rollouts are stale", text
+        if kl and max(kl) < self.kl_below:
+            text = (
+                f"student/kl_mean is below {self.kl_below:g} nats {said}, but a KL is never negative: tokens "
+                "are scored that the teacher did not sample. Look at score_given and the sampling settings."
+            )
+            yield "The KL is negative", text
+        if lengths and rewards:
+            length, reward = (sum(values) / self.patience for values in (lengths, rewards))
+            if max(lengths) < self.length_below * self.longest and reward > self.reward_of_longest:
+                text = f"rollout/length_mean is below {self.length_below:g} of the {self.longest:.0f} tokens "
+                text += f"that it was {said}, but reward/mean has risen: the reward pays for saying little."
+                yield "Completions shrink as the reward rises", text
+            if length > self.longest:
+                self.longest, self.reward_of_longest = length, reward
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
