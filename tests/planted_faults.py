@@ -19,10 +19,11 @@ def sign_of_kl(words: list[str], log: Path) -> None:
 
 
 def shuffled_advantages(words: list[str], log: Path) -> None:
-    """Give the advantages of a group to each other's completions."""
-    from rlt_lightning.numerics import advantages
+    """Give each completion the advantage of its neighbour in the group."""
+    from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 
-    advantages.GroupNormalisedAdvantages.__call__ = advantages.ShuffledAdvantages.__call__
+    right = GroupNormalisedAdvantages.compare
+    GroupNormalisedAdvantages.compare = lambda self, groups: right(self, groups).roll(1, dims=1)
     run_rlt(words, log)
 
 

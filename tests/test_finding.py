@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,3 +57,59 @@ FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weight
 def test_the_learning_test_fails_with_a_fault(fault: str, tmp_path: Path) -> None:
     found = accuracies(arms_of(tmp_path, getattr(planted_faults, fault)), ("rlt", "warmup"))
     assert found["rlt"] < found["warmup"] + 20, found
+
+
+def test_an_interval_is_students_t_over_seeds() -> None:
+    # Mean 5, standard deviation 1, t = 4.303 for two degrees of freedom.
+    assert figures.interval([4.0, 5.0, 6.0]) == pytest.approx(4.303 / 3**0.5)
+    # One seed: 1.96 standard errors of 256 right answers to 512 problems.
+    assert figures.interval([50.0]) == pytest.approx(196 * (0.25 / 512) ** 0.5)
+
+
+def arm(*accuracy: float, rises: float = 0.0) -> dict[str, Any]:
+    return {"accuracy": accuracy, "rise": [{"reward/mean": rises + place / 10} for place in (-1, 0, 1)]}
+
+
+def test_what_contradicts_the_finding_is_named() -> None:
+    fine = {"warmup": arm(40, 41, 42), "rlt": arm(90, 92, 93), "shuffled": arm(39, 40, 44)}
+    assert figures.failures({"arms": fine}) == []
+    [fault] = figures.failures({"arms": fine | {"rlt": arm(40, 90, 41)}})
+    assert "touches 0" in fault
+    [fault] = figures.failures({"arms": fine | {"shuffled": arm(60, 61, 62)}})
+    assert "control" in fault
+    [fault] = figures.failures({"arms": fine | {"shuffled": arm(39, 40, 44, rises=1)}})
+    assert "control" in fault
+    [fault] = figures.failures({"arms": fine | {"kl_only": arm(90, 93, 92)}})
+    assert "one term of the reward reaches RLT (r_KL only)" in fault
+
+
+# Crashes
+
+
+def started(folder: Path) -> set[Path]:
+    """Stages that have begun."""
+    return set(folder.glob("main/seed0/*/*.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
+    script = Path(figures.__file__).with_name("finding.py")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = [sys.executable, str(script), "--quick", "--output_dir"]
+    subprocess.run([*words, str(whole)], check=True)
+    seen: set[Path] = set()
+    while True:
+        process = subprocess.Popen([*words, str(killed)])
+        while process.poll() is None and started(killed) <= seen:
+            time.sleep(0.2)
+        if process.poll() is not None:
+            break
+        seen |= started(killed)
+        time.sleep(1.5)  # within each stage, some way into its work
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert len(seen) == len(started(whole))  # each stage was killed once
+    figures_of_both = [json.loads((folder / "finding.json").read_text()) for folder in (whole, killed)]
+    assert figures_of_both[0]["arms"] == figures_of_both[1]["arms"]
