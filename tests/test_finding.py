@@ -16,7 +16,7 @@ import pytest
 from arms import Arms, Setting
 from stages import Stages
 
-SMALL = Setting("small", num_warmup=1024, num_iterations=24, num_traces=256, num_test=256)
+SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
 
 def arms_of(folder: Path, target: Any = None) -> Arms:
