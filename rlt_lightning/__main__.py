@@ -37,6 +37,7 @@ options:
   --ckpt_path last    go on from the last finished iteration of --output_dir; best: from the best validation
   --resume true       go on with the run in --output_dir, whatever the verb; start it if there is none
   --overwrite true    replace the run in --output_dir
+  --seed N            of everything random; a seed of its own, such as --data.seed 3, wins over it
   --version           show the version and exit
   --help              show this and exit; `rlt fit --help` lists every setting, and
                       `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class

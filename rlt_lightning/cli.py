@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import Namespace, auto_cli
+from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -36,6 +37,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
 from rlt_lightning.export import export_checkpoint
 from rlt_lightning.jsonl import append_rows
+from rlt_lightning.judge import refuse_while_imported
 from rlt_lightning.messages import one_line
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
@@ -65,6 +67,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
 }
 STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
 FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
+SEEDS = ("seed_everything", "data.init_args.seed", "model.init_args.seed", "rollouts.seed")
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
 
 
@@ -131,6 +134,12 @@ class RLTCommandLine(LightningCLI):
             default=False,
             help="Go on with the run in output_dir from what it has finished; start it if there is none.",
         )
+        parser.add_argument(
+            "--seed",
+            type=NonNegativeInt | None,
+            default=None,
+            help="Sets the seeds of data, model, rollouts and all else, but for those that are options too.",
+        )
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         if self.verb == "test":
             parser.add_lightning_class_args(callbacks.ResponseCallback, "rollouts")
@@ -146,6 +155,22 @@ class RLTCommandLine(LightningCLI):
         parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
         parser.add_lightning_class_args(callbacks.DistillationWriter, "distillation")
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the command line, and let --seed set the others."""
+        super().parse_arguments(parser, args)
+        self.spread_seed()
+
+    def spread_seed(self) -> None:
+        """Set the seeds that this verb and its classes have, but for those that are options themselves."""
+        config = self.config[self.config.subcommand]
+        if config.seed is None:
+            return
+        options = {word.partition("=")[0].replace(".init_args", "") for word in sys.argv}
+        for name in SEEDS:
+            if name in config and f"--{name.replace('.init_args', '')}" not in options:
+                config[name] = int(config.seed)
+        config.seed = None  # config.yaml repeats the run: there it would win over a seed that was an option
 
     def before_instantiate_classes(self) -> None:
         """Choose and check the run folder, before anything is built."""
@@ -316,6 +341,7 @@ class BorrowingCommandLine(RLTCommandLine):
         """Read the command line as the other verb's, under its own name."""
         self.borrowed.prog = f"rlt {sys.argv[1]}"
         self.config = parser.parse_args([self.lender, *sys.argv[2:]])
+        self.spread_seed()
 
 
 class PlanCommandLine(BorrowingCommandLine):
@@ -390,6 +416,7 @@ def run() -> int:
     quiet_third_parties()
     rank_failures.join(global_rank())
     try:
+        refuse_while_imported()
         if sys.argv[1] in COMMANDS:
             return run_command(sys.argv[1])
         command_line = COMMAND_LINES.get(sys.argv[1], RLTCommandLine)(

@@ -34,6 +34,12 @@ from rlt_lightning.types import InputError
 WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]  # no torch: they start in a second
 POLL_S = 1.0  # between two looks at whether the processes that a task waits for are still there
 MAX_POOLS = 2  # that may break under one task
+PROBE = "rlt-judge-probe"  # name of a process that only imports what the main script imports
+UNGUARDED = 78  # its exit status where that leads back to here
+GUARD_MISSING = (
+    "A script that starts processes must do so below `if __name__ == '__main__':`, but this one does so on "
+    "import, and each process imports it again. Put what it runs below that line."
+)
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,7 @@ class Judge:
             # imported what takes long, so that a killed one is soon replaced.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(WORKER_MODULES)
+            require_guarded_main(context)
             self._pool = ProcessPool(
                 self.num_workers, initializer=enter_worker, initargs=[self.memory_gib], context=context
             )
@@ -242,8 +249,36 @@ class Judge:
         except BrokenProcessPool as error:
             raise InputError(
                 "The processes that judge answers must start, but end at once. Give them more memory than "
-                f"memory_gib={self.memory_gib:g}, or free some; a script needs `if __name__ == '__main__':`."
+                f"memory_gib={self.memory_gib:g}, or free some."
             ) from error
+
+
+def require_guarded_main(context: Any) -> None:
+    """Check that the main script can be imported again: each process does so before its first task.
+
+    Raises:
+        InputError: If importing it leads back to here. Python would start processes without end.
+    """
+    refuse_while_imported()
+    probe = context.Process(target=int, name=PROBE)
+    probe.start()
+    probe.join()
+    if probe.exitcode == UNGUARDED:
+        raise InputError(GUARD_MISSING)
+
+
+def refuse_while_imported() -> None:
+    """End a process that imports the main script of the one that started it, and so would run it again.
+
+    Raises:
+        InputError: In a process that somebody else's code has started; ours end in silence, since the process
+            that started them tells it.
+    """
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):  # what multiprocessing itself looks at
+        if process.name == PROBE:
+            os._exit(UNGUARDED)
+        raise InputError(GUARD_MISSING)
 
 
 def result_of(pool: ProcessPool, future: Future[Any]) -> Any:

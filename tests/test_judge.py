@@ -255,13 +255,48 @@ def test_idle_processes_that_something_else_kills_are_replaced() -> None:
         assert judge.judge(*right[0]).correct
 
 
-def test_processes_that_cannot_start_are_one_clear_line(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"  # each process would run it again
-    script.write_text("from rlt_lightning.judge import Judge\nJudge().judge('5', {'answer': '5'})")
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of one's own that uses this package."""
+    (folder / "script.py").write_text(text)
+    command = [sys.executable, str(folder / "script.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert "InputError: The processes that judge answers must start, but end at once." in run.stderr
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_a_script_without_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    judging = "Judge().judge('5', {'answer': '5'})"
+    result = run_script(tmp_path, f"from rlt_lightning.judge import Judge\n{judging}")
+    assert result.stderr.splitlines()[-1].startswith("rlt_lightning.types.InputError: A script that starts")
+    assert result.stderr.count("Traceback") == 1
+    guarded = (
+        f"from rlt_lightning.judge import Judge\nif __name__ == '__main__':\n    print({judging}.correct)"
+    )
+    assert run_script(tmp_path, guarded).stdout == "True\n"
+
+
+def test_a_run_of_a_script_without_guard_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "given.jsonl").write_text('{"id": "1", "response": "5"}\n{"id": "2", "response": "5"}\n')
+    words = ["rlt", "test", "--config=configs/laptop_evaluate.yaml", "--rollouts.num_samples=1"]
+    words += [f"--data.responses={tmp_path / 'given.jsonl'}", "--data.max_rows=2"]
+    words += [f"--output_dir={tmp_path / 'run'}"]
+    script = f"import sys\nfrom rlt_lightning.cli import run\nsys.argv = {words}\nsys.exit(run())\n"
+    result = run_script(tmp_path, script)
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) <= 5
+    assert lines[-1].startswith("rlt: error: A script that starts processes must do so below `if __name__ ==")
+
+
+def test_a_process_of_ones_own_without_guard_is_told_too(tmp_path: Path) -> None:
+    script = "import multiprocessing, sys\nfrom rlt_lightning.cli import run\n"
+    script += "if __name__ == '__main__':\n"
+    script += "    process = multiprocessing.get_context('spawn').Process(target=int)\n"
+    script += "    process.start()\n    process.join()\n    sys.exit(process.exitcode)\n"
+    script += "sys.argv = ['rlt', 'test']\nsys.exit(run())\n"
+    result = run_script(tmp_path, script)
+    assert result.returncode == 2
+    assert result.stderr.startswith("rlt: error: A script that starts processes must do so below")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_judge_closes_twice_starts_again_and_can_be_sent_to_other_processes() -> None:
