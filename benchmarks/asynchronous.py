@@ -56,7 +56,7 @@ def step_times(name: str, engine: dict[str, Any], asynchronous: bool, steps: int
         overlay.write_text(
             yaml.safe_dump({"trainer": trainer, "rollouts": rollouts, "model": {"init_args": arguments}})
         )
-        command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+        command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart_smollm2.yaml"]
         command += [f"--config={overlay}", f"--output_dir={folder}/run", "--export.enabled=false"]
         command += [f"--model.group_size={GROUP_SIZE}", "--checkpoint.every_n_train_steps=1000"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -31,10 +31,10 @@ RLT = [sys.executable, "-m", "rlt_lightning"]
 
 
 def small_fit(model: str, folder: Path, *options: str) -> list[str]:
-    """`rlt fit` of the quickstart config at tiny size: a few seconds."""
+    """`rlt fit` of tests/rlt.yaml at tiny size: a few seconds."""
     return [
         "fit",
-        "--config=configs/quickstart.yaml",
+        "--config=tests/rlt.yaml",
         f"--model.teacher={model}",
         f"--model.student={model}",
         "--model.group_size=2",
@@ -438,7 +438,7 @@ def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: 
     result = rlt(*score)
     assert result.returncode == 0, result.stderr
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    mistaken = rlt("fit", "--config=configs/quickstart.yaml", f"--output_dir={folder}", "--resume=true")
+    mistaken = rlt("fit", "--config=tests/rlt.yaml", f"--output_dir={folder}", "--resume=true")
     [line] = mistaken.stderr.strip().splitlines()
     assert mistaken.returncode == 2
     assert f"does not replace {folder / 'scores.jsonl'}" in line
@@ -525,11 +525,11 @@ def test_without_output_dir_the_run_is_named_after_config_and_time(
         for a in small_fit(tiny_model, tmp_path, short_config, "--trainer.max_steps=1")
         if "output_dir" not in a
     ]
-    arguments[1] = f"--config={ROOT / 'configs/quickstart.yaml'}"
+    arguments[1] = f"--config={ROOT / 'tests/rlt.yaml'}"
     result = subprocess.run([*RLT, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     [run] = (tmp_path / "runs").iterdir()
-    assert run.name.startswith("quickstart-20")
+    assert run.name.startswith("rlt-20")
 
 
 def test_version_and_help_answer_before_lightning_is_imported() -> None:
@@ -577,7 +577,7 @@ def test_strategies_of_the_overlays_are_accepted(strategy: Any) -> None:
 
 
 def test_a_strategy_of_lightnings_is_refused_in_one_line(tmp_path: Path) -> None:
-    command = ["fit", "--config=configs/quickstart.yaml", "--trainer.strategy=fsdp"]
+    command = ["fit", "--config=tests/rlt.yaml", "--trainer.strategy=fsdp"]
     result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 2
     [line] = [line for line in result.stderr.splitlines() if line.strip()]
@@ -618,5 +618,5 @@ def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: 
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 143
     assert re.search(r"rlt: terminated\. The newest checkpoint is .*ckpt\. To go on: --output_dir .*", errors)
-    result = rlt("fit", "--config=configs/quickstart.yaml", "--ckpt_path=last")
+    result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
     assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

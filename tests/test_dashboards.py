@@ -85,7 +85,7 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def fit(model: str, folder: Path, *options: str) -> None:
-    """The quickstart at tiny size, into both dashboards."""
+    """A tiny run, into both dashboards."""
     tiny = [f"--model.{name}={model}" for name in ("teacher", "student")]
     tiny += [
         "--data.num_embedded_rows=8",
@@ -93,7 +93,7 @@ def fit(model: str, folder: Path, *options: str) -> None:
         "--export.enabled=false",
     ]
     result = rlt(
-        "fit", "--config=configs/quickstart.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options
+        "fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options
     )
     assert "rlt: alarm" not in result.stderr
     assert result.returncode == 0, result.stderr

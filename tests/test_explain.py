@@ -39,7 +39,7 @@ ROW = {
 
 def explain(model: str, *options: str) -> str:
     models = [f"--model.teacher={model}", f"--model.student={model}"]
-    result = rlt("explain", "--config=configs/quickstart.yaml", *models, *options)
+    result = rlt("explain", "--config=tests/rlt.yaml", *models, *options)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -102,7 +102,7 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(smollm2: str, tmp_p
     run = tmp_path / "run"
     models = [f"--model.teacher={smollm2}", f"--model.student={smollm2}", "--model.group_size=2"]
     short = ["--rollouts.sampling.max_completion_length=8", "--data.prompts_per_step=1"]
-    fit = ["--config=configs/quickstart.yaml", *models, *short, "--trainer.max_steps=1"]
+    fit = ["--config=tests/rlt.yaml", *models, *short, "--trainer.max_steps=1"]
     result = rlt("fit", *fit, "--export.enabled=false", f"--output_dir={run}")
     assert result.returncode == 0, result.stderr
     recorded = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
@@ -160,7 +160,7 @@ def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
         "-m",
         "rlt_lightning",
         "explain",
-        "--config=configs/quickstart.yaml",
+        "--config=tests/rlt.yaml",
         *models,
         *own,
     ]

@@ -425,7 +425,7 @@ def test_a_class_that_cannot_be_used_is_one_clear_line(
 ) -> None:
     words = [
         "fit",
-        "--config=configs/quickstart.yaml",
+        "--config=tests/rlt.yaml",
         *of_models(tiny_model),
         f"--output_dir={tmp_path / 'run'}",
     ]

@@ -81,7 +81,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: 
 def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
-    command = ["fit", "--config=configs/quickstart.yaml"]
+    command = ["fit", "--config=tests/rlt.yaml"]
     command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
     command += ["--trainer.precision=bf16-mixed", "--model.student_dtype=bfloat16"]

@@ -29,7 +29,7 @@ ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is
 
 def fit(model: str, folder: Path, strategy: str, num_steps: int) -> subprocess.Popen[bytes]:
     """Start the one command that begins a run and goes on with it."""
-    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=configs/quickstart.yaml"]
+    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=tests/rlt.yaml"]
     command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
     command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
     command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]

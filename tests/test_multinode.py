@@ -22,7 +22,7 @@ OVERLAYS = ROOT / "configs" / "overlays"
 
 def options(model: str, *overlays: str) -> list[str]:
     return [
-        *("--config=configs/quickstart.yaml", *(f"--config={OVERLAYS / name}.yaml" for name in overlays)),
+        *("--config=tests/rlt.yaml", *(f"--config={OVERLAYS / name}.yaml" for name in overlays)),
         *(f"--model.teacher={model}", f"--model.student={model}", "--data.num_embedded_rows=8"),
         *("--rollouts.sampling.max_completion_length=16", "--trainer.devices=1"),
     ]

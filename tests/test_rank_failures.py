@@ -37,7 +37,7 @@ class Ended:
             "-m",
             "rlt_lightning",
             "fit",
-            "--config=configs/quickstart.yaml",
+            "--config=tests/rlt.yaml",
         ]
         command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
         command += ["--data.num_embedded_rows=8", "--rollouts.sampling.max_completion_length=6"]

@@ -28,7 +28,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 def small(model: str) -> list[str]:
     models = [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
     short = ["--rollouts.sampling.max_completion_length=4", "--export.enabled=false"]
-    return ["--config=configs/quickstart.yaml", *models, *short]
+    return ["--config=tests/rlt.yaml", *models, *short]
 
 
 def test_a_seed_sets_all_but_those_that_are_options(tiny_model: str, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", ["-1", "x"])
 def test_a_seed_that_is_none_is_one_clear_line(seed: str, tmp_path: Path) -> None:
-    result = rlt("fit", "--config=configs/quickstart.yaml", f"--seed={seed}", f"--output_dir={tmp_path}")
+    result = rlt("fit", "--config=tests/rlt.yaml", f"--seed={seed}", f"--output_dir={tmp_path}")
     assert result.returncode == 2
     assert "seed" in result.stderr
     assert len(result.stderr.splitlines()) == 1

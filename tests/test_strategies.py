@@ -108,7 +108,7 @@ def test_sharded_models_sample_validate_and_export_like_whole_ones(
         ("whole", ["--trainer.devices=1"]),
         ("shards", ["--trainer.devices=2", f"--config=configs/overlays/{strategy}.yaml"]),
     ):
-        command = ["fit", "--config=configs/quickstart.yaml"]
+        command = ["fit", "--config=tests/rlt.yaml"]
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
         command += [
             "--rollouts.sampling.max_completion_length=16",

@@ -263,7 +263,7 @@ def test_truncated_log_probs_are_not_passed_off_as_the_policys(
 
 
 def run_config(folder: Path, model: str, push: type[WeightPush], **rollouts: Any) -> list[str]:
-    """`rlt fit` of the quickstart with a launched worker, 4 iterations, validated greedily after each."""
+    """`rlt fit` with a launched worker, 4 iterations, validated greedily after each."""
     overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "vllm_launch.yaml").read_text())
     engine = overlay["rollouts"]["engine"]["init_args"]
     engine["launch"] |= {"executable": str(EXECUTABLE), "max_model_len": 512}
@@ -277,7 +277,7 @@ def run_config(folder: Path, model: str, push: type[WeightPush], **rollouts: Any
     path = folder / "overlay.yaml"
     path.write_text(yaml.safe_dump(overlay))
     return [
-        *("fit", "--config=configs/quickstart.yaml", f"--config={path}", f"--output_dir={folder / 'run'}"),
+        *("fit", "--config=tests/rlt.yaml", f"--config={path}", f"--output_dir={folder / 'run'}"),
         *(f"--model.teacher={model}", f"--model.student={model}", "--data.val_rows=1"),
         "--data.num_embedded_rows=9",
     ]
