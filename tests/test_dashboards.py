@@ -92,9 +92,7 @@ def fit(model: str, folder: Path, *options: str) -> None:
         "--rollouts.sampling.max_completion_length=6",
         "--export.enabled=false",
     ]
-    result = rlt(
-        "fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options
-    )
+    result = rlt("fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options)
     assert "rlt: alarm" not in result.stderr
     assert result.returncode == 0, result.stderr
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,11 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import arms
 import figures
 import planted_faults
 import pytest
 from arms import Arms, Setting
 from stages import Stages
+
+from rlt_lightning.pretrained import MINIATURES
 
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
@@ -25,7 +31,7 @@ def arms_of(folder: Path, target: Any = None) -> Arms:
     return Arms(stages, SMALL, seed=0)
 
 
-def accuracies(one: Arms, arms: tuple[str, ...]) -> dict[str, float]:
+def accuracies(one: Arms, names: tuple[str, ...]) -> dict[str, float]:
     """Run the arms at small size; accuracies of their students in percent."""
 
     def run(arm: str) -> float:
@@ -34,7 +40,7 @@ def accuracies(one: Arms, arms: tuple[str, ...]) -> dict[str, float]:
 
     one.prepare()
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(arms, pool.map(run, arms), strict=True))
+        return dict(zip(names, pool.map(run, names), strict=True))
 
 
 @pytest.mark.timeout(600)
@@ -46,6 +52,47 @@ def test_a_student_learns_from_a_teacher_that_rlt_trained(tmp_path: Path) -> Non
     assert found["solution_only"] < found["warmup"], (found, kinds)  # without r_KL the teacher leaks
     assert kinds["rlt"]["steps"] > kinds["warmup"]["steps"] + 20
     assert kinds["solution_only"]["leap"] > 50
+
+
+def unglued(folder: Path) -> Path:
+    """The miniature with a tokenizer that keeps a tag and the line break behind it apart."""
+    shutil.copytree(MINIATURES["miniature"], folder)
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace(r"</?[a-z]+>\\n?|", r"</?[a-z]+>|"))
+    return folder
+
+
+def lengths(one: Arms, arm: str) -> list[float]:
+    """Mean tokens of a completion, by iteration."""
+    with (one.folder / arm / "teacher" / "metrics.csv").open() as file:
+        return [float(row["rollout/length_mean"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.timeout(600)
+def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(arms.TRAINED, "score_given", {"model__reward__score_given": "true"})
+    stages = Stages(tmp_path)
+    stages.start()
+    # The student learns to write the line break; no teacher does, whose prompt ends with it.
+    base = stages(
+        "student",
+        "fit",
+        "miniature_student_sft",
+        model__pretrained=unglued(tmp_path / "unglued"),
+        data__source="chains",
+    )
+    one = Arms(stages, dataclasses.replace(SMALL, base=str(base / "model")), seed=0)
+    one.prepare()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one.teacher, ("rlt", "score_given")))
+    collapsed, sound = lengths(one, "score_given"), lengths(one, "rlt")
+    rise = {arm: figures.rise(one, arm)["reward/mean"] for arm in ("rlt", "score_given")}
+    print(collapsed, sound, rise)
+    assert collapsed[-1] < collapsed[0] / 3
+    assert sound[-1] > sound[0] / 2
+    assert rise["score_given"] > 3 > rise["rlt"]
 
 
 FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weights")
