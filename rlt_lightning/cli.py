@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlt_lightning import __version__, callbacks, rank_failures
+from rlt_lightning import __version__, callbacks, next_steps, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.chat import chat
@@ -65,8 +65,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trai
     "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
     "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
 }
-STUDENT_FORMAT: tuple[str, ...] = ("tags", "student_system_prompt")  # the same in all stages
-FORMAT_SETTINGS: tuple[str, ...] = (*STUDENT_FORMAT, "teacher_system_prompt")
 SEEDS = ("seed_everything", "data.init_args.seed", "model.init_args.seed", "rollouts.seed")
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
 
@@ -246,7 +244,8 @@ class RLTCommandLine(LightningCLI):
         """Say where everything is and what to do next."""
         if not self.trainer.is_global_zero:
             return
-        folder = Path(self.config[self.subcommand].output_dir)
+        config = self.config[self.subcommand]
+        folder = Path(config.output_dir)
         adapter = (folder / "model" / "adapter_config.json").exists()
         model = "the trained model, an ordinary Hugging Face folder"
         model = "the trained adapter, as peft and vLLM read it" if adapter else model
@@ -260,38 +259,21 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        print(f"See it: {program()} report {shlex.quote(str(folder))}")
-        if (folder / "model").exists() and not adapter and (following := self.next_command()):
+        print(f"See it: {next_steps.program()} report {shlex.quote(str(folder))}")
+        if not (folder / "model").exists() or adapter:
+            return
+        if following := next_steps.after_fit(config, self.on_cpu, self.datamodule.items):
             print(f"Next: {following}")
 
-    def next_command(self) -> str | None:
-        """What to do with the trained model, and the command for it in the format of its training."""
-        config = self.config[self.subcommand]
-        model, task = f"{config.output_dir}/model", config.data.init_args.task
-        if task == "rlt":
-            source = config.data.init_args.source
-            words = ["predict", "--config", "configs/generate.yaml"]
-            words += ["--data.source", source if isinstance(source, str) else "FILE"]
-            words += ["--model.teacher", model, "--model.student", str(frozen_student(config.model))]
-            return f"write data for students (docs/generating.md):\n  {self.command(words, FORMAT_SETTINGS)}"
-        if task == "teacher_sft":
-            words = ["fit", "--config", "configs/teacher_rlt.yaml", "--model.teacher", model]
-            return f"train it by its students' reward:\n  {self.command(words, FORMAT_SETTINGS)}"
-        if task in ("student_rl", "student_sft"):
-            words = ["test", "--config", "configs/evaluate.yaml", "--model.pretrained", model]
-            return f"evaluate it (docs/evaluation.md):\n  {self.command(words, STUDENT_FORMAT)}"
-        return None
-
-    def command(self, words: list[str], settings: tuple[str, ...]) -> str:
-        """A command line that goes on in the format of this run."""
-        config = self.config[self.subcommand]
-        formats = {name: config.data.init_args.get(name) for name in settings}
-        given = [(f"--data.{name}", value) for name, value in formats.items() if isinstance(value, str)]
-        return shlex.join([program(), *words, *(word for option in given for word in option)])
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run's models were on a CPU."""
+        return bool(self.trainer.strategy.root_device.type == "cpu")
 
     def after_predict(self) -> None:
         """Say where the scores, or the traces, are."""
-        folder = Path(self.config[self.subcommand].output_dir)
+        config = self.config[self.subcommand]
+        folder = Path(config.output_dir)
         print("\nDone:")
         for name, meaning in (
             ("scores.jsonl", "every row with its reward and the terms of it"),
@@ -309,10 +291,9 @@ class RLTCommandLine(LightningCLI):
         ):
             if (folder / name).exists():
                 print(f"  {folder / name}: {meaning}")
-        if (folder / "distillation.jsonl").exists():
-            words = ["fit", "--config", "configs/student_sft.yaml"]
-            words += ["--data.source", str(folder / "distillation.jsonl")]
-            print(f"Next: train a student on them:\n  {self.command(words, STUDENT_FORMAT)}")
+        traces = folder / "distillation.jsonl"
+        if traces.exists() and (following := next_steps.after_generation(config, self.on_cpu, traces)):
+            print(f"Next: {following}")
 
 
 class BorrowingCommandLine(RLTCommandLine):
@@ -484,11 +465,6 @@ def named_folders(words: list[str]) -> list[str]:
         else:
             options += [word, *([] if "=" in word else islice(left, 1))]
     return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
-
-
-def program() -> str:
-    """The command that this process was started as."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
 
 
 def how_to_go_on() -> str:

@@ -174,7 +174,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class RLTReward(Reward):
-    """The reward of an explanation; its defaults are the recipe that the paper's authors released.
+    """The reward of an explanation; its defaults are the released recipe's, whose tokenizer gives no token.
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
 

@@ -1,0 +1,134 @@
+"""What a run proposes at its end is a command that runs: on its device, with its models, in its format."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import rlt
+from jsonargparse import Namespace
+
+from rlt_lightning import next_steps
+from rlt_lightning.types import SFTExample
+
+CONTEXT = 200  # tokens: less than a prompt and the completions of the configs need
+
+
+@pytest.fixture(scope="module")
+def small_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a context that the shipped configs do not fit."""
+    folder = tmp_path_factory.mktemp("small") / "model"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": CONTEXT}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def run(*words: str) -> str:
+    """What a run prints."""
+    result = rlt(*words)
+    assert result.returncode == 0, (words, result.stderr)
+    return result.stdout
+
+
+def proposed(output: str) -> list[str]:
+    """The words of the command after "Next:", without the program."""
+    lines = output.splitlines()
+    [place] = [i for i, line in enumerate(lines) if line.startswith("Next: ")]
+    return shlex.split(lines[place + 1])[1:]
+
+
+def settings(folder: Path) -> dict[str, dict[str, object]]:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["trainer"]["accelerator"] == "cpu"
+    return {**config, "model": config["model"]["init_args"], "data": config["data"]["init_args"]}
+
+
+def test_each_stage_proposes_a_command_that_runs(small_model: str, tmp_path: Path) -> None:
+    warm_up = ["fit", "--config=configs/learning_warmup.yaml", f"--model.pretrained={small_model}"]
+    warm_up += ["--data.num_embedded_rows=16", f"--data.max_length={CONTEXT}", "--trainer.max_steps=1"]
+    words = proposed(run(*warm_up, f"--output_dir={tmp_path / 'teacher_sft'}"))
+
+    # What follows a proposal only makes it short; a random teacher closes no trace.
+    words = proposed(run(*words, "--trainer.max_steps=1", f"--output_dir={tmp_path / 'teacher_rlt'}"))
+    rlt_run = settings(tmp_path / "teacher_rlt")
+    assert rlt_run["model"]["teacher"] == f"{tmp_path / 'teacher_sft'}/model"
+    assert rlt_run["model"]["student"] == small_model
+
+    short = ["--data.num_embedded_rows=4", "--distillation.select=best_reward", "--rollouts.num_traces=1"]
+    words = proposed(run(*words, *short, f"--output_dir={tmp_path / 'generate'}"))
+    generate = settings(tmp_path / "generate")
+    assert generate["model"]["teacher"] == f"{tmp_path / 'teacher_rlt'}/model"
+    assert generate["rollouts"]["sampling"] == rlt_run["rollouts"]["sampling"]
+    assert rlt_run["rollouts"]["sampling"]["max_completion_length"] < 160  # learning_rlt.yaml's
+    assert generate["data"]["student_context"] == CONTEXT
+    questions = [
+        {json.loads(line)["question"] for line in (tmp_path / name).open()}
+        for name in ("teacher_rlt/rollouts.jsonl", "generate/traces.jsonl")
+    ]
+    assert not questions[0] & questions[1]
+
+    words = proposed(run(*words, "--trainer.max_epochs=1", f"--output_dir={tmp_path / 'student_sft'}"))
+    student = settings(tmp_path / "student_sft")
+    assert student["model"]["pretrained"] == small_model
+    assert student["data"]["prompts_per_step"] <= 4
+
+    run(*words, "--data.max_rows=2", "--rollouts.num_samples=1", f"--output_dir={tmp_path / 'evaluate'}")
+    evaluation = settings(tmp_path / "evaluate")
+    assert evaluation["model"]["pretrained"] == f"{tmp_path / 'student_sft'}/model"
+    for name in ("tags", "student_system_prompt"):
+        assert evaluation["data"][name] == rlt_run["data"][name] == generate["data"][name]
+
+
+def config_of(task: str, **model: object) -> Namespace:
+    data = Namespace(task=task, source="bespokelabs/Bespoke-Stratos-17k", seed=0, student_context=None)
+    data.update(Namespace(tags="stratos", student_system_prompt=None, teacher_system_prompt=None))
+    sampling = Namespace(temperature=0.7, max_completion_length=16384)
+    return Namespace(
+        output_dir="runs/one",
+        data=Namespace(init_args=data),
+        model=Namespace(init_args=Namespace(trust_remote_code=False, **model)),
+        rollouts=Namespace(sampling=sampling),
+    )
+
+
+def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_steps, "context_length", lambda *_: 32768)
+    examples = [SFTExample(1, [1, 2, 3], [False, True, True])]
+    warmed_up = config_of("teacher_sft", pretrained="Qwen/Qwen2.5-7B-Instruct")
+    text = next_steps.after_fit(warmed_up, False, examples)
+    assert text is not None
+    assert "--config configs/teacher_rlt.yaml --model.teacher runs/one/model --data.source bespoke" in text
+    assert "--model.student" not in text
+    trained = config_of("rlt", teacher="runs/zero/model", student="bespokelabs/Bespoke-Stratos-7B")
+    text = next_steps.after_fit(trained, False, [])
+    assert text is not None
+    assert "--config configs/generate.yaml" in text
+    assert "--data.source FILE" in text  # not what it was trained on
+    assert "FILE: questions that it was not trained on" in text
+    assert "student_context" not in text  # the config's own
+
+
+def test_nothing_is_proposed_where_no_trace_was_selected(tmp_path: Path) -> None:
+    (tmp_path / "distillation.jsonl").touch()
+    config = config_of("rlt", student="smollm2-135m")
+    assert next_steps.after_generation(config, True, tmp_path / "distillation.jsonl") is None
+
+
+def test_a_prompt_that_the_run_left_out_replaces_the_configs() -> None:
+    text = next_steps.after_fit(config_of("rlt", student="smollm2-135m"), True, [])
+    assert text is not None
+    words = shlex.split(text.splitlines()[1])
+    assert words[words.index("--data.student_system_prompt") + 1] == "null"
+
+
+def test_tags_of_ones_own_are_carried_over() -> None:
+    tags = {"thought_open": "<t>", "separator": "\n"}
+    data = Namespace(tags=Namespace(**tags), student_system_prompt="")
+    words = shlex.split(next_steps.command("test", "x.yaml", {}, data, next_steps.STUDENT_FORMAT))
+    assert json.loads(words[words.index("--data.tags") + 1]) == tags
+    assert words[-2:] == ["--data.student_system_prompt", ""]
