@@ -52,6 +52,7 @@ SETS = {
     "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", instruction=IN_A_BOX),
     "countdown": EvaluationSet("Countdown", "countdown", kind="countdown"),
     "arithmetic": EvaluationSet("arithmetic", "arithmetic"),
+    "word_sums": EvaluationSet("three-step word sums", "word_sums"),
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.answers import reference_answer
+from rlt_lightning.datamodules import word_sums
 from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row, countdown_rows
 from rlt_lightning.datamodules.formats import STRATOS, TagStyle
@@ -26,6 +27,7 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of t
     ARITHMETIC: arithmetic_rows,
     "countdown": countdown_rows,
     **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
+    **word_sums.SOURCES,
 }
 CHOICES = (
     f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'countdown' "
