@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reward import one_group
+from reward import one_group, scorer_of
 from side_by_side import measure, write
 
 from rlt_lightning.modules.packed import log_probs_of
-from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
 from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model, load_tokenizer
@@ -37,7 +36,7 @@ def median_of(function: Callable[[], Any], rounds: int) -> dict[str, float]:
 
 def reward_by_completions(model: Any, rounds: int) -> dict[int, dict[str, float]]:
     group = one_group(model, load_tokenizer(EMBEDDED_MODEL), 32, 32)
-    scorer = StudentScorer(model, model, RLTReward())
+    scorer = scorer_of(model, model, RLTReward(), recompute=False)
     series = {}
     for number in (4, 8, 16, 24, 32):
         rollouts = Rollouts(group.rollouts[:number], number, 0, group.temperature)

@@ -11,6 +11,7 @@ teacher's log-probs, and as for traces that come without.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import RLTReward
+from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model, load_tokenizer
 from rlt_lightning.types import Problem, Rollout, Rollouts
 
@@ -38,9 +40,9 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int) -> 
         row=1,
         question="",
         solution="",
-        teacher_prefix=words[:349],
-        think_prefix=words[349:350],
-        student_prefix=words[:349],
+        teacher_prefix=words[:350],
+        think_prefix=[],
+        student_prefix=words[:350],
         student_suffix=words[20:30],
         solution_ids=words[30:90],
     )
@@ -66,7 +68,7 @@ def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward) -> Te
     """The reward of each completion, one by one."""
     found = []
     for rollout in rollouts.rollouts:
-        problem, think = rollout.problem, rollout.problem.think_prefix + rollout.body
+        problem, think = rollout.problem, rollout.body
         context = problem.student_prefix + think + problem.student_suffix + problem.solution_ids
         student_log_probs = log_softmax_of(student, context)
         teacher_log_probs = log_softmax_of(policy, problem.teacher_prefix + think)
@@ -83,6 +85,22 @@ def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward) -> Te
     return torch.stack(found)
 
 
+def scorer_of(policy: Any, student: Any, reward: RLTReward, recompute: bool) -> StudentScorer:
+    """Score on one device, in rows of 16k tokens."""
+
+    def call(model: Any, function: Any, *arguments: Any) -> Any:
+        return function(model, *arguments)
+
+    return StudentScorer(
+        partial(call, policy),
+        partial(call, student),
+        reward,
+        CPU,
+        lambda extents: [(row, 1.0) for row in micro_batches(extents, max_tokens=16384)],
+        recompute=lambda unknown: recompute,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--completions", type=int, default=16)
@@ -97,7 +115,7 @@ def main() -> None:
     rewards: dict[str, Tensor] = {}
 
     def ours(recompute: bool) -> Tensor:
-        return StudentScorer(policy, student, reward, recompute=recompute)(rollouts).terms.reward
+        return scorer_of(policy, student, reward, recompute)(rollouts).terms.reward
 
     functions = {
         "loop over samples": lambda: loop(plain_policy, plain_student, rollouts, reward),

@@ -356,7 +356,8 @@ class ExplainCommandLine(BorrowingCommandLine):
         warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")  # said below the figures
         data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
         options = ExplainOptions(**config.explain.as_dict())
-        rows = rows_to_score(options, data.as_dict())
+        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
+        rows = rows_to_score(options, data.as_dict(), score_given)
         path.write_text("\n" * (options.row - 1))  # messages and the page name rows by their lines
         append_rows(path, rows)
         data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))

@@ -74,12 +74,13 @@ class ExplainOptions:
             )
 
 
-def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
+def rows_to_score(options: ExplainOptions, data: dict[str, Any], score_given: bool = False) -> list[Row]:
     """The explanation in question and, to compare with, an empty one, as rows of a source.
 
     Args:
         options: Which.
         data: Settings of the StratosDataModule.
+        score_given: The reward's: recorded tokens then begin with the separator that the prompt ends with.
 
     Raises:
         InputError: If there is no such row, or it has no explanation.
@@ -99,10 +100,10 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any]) -> list[Row]:
         recorded = find_completion(options)
         require_same_problem(recorded, columns, tags, options)
         closed = recorded.get("finish_reason") == "stop"
-        given = recorded.get("thought_tokens")  # with the white space at its ends
-        text = (
-            "".join(given).removeprefix(tags.separator) if given else str(recorded.get("explanation")).strip()
-        )
+        tokens = recorded.get("thought_tokens")  # with the white space at the explanation's ends
+        text = "".join(tokens) if tokens else str(recorded.get("explanation")).strip()
+        if tokens and score_given:
+            text = text.removeprefix(tags.separator)
     else:
         name = data["trace_columns"][0]
         try:
@@ -232,7 +233,8 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
         f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}); the hardest token is "
         f"{place_of(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
         "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
-        f"{row['kl_max']:.4f}); the least natural token is {place_of(max, thought, kl)}",
+        f"{row['kl_max']:.4f}); "
+        + (f"the least natural token is {place_of(max, thought, kl)}" if kl else "no token counts"),
         "format": format_of(row),
     }
     width = max(map(len, parts)) + 2

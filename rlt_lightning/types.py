@@ -30,7 +30,7 @@ class Problem:
     question: str
     solution: str  # text between the solution tags, surrounding newlines included
     teacher_prefix: list[int]  # through the opening explanation tag
-    think_prefix: list[int]  # the separator after that tag: scored by r_KL, given rather than sampled
+    think_prefix: list[int]  # the separator after that tag: given, so r_KL counts it only with score_given
     student_prefix: list[int]  # through the opening thought tag
     student_suffix: list[int]  # closing thought tag through the opening solution tag
     solution_ids: list[int]  # the S tokens that r_SS scores
@@ -60,7 +60,6 @@ class Completion:
     finish_reason: FinishReason
     seed: int | None = None  # that it was sampled with, for the record
     worker: str | None = None  # that sampled it, for the record
-    prompt_log_probs: list[float] | None = None  # of the last tokens of the prompt, where the engine has them
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Rollout:
     problem: Problem
     completion: Completion
     num_body: int  # completion tokens before the closing tag: what is copied into the student's context
-    num_think: int  # of those, the tokens that r_KL scores: without the separator before the closing tag
+    num_think: int  # of those, the tokens that r_KL counts: without the separator before the closing tag
     text: str  # the explanation, or a student's whole answer, for people
     closed: bool  # whether it was ended as it must be: an explanation by its tag, an answer by its eos
 
@@ -102,7 +101,8 @@ class Scores:
     terms: RewardTerms  # each (N,)
     # Empty where no model was asked:
     solution_log_probs: list[Tensor]  # N of (S,), nats, at the student's temperature
-    kl: list[Tensor]  # N of (K,), nats: KL of the think tokens, the given separator included
+    think_tokens: list[list[int]]  # N of K token ids: those that r_KL counts
+    kl: list[Tensor]  # N of (K,), nats: their KL
 
 
 @dataclass

@@ -55,15 +55,22 @@ def values(text: str) -> list[list[float]]:
     return [list(map(float, cells.split())) for _, cells in sorted(rows, key=lambda row: int(row[0]))]
 
 
-def test_the_terms_and_tokens_are_those_that_predict_scores(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("score_given", ["true", "false"])
+def test_the_terms_and_tokens_are_those_that_predict_scores(
+    score_given: str, tiny_model: str, tmp_path: Path
+) -> None:
+    reward = f"--model.reward.score_given={score_given}"
     scoring = ["--config=configs/score.yaml", "--data.source=arithmetic", "--data.num_embedded_rows=3"]
     scoring += ["--data.tags=r1", "--data.teacher_system_prompt=T", "--data.student_system_prompt=S"]
     scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--scores.per_token=true"]
-    result = rlt("predict", *scoring, "--trainer.accelerator=cpu", f"--output_dir={tmp_path / 'run'}")
+    result = rlt("predict", *scoring, reward, "--trainer.accelerator=cpu", f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     row = json.loads((tmp_path / "run" / "scores.jsonl").read_text().splitlines()[2])
+    assert len(row["thought_tokens"]) == len(row["thought_kl"])
+    assert (row["thought_tokens"][0] == "\n") == (score_given == "true")
     text = explain(
         tiny_model,
+        reward,
         "--data.teacher_system_prompt=T",
         "--data.student_system_prompt=S",
         "--explain.row=3",
@@ -179,6 +186,19 @@ def test_a_completion_without_text_is_not_taken_for_the_rows_trace(tmp_path: Pat
     given, _ = rows_to_score(recording(tmp_path, explanation=" ", finish_reason="length"), DATA)
     assert given["reasoning_trace"]
     assert given["completion"] == "\n"  # '' would be no completion
+
+
+@pytest.mark.parametrize("score_given", [True, False])
+def test_white_space_that_was_sampled_is_kept(score_given: bool, tmp_path: Path) -> None:
+    given = ["\n"] if score_given else []
+    options = recording(tmp_path, thought_tokens=[*given, "\n", "So."])
+    assert rows_to_score(options, DATA, score_given)[0]["completion"] == "\nSo.\n</explanation>"
+
+
+def test_an_explanation_of_no_tokens_has_a_page() -> None:
+    row = ROW | {"explanation": "", "thought_tokens": [], "thought_kl": [], "kl_mean": 0.0, "kl_max": 0.0}
+    text = page(row, ROW, {"kl": 0.0}, RLTReward(), top=0, colours=True)
+    assert "no token counts" in text
 
 
 def test_a_completion_of_another_problem_is_refused(tmp_path: Path) -> None:

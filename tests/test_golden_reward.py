@@ -76,3 +76,18 @@ def test_a_trace_is_wrapped_and_closed_like_the_completion_it_stands_for(
     [score] = predict(tmp_path, [row])
     assert score["reward"] == pytest.approx(case["paper"]["reward"], abs=1e-4)
     assert score["reasoning_trace"] == case["think"]
+
+
+def test_without_score_given_only_the_given_tokens_are_gone(smollm2: str, tmp_path: Path) -> None:
+    columns = ("id", "question", "solution", "completion")
+    rows = [{column: case[column] for column in columns} for case in CASES]
+    for score, case in zip(predict(tmp_path, rows, "--model.reward.score_given=false"), CASES, strict=True):
+        released = case["paper"]
+        num_given = len(released["thought_kl"]) - len(score["thought_kl"])
+        assert num_given == 2  # the two line breaks behind the opening tag
+        kl = released["thought_kl"][num_given:]
+        assert score["thought_kl"] == pytest.approx(kl, abs=1e-4)
+        assert len(score["thought_tokens"]) == len(kl)
+        r_kl = sum(kl) / len(kl) + 0.01 * max(kl)
+        r_ss = released["solution_log_prob_reward"]
+        assert score["reward"] == pytest.approx(r_ss - 3 * r_kl + released["match_reward"], abs=1e-3)

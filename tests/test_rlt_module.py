@@ -94,12 +94,12 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
     """The released recipe's reward of one rollout, written out."""
-    problem, think = rollout.problem, rollout.problem.think_prefix + rollout.body[: rollout.num_think]
-    rest = rollout.body[rollout.num_think :]
+    problem, think = rollout.problem, rollout.body[: rollout.num_think]
+    prefix = problem.student_prefix + problem.think_prefix
     with torch.no_grad():
-        teacher = slow_log_probs(policy, problem.teacher_prefix, think, 0.7)
-        kl = teacher - slow_log_probs(student, problem.student_prefix, think, 0.7)
-        context = problem.student_prefix + think + rest + problem.student_suffix
+        teacher = slow_log_probs(policy, problem.teacher_prompt, think, 0.7)
+        kl = teacher - slow_log_probs(student, prefix, think, 0.7)
+        context = prefix + rollout.body + problem.student_suffix
         solution = slow_log_probs(student, context, problem.solution_ids, 0.7)
     r_ss = solution.mean() + 0.01 * solution.min()
     r_kl = kl.mean() + 0.01 * kl.max()
@@ -211,13 +211,44 @@ def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(tiny_model: s
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-def test_without_the_prompts_log_probs_each_prompt_is_run_once(tiny_model: str, tmp_path: Path) -> None:
-    rlt, rollouts, scores = scored_rollouts(tiny_model, tmp_path)
-    rows = [replace(r, completion=replace(r.completion, prompt_log_probs=None)) for r in rollouts.rollouts]
-    forwards, found = count_forwards(rlt.policy, lambda: rlt.score(replace(rollouts, rollouts=rows)))
-    prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rows}
+def test_given_tokens_cost_one_pass_over_each_prompt(tiny_model: str, tmp_path: Path) -> None:
+    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path, reward=RLTReward(score_given=True))
+    forwards, found = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rollouts.rollouts}
     assert forwards == [sum(prompts.values())]
-    torch.testing.assert_close(found.terms.reward, scores.terms.reward, atol=1e-4, rtol=0)
+    rlt.teacher_log_probs = "recompute"
+    torch.testing.assert_close(found.terms.reward, rlt.score(rollouts).terms.reward, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+@pytest.mark.parametrize("source", ["rollout", "recompute"])
+def test_score_given_adds_the_given_tokens_and_nothing_else(
+    estimator: Any, source: Any, tiny_model: str, tmp_path: Path
+) -> None:
+    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path, teacher_log_probs=source)
+    rlt.reward = RLTReward(kl_estimator=estimator)
+    without = rlt.score(rollouts)
+    rlt.reward = RLTReward(kl_estimator=estimator, score_given=True)
+    scores = rlt.score(rollouts)
+    for i, row in enumerate(rollouts.rollouts):
+        given = row.problem.think_prefix
+        assert given  # of SmolLM2's tokenizer
+        assert without.think_tokens[i] == row.body[: row.num_think]
+        assert scores.think_tokens[i] == given + without.think_tokens[i]
+        torch.testing.assert_close(scores.kl[i][len(given) :], without.kl[i], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.solution_log_probs[i], without.solution_log_probs[i])
+        assert len(scores.kl[i]) == len(scores.think_tokens[i])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_explanations_without_a_token_have_no_kl(estimator: Any, tiny_model: str, tmp_path: Path) -> None:
+    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path, teacher_log_probs="recompute")
+    rlt.reward = RLTReward(kl_estimator=estimator)
+    empty = [replace(row, num_body=0, num_think=0, text="") for row in rollouts.rollouts]
+    scores = rlt.score(replace(rollouts, rollouts=empty))
+    assert scores.think_tokens == [[]] * len(empty)
+    assert scores.terms.kl_reward.abs().max() == 0
+    assert scores.terms.format_reward.tolist() == [-1.0] * len(empty)
 
 
 @pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
@@ -417,11 +448,11 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     assert batch.scores is not None
     assert rlt.student is not None
     for row, kl in zip(batch.rollouts.rollouts, batch.scores.kl, strict=True):
-        think = row.problem.think_prefix + row.body[: row.num_think]
+        think = row.body[: row.num_think]
         distributions = []
         for model, prefix in (
-            (policy, row.problem.teacher_prefix),
-            (rlt.student.model, row.problem.student_prefix),
+            (policy, row.problem.teacher_prompt),
+            (rlt.student.model, row.problem.student_prefix + row.problem.think_prefix),
         ):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([prefix + think])).logits[0, len(prefix) - 1 : -1]

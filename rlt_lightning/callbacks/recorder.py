@@ -235,14 +235,12 @@ def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: An
         tokenizer: Of its token ids.
 
     Returns:
-        `thought_tokens` with `thought_kl`, the separator that was given before them included, and
-        `solution_tokens` with `solution_log_probs`. Values are rounded to 1e-6.
+        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`. Values are
+        rounded to 1e-6.
     """
-    problem = rollout.problem
-    thought = problem.think_prefix + rollout.body[: rollout.num_think]
-    columns: Row = {"thought_tokens": token_texts(tokenizer, thought)}
+    columns: Row = {"thought_tokens": token_texts(tokenizer, scores.think_tokens[position])}
     columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
-    columns["solution_tokens"] = token_texts(tokenizer, problem.solution_ids)
+    columns["solution_tokens"] = token_texts(tokenizer, rollout.problem.solution_ids)
     values = scores.solution_log_probs[position].tolist()
     columns["solution_log_probs"] = [round(value, 6) for value in values]
     return columns

@@ -15,8 +15,6 @@ from torch import Tensor
 from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling
 from rlt_lightning.types import Completion, FinishReason
 
-NUM_PROMPT_LOG_PROBS = 8  # more than the separator before an explanation has tokens
-
 
 @dataclass
 class Draft:
@@ -151,7 +149,7 @@ class HFEngine:
             for seed, limit in zip(seeds, limits, strict=True)
             for uniforms in row_uniforms(seed, num_completions, limit)
         ]
-        logits, cache, history, mask, given = self._prefill(prompts, num_completions, sampling)
+        logits, cache, history, mask = self._prefill(prompts, num_completions)
         watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         active = list(range(len(drafts)))
         for step in itertools.count():
@@ -182,14 +180,7 @@ class HFEngine:
                 use_cache=True,
             ).logits[:, -1]
         completions = [
-            Completion(
-                d.token_ids,
-                d.log_probs,
-                d.finish_reason,
-                d.seed,
-                prompt_log_probs=given[i // num_completions],
-            )
-            for i, d in enumerate(drafts)
+            Completion(draft.token_ids, draft.log_probs, draft.finish_reason, draft.seed) for draft in drafts
         ]
         return [completions[i : i + num_completions] for i in range(0, len(completions), num_completions)]
 
@@ -209,14 +200,11 @@ class HFEngine:
             self._call(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(self.model)))
         return False
 
-    def _prefill(
-        self, prompts: list[list[int]], num_completions: int, sampling: Sampling
-    ) -> tuple[Tensor, Any, Tensor, Tensor, list[list[float]]]:
+    def _prefill(self, prompts: list[list[int]], num_completions: int) -> tuple[Tensor, Any, Tensor, Tensor]:
         """Run every prompt once, then repeat its keys and values for each completion of its group.
 
         Returns:
-            Logits of the first tokens (N, V), the cache, tokens (N, L), mask (N, L), and the log-probs of the
-            last tokens of each prompt.
+            Logits of the first tokens (N, V), the cache, tokens (N, L) and mask (N, L).
         """
         length = max(map(len, prompts))
         device = device_of(self.model)
@@ -231,18 +219,14 @@ class HFEngine:
             attention_mask=mask,
             position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
             use_cache=True,
-            logits_to_keep=min(NUM_PROMPT_LOG_PROBS + 1, length),
+            logits_to_keep=1,
         )
-        scaled = output.logits[:, :-1].float() / (sampling.temperature or 1.0)  # (P, k, V)
-        last_tokens = history[:, length - scaled.shape[1] :, None]
-        known = scaled.log_softmax(dim=-1).gather(2, last_tokens).squeeze(2)  # (P, k)
-        given = [row[max(0, len(row) + 1 - len(p)) :] for row, p in zip(known.tolist(), prompts, strict=True)]
         output.past_key_values.batch_repeat_interleave(num_completions)
         logits, history, mask = (
             tensor.repeat_interleave(num_completions, dim=0)
             for tensor in (output.logits[:, -1], history, mask)
         )
-        return logits, output.past_key_values, history, mask, given
+        return logits, output.past_key_values, history, mask
 
 
 def device_of(model: Any) -> torch.device:

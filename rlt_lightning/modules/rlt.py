@@ -336,7 +336,7 @@ class RLTModule(PolicyModule):
         if isinstance(self.reward, TextReward):
             terms = self.reward(rollouts.rollouts, self.trainer.datamodule.format.tags)  # type: ignore[attr-defined]
             require_finite(terms.reward, "reward", [r.problem.row for r in rollouts.rollouts])
-            return Scores(terms.to(self.device), [], [])
+            return Scores(terms.to(self.device), [], [], [])
         assert isinstance(self.reward, RLTReward)
         assert self.student is not None
         with self.student.on(self.device) as student:

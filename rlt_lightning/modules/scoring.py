@@ -67,8 +67,9 @@ class StudentScorer:
         """
         rows = rollouts.rollouts
         extra = self.extra_terms(rows)
-        students = [student_sequence(r) for r in rows]
-        teachers = [teacher_sequence(r) for r in rows]
+        think = [think_tokens(r, self.reward.score_given) for r in rows]
+        students = [student_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
+        teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
         given = self.sampled_log_probs(rollouts)
         needs_teacher = [] if given is not None else teachers
         extents = [
@@ -86,7 +87,7 @@ class StudentScorer:
             hidden, student_log_probs = self.student(
                 states_and_log_probs, packed, self.reward.student_temperature, self.head
             )  # (M, H), (M,)
-            num_think = [think_length(rows[i]) for i in micro_batch.indices]
+            num_think = [len(think[i]) for i in micro_batch.indices]
             num_solution = [len(rows[i].problem.solution_ids) for i in micro_batch.indices]
             splits = [n for pair in zip(num_think, num_solution, strict=True) for n in pair]
             pieces = student_log_probs.split(splits)  # think, solution, think, solution, …
@@ -113,7 +114,7 @@ class StudentScorer:
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
         terms = self.reward(solution_log_probs, solution_mask, kl_values, kl_mask, format_ok, extra)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
-        return Scores(terms, solution, kl)
+        return Scores(terms, solution, think, kl)
 
     def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
         """The terms that the reward adds to RLT's, each (N,), in the order of their names."""
@@ -161,41 +162,35 @@ class StudentScorer:
             return None
         if self.recompute(any(r.completion.log_probs is None for r in rows)):
             return None
-        given = self.separator_log_probs(rows)
-        return [
-            torch.cat(
-                [start := given[r.problem.row], start.new_tensor(r.completion.log_probs[: r.num_think])]
-            )
+        sampled = [
+            torch.tensor(r.completion.log_probs[: r.num_think], device=self.device)
             for r in rows
             if r.completion.log_probs is not None
         ]
+        if not self.reward.score_given:
+            return sampled
+        given = self.given_log_probs([r.problem for r in rows])
+        return [
+            torch.cat([given[r.problem.row], log_probs]) for r, log_probs in zip(rows, sampled, strict=True)
+        ]
 
-    def separator_log_probs(self, rows: list[Rollout]) -> dict[int, Tensor]:
-        """The teacher's log-probs of the separator before the explanation, by number of the problem.
+    def given_log_probs(self, problems: list[Problem]) -> dict[int, Tensor]:
+        """The teacher's log-probs of the separator that a prompt ends with, by number of the problem.
 
-        It was given rather than sampled: where the engine did not send log-probs of the prompt's end, one
-        pass over each prompt finds them.
+        No engine sampled it, so each prompt that ends with one goes through the teacher once.
         """
-        found: dict[int, Tensor] = {}
-        unknown: list[Problem] = []
-        for row in {r.problem.row: r for r in rows}.values():
-            num_given = len(row.problem.think_prefix)
-            sent = row.completion.prompt_log_probs or []
-            if len(sent) < num_given:
-                unknown.append(row.problem)
-            else:
-                end = torch.tensor(sent[len(sent) - num_given :], device=self.device)
-                found[row.problem.row] = end
+        prompts = list({p.row: p for p in problems if p.think_prefix}.values())
+        found = {p.row: torch.empty(0, device=self.device) for p in problems}
         sequences = [
             ScoredSequence([], p.teacher_prompt, scored_end(len(p.teacher_prefix), len(p.think_prefix)))
-            for p in unknown
+            for p in prompts
         ]
-        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in unknown]
+        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in prompts]
         for micro_batch, weight in self.plan(extents):
             log_probs = self.teacher_log_probs(self.pack(sequences, micro_batch, weight))
-            lengths = [len(unknown[i].think_prefix) for i in micro_batch.indices]
+            lengths = [len(prompts[i].think_prefix) for i in micro_batch.indices]
             for i, values in zip(micro_batch.indices, log_probs.split(lengths), strict=True):
-                found[unknown[i].row] = values
+                found[prompts[i].row] = values
         return found
 
     def pack(
@@ -208,26 +203,28 @@ class StudentScorer:
         return packed
 
 
-def think_length(rollout: Rollout) -> int:
-    """Think tokens of a rollout, the given separator included."""
-    return len(rollout.problem.think_prefix) + rollout.num_think
+def think_tokens(rollout: Rollout, score_given: bool) -> list[int]:
+    """The tokens that r_KL counts: the explanation's and, with `score_given`, the separator before it."""
+    given = rollout.problem.think_prefix if score_given else []
+    return given + rollout.body[: rollout.num_think]
 
 
-def student_sequence(rollout: Rollout) -> ScoredSequence:
+def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
     """Splice the explanation into the student's context; score think and solution tokens (RLT, figure 3)."""
     problem = rollout.problem
     prefix = problem.student_prefix + problem.think_prefix
     rest = rollout.body + problem.student_suffix + problem.solution_ids
     num_between = len(rollout.body) - rollout.num_think + len(problem.student_suffix)
-    scored = scored_end(len(problem.student_prefix), think_length(rollout))
+    scored = scored_end(len(prefix) + rollout.num_think - num_think, num_think)
     scored += scored_end(num_between, len(problem.solution_ids))
     return ScoredSequence(prefix, rest, scored)
 
 
-def teacher_sequence(rollout: Rollout) -> ScoredSequence:
+def teacher_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
     """The explanation in the teacher's own context; score the same think tokens."""
-    scored = scored_end(len(rollout.problem.teacher_prefix), think_length(rollout))
-    return ScoredSequence(rollout.problem.teacher_prompt, rollout.body[: rollout.num_think], scored)
+    prompt, explanation = rollout.problem.teacher_prompt, rollout.body[: rollout.num_think]
+    scored = scored_end(len(prompt) + len(explanation) - num_think, num_think)
+    return ScoredSequence(prompt, explanation, scored)
 
 
 def scored_end(num_given: int, num_scored: int) -> list[bool]:

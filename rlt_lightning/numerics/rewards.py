@@ -188,6 +188,8 @@ class RLTReward(Reward):
         max_coef: Weight of the least natural think token inside r_KL, alpha in the paper.
         format_penalty: Added to the reward of a badly formed completion.
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
+        score_given: Let r_KL count the separator that the prompt ends with, as the released code does. The
+            teacher did not sample it, so k1 of it estimates no KL and can pay for being short.
         teacher_temperature: Temperature of the teacher's log-probs in the KL.
         student_temperature: Temperature of the student's log-probs, in the KL and on the solution.
         normalise_log_probs: exp turns the solution's log-probs into probabilities.
@@ -208,6 +210,7 @@ class RLTReward(Reward):
     max_coef: float = 0.01
     format_penalty: float = -1.0
     kl_estimator: Literal["k1", "k3", "exact"] = "k1"
+    score_given: bool = False
     teacher_temperature: float = 0.7
     student_temperature: float = 0.7
     normalise_log_probs: Literal["none", "exp"] = "none"
