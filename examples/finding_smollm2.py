@@ -102,9 +102,7 @@ def traces(stages: Stages, arm: str, seed: int) -> Path:
     """Let the teacher of an arm explain the students' problems."""
     model = teacher(stages, arm, seed)
     settings = {"model.teacher": model, "rollouts.seed": 100 + seed}
-    return stages.run(
-        f"{arm}-{seed}-traces", "predict", "smollm2_generate", "distillation.jsonl", settings
-    )
+    return stages.run(f"{arm}-{seed}-traces", "predict", "smollm2_generate", "distillation.jsonl", settings)
 
 
 def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
@@ -114,9 +112,7 @@ def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, floa
     figures = {}
     for name, sampling in {"accuracy": {}, "greedy": {"rollouts.sampling.temperature": 0}}.items():
         settings = {"model.pretrained": model, "rollouts.seed": 200 + seed, **sampling}
-        path = stages.run(
-            f"{arm}-{seed}-{name}", "test", "smollm2_evaluate", "evaluation.json", settings
-        )
+        path = stages.run(f"{arm}-{seed}-{name}", "test", "smollm2_evaluate", "evaluation.json", settings)
         result = json.loads(path.read_text())["sets"]["word_sums"]
         figures[name] = result["pass_at_1"]
         figures[f"{name}_error"] = result["standard_error"]
@@ -165,9 +161,15 @@ def table(finding: dict[str, Any]) -> str:
         ]
         kinds = [100 * fmean(row[kind] for row in figures["kinds"]) for kind in KINDS]
         lines.append(f"| {arm} | {' | '.join(scores)} | {' / '.join(f'{kind:.0f}' for kind in kinds)} |")
-    lines += ["", "| explanations of the warm-up teacher | number | reward | r_SS | −λ r_KL |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| explanations of the warm-up teacher | number | reward | r_SS | −λ r_KL |",
+        "|---|---|---|---|---|",
+    ]
     for kind, row in finding["reward_by_kind"].items():
-        lines.append(f"| {kind} | {row['num']} | {row['reward']:.2f} | {row['solution']:.2f} | {row['kl']:.2f} |")
+        lines.append(
+            f"| {kind} | {row['num']} | {row['reward']:.2f} | {row['solution']:.2f} | {row['kl']:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
