@@ -1,4 +1,4 @@
-"""The finding with a real model: SmolLM2-135M as teacher, as frozen student, and as the students that are compared.
+"""The finding with a real model: SmolLM2-135M as teacher, as frozen student, and as compared students.
 
     examples/finding_smollm2.py [--out DIR] [--seeds 0 …] [--arms raw warmup rlt …]
 
@@ -78,7 +78,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_traces(out: Path) -> dict[str, Path]:
-    """Write the sources of the two arms without a teacher: the problems are those that the teachers explain."""
+    """Write the sources of the arms without a teacher, on the problems that the teachers explain."""
     paths = {}
     for arm in ("raw", "oracle"):
         right = {"mixture": None} if arm == "oracle" else {}
@@ -106,7 +106,7 @@ def traces(stages: Stages, arm: str, seed: int) -> Path:
 
 
 def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
-    """Train a student on an arm's explanations, and return its accuracy on problems that no stage has seen."""
+    """Train a student on an arm's explanations, and return its accuracy on unseen problems."""
     settings: dict[str, Any] = {"data.source": source, "data.seed": seed, "model.seed": seed}
     model = stages.run(f"{arm}-{seed}-student", "fit", "smollm2_student_sft", "model", settings)
     figures = {}
@@ -151,25 +151,24 @@ def interval(values: list[float], errors: list[float]) -> float:
 
 
 def table(finding: dict[str, Any]) -> str:
-    """Write the arms as a table."""
-    lines = ["| student trained on | accuracy, T 0.7 | greedy | traces: " + " / ".join(KINDS) + ", % |"]
+    """Write the arms, and what the reward thinks of the warm-up teacher's traces, as tables."""
+    lines = [f"| student trained on | accuracy, T 0.7 | greedy | traces: {' / '.join(KINDS)}, % |"]
     lines.append("|---|---|---|---|")
     for arm, figures in finding["arms"].items():
-        scores = [
-            f"{100 * fmean(figures[name]):.1f} ± {100 * interval(figures[name], figures[f'{name}_error']):.1f}"
-            for name in ("accuracy", "greedy")
-        ]
+        scores = []
+        for name in ("accuracy", "greedy"):
+            half = interval(figures[name], figures[f"{name}_error"])
+            scores.append(f"{100 * fmean(figures[name]):.1f} ± {100 * half:.1f}")
         kinds = [100 * fmean(row[kind] for row in figures["kinds"]) for kind in KINDS]
         lines.append(f"| {arm} | {' | '.join(scores)} | {' / '.join(f'{kind:.0f}' for kind in kinds)} |")
     lines += [
         "",
-        "| explanations of the warm-up teacher | number | reward | r_SS | −λ r_KL |",
+        "| the warm-up teacher's traces | number | reward | r_SS | −λ r_KL |",
         "|---|---|---|---|---|",
     ]
     for kind, row in finding["reward_by_kind"].items():
-        lines.append(
-            f"| {kind} | {row['num']} | {row['reward']:.2f} | {row['solution']:.2f} | {row['kl']:.2f} |"
-        )
+        terms = " | ".join(f"{row[name]:.2f}" for name in ("reward", "solution", "kl"))
+        lines.append(f"| {kind} | {row['num']} | {terms} |")
     return "\n".join(lines) + "\n"
 
 

@@ -10,8 +10,6 @@ import pytest
 from rlt_lightning.datamodules import word_sums
 from rlt_lightning.datamodules.rows import EMBEDDED
 from rlt_lightning.datamodules.word_sums import (
-    HIGHEST,
-    LOWEST,
     word_sum,
     word_sum_kind,
     word_sum_of,
@@ -19,30 +17,31 @@ from rlt_lightning.datamodules.word_sums import (
 )
 from rlt_lightning.types import InputError
 
-QUESTION = "Ana has 12 shells, buys 5, gives away 3 and finds 7. How many shells does Ana have now?"
+QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?"
 
 
 def test_question_and_steps_by_hand():
-    # 12 + 5 = 17, 17 - 3 = 14, 14 + 7 = 21
-    problem = word_sum("Ana", "shells", 12, [("buys", 5), ("gives away", 3), ("finds", 7)])
+    # 8 + 5 = 13, 13 + 3 = 16, 16 + 4 = 20
+    problem = word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3), ("gets", 4)])
     assert problem.question == QUESTION
-    assert problem.steps == ["12 + 5 = 17", "17 - 3 = 14", "14 + 7 = 21"]
-    assert problem.answer == "21"
+    assert problem.steps == ["8 + 5 = 13", "13 + 3 = 16", "16 + 4 = 20"]
+    assert problem.answer == "20"
 
 
 @pytest.mark.parametrize(
     ("trace", "kind", "num_right"),
     [
-        ("12 + 5 = 17. 17 - 3 = 14. 14 + 7 = 21.", "steps", 3),
-        ("\n12 + 5 = 17. 17 - 3 = 14. 14 + 7 = 21\n", "steps", 3),
-        ("12 + 5 = 17. 17 - 3 = 15. 15 + 7 = 22.", "wrong", 1),
-        ("12 + 5 = 170. 17 - 3 = 14. 14 + 7 = 21.", "wrong", 0),
-        ("It is easy to see that the answer is 21.", "leap", 0),
-        ("12 + 5 = 17. Clearly the answer must be 20.", "leap", 1),
-        ("12 + 5 = 17. This is not hard. Then we do what it says.", "filler", 1),
+        ("8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20.", "steps", 3),
+        ("\n8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20\n", "steps", 3),
+        ("8 + 5 = 13. 13 + 3 = 15. 15 + 4 = 19.", "wrong", 1),
+        ("8 + 5 = 130. 13 + 3 = 16. 16 + 4 = 20.", "wrong", 0),
+        ("8 + 6 = 14. 14 + 3 = 17. 17 + 4 = 21.", "wrong", 0),
+        ("It is easy to see that the answer is 20.", "leap", 0),
+        ("8 + 5 = 13. Clearly the answer must be 21.", "leap", 1),
+        ("8 + 5 = 13. This is not hard. Then we do what it says.", "filler", 1),
         ("This is not hard.", "filler", 0),
-        ("12 + 5 = 17.", "other", 1),
-        ("12 + 5 = 17. 17 - 3 = 14. 14 + 7 = 21. This is not hard.", "other", 3),
+        ("8 + 5 = 13.", "other", 1),
+        ("8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20. This is not hard.", "other", 3),
         ("", "other", 0),
         ("Ana buys shells.", "other", 0),
     ],
@@ -62,18 +61,17 @@ def test_questions_are_read_back_into_their_problems():
 def test_every_right_step_is_a_small_sum():
     for row in word_sum_rows(300, mixture=None):
         assert word_sum_kind(row["question"], row["reasoning_trace"]) == ("steps", 3)
-        for before, sign, number, after in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", row["reasoning_trace"]):
-            assert int(before) + (int(number) if sign == "+" else -int(number)) == int(after)
-            assert 2 <= int(number) <= 9
-            assert LOWEST <= int(after) <= HIGHEST
+        sums = re.findall(r"(\d+) \+ (\d+) = (\d+)", row["reasoning_trace"])
+        assert [int(before) + int(number) for before, number, _ in sums] == [int(after) for *_, after in sums]
+        assert all(int(number) <= 5 and int(after) < 25 for _, number, after in sums)
 
 
 def test_mixture_has_its_proportions():
-    # 0.35 filler and 0.20 leaps at the start, by a hazard of 0.3 at each of three places: right to the end
-    # 0.45 * 0.7^3 = 0.154; of the 0.296 that break off, 0.45 turn to filler and 0.30 leap.
+    # 0.30 filler and 0.20 leaps from the start. The other half breaks off with 0.2 at each of three places:
+    # right to the end are 0.5 * 0.8^3 = 0.256. Of the 0.244 that break off, 0.45 turn to filler, 0.30 leap.
     rows = word_sum_rows(4000, seed=5)
     counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
-    expected = {"steps": 0.154, "filler": 0.483, "leap": 0.289, "wrong": 0.074, "other": 0.0}
+    expected = {"steps": 0.256, "filler": 0.410, "leap": 0.273, "wrong": 0.061, "other": 0.0}
     for kind, part in expected.items():
         assert counts[kind] / len(rows) == pytest.approx(part, abs=0.03), kind
 

@@ -1,8 +1,8 @@
 """Word problems of three small sums, with traces of uneven quality, for a real language model.
 
-"Ana has 12 shells, buys 5, gives away 3 and finds 7. How many shells does Ana have now?" has the steps
-"12 + 5 = 17. 17 - 3 = 14. 14 + 7 = 21." and the answer 21. All numbers are below 30, so that SmolLM2-135M can do
-the single sums; what it lacks is the habit of doing them one after another.
+"Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?" has the steps
+"8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20." and the answer 20. There are only additions of 2 to 5, with sums below
+25: SmolLM2-135M gets 7 in 10 of these right, but of differences below 25 only 2 in 10.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from random import Random
 
 from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_trace
@@ -18,9 +19,10 @@ from rlt_lightning.types import InputError
 
 NAMES = ("Ana", "Tom", "Lee", "Sara", "Omar", "Nina", "Kim", "Raj")
 THINGS = ("apples", "coins", "books", "stamps", "shells", "cards")
-GAINS = ("buys", "finds", "gets")
-LOSSES = ("gives away", "loses", "sells")
-LOWEST, HIGHEST = 2, 29  # of what someone has after each step
+VERBS = ("buys", "finds", "gets")
+STARTS, GAINS = range(3, 10), range(2, 6)
+# More right steps than in the chains: a real model must learn from a few hundred traces.
+MIXTURE = Mixture(filler_start=0.30, leap_start=0.20, hazard=0.20)
 WORDING = Wording(
     filler=(
         "First we read the problem with care",
@@ -42,64 +44,46 @@ TEST_SHARE = 8  # one question in so many belongs to the test split, by its hash
 MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
 
 
-def word_sum(name: str, thing: str, start: int, changes: Sequence[tuple[str, int]]) -> Problem:
-    """Make the problem of someone who has something and gains or loses some of it.
+def word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str, int]]) -> Problem:
+    """Make the problem of someone who has something and gets more of it.
 
-    Example: `word_sum("Ana", "shells", 12, [("buys", 5), ("loses", 3)])` has the question "Ana has 12 shells,
-    buys 5 and loses 3. How many shells does Ana have now?", the steps "12 + 5 = 17" and "17 - 3 = 14", and the
-    answer "14".
+    Example: `word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3)])` has the question "Ana has 8 shells,
+    buys 5 and finds 3. How many shells does Ana have now?", the steps "8 + 5 = 13" and "13 + 3 = 16", and the
+    answer "16".
     """
+    numbers = [number for _, number in gains]
+    values = list(accumulate(numbers, initial=start))
 
-    def steps(value: int, left: Sequence[tuple[str, int]]) -> list[str]:
-        sentences = []
-        for verb, number in left:
-            after = value + signed(verb, number)
-            sentences.append(f"{value} {'-' if verb in LOSSES else '+'} {number} = {after}")
-            value = after
-        return sentences
+    def steps(value: int, left: Sequence[int]) -> list[str]:
+        sums = accumulate(left, initial=value)
+        return [
+            f"{before} + {number} = {before + number}" for before, number in zip(sums, left, strict=False)
+        ]
 
     def derail(place: int, rng: Random) -> list[str]:
-        right_step, _, result = steps(values[place], changes[place:])[0].rpartition(" ")
-        wrong = int(result) + rng.choice((-3, -2, -1, 1, 2, 3))
-        return [f"{right_step} {wrong}", *steps(wrong, changes[place + 1 :])]
+        wrong = values[place + 1] + rng.choice((-2, -1, 1, 2))
+        return [f"{values[place]} + {numbers[place]} = {wrong}", *steps(wrong, numbers[place + 1 :])]
 
-    values = [start]
-    for verb, number in changes:
-        values.append(values[-1] + signed(verb, number))
-    happened = [f"{verb} {number}" for verb, number in changes]
+    happened = [f"{verb} {number}" for verb, number in gains]
     question = (
         f"{name} has {start} {thing}, {', '.join(happened[:-1])} and {happened[-1]}. "
         f"How many {thing} does {name} have now?"
     )
-    return Problem(question, str(values[-1]), steps(start, changes), derail)
-
-
-def signed(verb: str, number: int) -> int:
-    """Return by how much a change moves what someone has."""
-    return -number if verb in LOSSES else number
+    return Problem(question, str(values[-1]), steps(start, numbers), derail)
 
 
 def word_sum_of(question: str) -> Problem:
     """Read a question back into its problem."""
-    name, start, thing = re.match(r"(\w+) has (\d+) (\w+)", question).groups()  # type: ignore[union-attr]
-    changes = re.findall(rf"({'|'.join(GAINS + LOSSES)}) (\d+)", question)
-    return word_sum(name, thing, int(start), [(verb, int(number)) for verb, number in changes])
+    [(name, start, thing)] = re.findall(r"^(\w+) has (\d+) (\w+)", question)
+    gains = re.findall(rf"({'|'.join(VERBS)}) (\d+)", question)
+    return word_sum(name, thing, int(start), [(verb, int(number)) for verb, number in gains])
 
 
 def random_word_sum(rng: Random, length: int, split: str) -> Problem:
     """Draw a problem of a split."""
     while True:
-        start = value = rng.randint(8, 20)
-        changes = []
-        for _ in range(length):
-            # A loss of two at least, and never below the lowest value.
-            can_lose, can_gain = value - LOWEST >= 2, HIGHEST - value >= 2
-            loses = can_lose and (not can_gain or rng.random() < 0.5)
-            room = value - LOWEST if loses else HIGHEST - value
-            change = (rng.choice(LOSSES if loses else GAINS), rng.randint(2, min(9, room)))
-            changes.append(change)
-            value += signed(*change)
-        problem = word_sum(rng.choice(NAMES), rng.choice(THINGS), start, changes)
+        gains = [(rng.choice(VERBS), rng.choice(GAINS)) for _ in range(length)]
+        problem = word_sum(rng.choice(NAMES), rng.choice(THINGS), rng.choice(STARTS), gains)
         if (zlib.crc32(problem.question.encode()) % TEST_SHARE == 0) == (split == "test"):
             return problem
 
@@ -113,7 +97,7 @@ def word_sum_rows(
     num_rows: int,
     seed: int = 0,
     split: str = "train",
-    mixture: Mixture | None = Mixture(),  # noqa: B008  (frozen)
+    mixture: Mixture | None = MIXTURE,
     length: int = 3,
 ) -> list[dict[str, str]]:
     """Make different problems with a trace each, the same ones for the same arguments in every process.
