@@ -15,6 +15,11 @@ setup-vllm:
 quickstart: setup
 	$(RUN)/rlt fit --config configs/quickstart.yaml
 
+# The same with SmolLM2-135M, about an hour; SEEDS="0 1 2" ARMS="warmup rlt" OUT=DIR choose.
+finding-smollm2: setup
+	$(RUN)/python examples/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
+		--output_dir $(or $(OUT),runs/finding_smollm2)
+
 pipeline:
 	examples/pipeline.sh
 
@@ -40,4 +45,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart pipeline test test-vllm prove check
+.PHONY: setup setup-vllm setup-countdown docs quickstart finding-smollm2 pipeline test test-vllm prove check

@@ -1,6 +1,6 @@
 """The finding with a real model: SmolLM2-135M as teacher, as frozen student, and as compared students.
 
-    examples/finding_smollm2.py [--out DIR] [--seeds 0 …] [--arms raw warmup rlt …]
+    python examples/finding_smollm2.py --output_dir DIR          # make finding-smollm2: all arms, one seed
 
 Every arm trains the same student in the same way, on other explanations of the same problems:
 
@@ -10,8 +10,8 @@ Every arm trains the same student in the same way, on other explanations of the 
     solution_only  the same without r_KL (lambda 0)
     oracle         right steps throughout
 
-Started again after a crash it passes over finished stages and resumes the one that broke off. It writes
-`finding.json` and `finding.md` into its folder.
+All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
+skipped, and the one that broke off resumes. `finding.json` and `finding.md` in its folder have the figures.
 """
 
 from __future__ import annotations
@@ -174,23 +174,29 @@ def table(finding: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the arms that are asked for, and write down after each what is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/finding_smollm2"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="", help="such as '0 1 2'; '0' by default")
+    parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default")
+    parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
-    out: Path = options.out
+    arm_names = options.arms.split() or list(ARMS)
+    if unknown := set(arm_names) - set(ARMS):
+        parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
+    seeds = [int(seed) for seed in options.seeds.split() or "0"]
+    out: Path = options.output_dir
     out.mkdir(parents=True, exist_ok=True)
     stages, sources = Stages(out), write_traces(out)
     arms: dict[str, Any] = defaultdict(lambda: defaultdict(list))
-    finding: dict[str, Any] = {"arms": arms, "seeds": options.seeds, "reward_by_kind": {}}
-    for seed in options.seeds:
-        for arm in options.arms:
+    finding: dict[str, Any] = {"arms": arms, "seeds": seeds, "reward_by_kind": {}}
+    for seed in seeds:
+        for arm in arm_names:
             source = sources.get(arm) or traces(stages, arm, seed)
             for name, value in student(stages, arm, seed, source).items():
                 arms[arm][name].append(value)
             arms[arm]["kinds"].append(kinds_of(source))
-            if arm == "warmup" and seed == options.seeds[0]:
+            if arm == "warmup" and seed == seeds[0]:
                 finding["reward_by_kind"] = reward_by_kind(source.with_name("traces.jsonl"))
             finding["seconds"] = stages.seconds()
             (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")

@@ -30,9 +30,9 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of t
     **word_sums.SOURCES,
 }
 CHOICES = (
-    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'countdown' "
-    "(embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face data set "
-    "id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
+    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'word_sums', "
+    "'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging "
+    "Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
