@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -62,8 +63,7 @@ class Stages:
         seconds = time.monotonic() - start
         with (self.out / "times.jsonl").open("a") as times:
             times.write(json.dumps({"stage": name, "seconds": round(seconds, 1)}) + "\n")
-        for checkpoint in folder.glob("checkpoints/**/*.ckpt"):  # 1.6 GB each
-            checkpoint.unlink()
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # 1.6 GB each
         print(f"   {seconds:.0f} s", flush=True)
         return folder / result
 
@@ -139,6 +139,22 @@ def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
     }
 
 
+def gates(path: Path) -> dict[str, bool]:
+    """Say of the warm-up teacher's traces whether RL has something to choose from, and can choose it."""
+    rows, by_kind = read_rows(path), reward_by_kind(path)
+    right = by_kind["steps"]["num"] / len(rows)
+    closed = sum(row["closed"] for row in rows) / len(rows)
+    best = max(by_kind, key=lambda kind: by_kind[kind]["reward"])
+    passed = {
+        f"right traces {100 * right:.0f} %, should be 10 to 35": 0.10 <= right <= 0.35,
+        f"closed {100 * closed:.0f} %, should be above 95": closed > 0.95,
+        f"the reward likes {best} best, should be steps": best == "steps",
+    }
+    for line, passes in passed.items():
+        print(f"   gate: {line}: {'passes' if passes else 'FAILS'}", flush=True)
+    return passed
+
+
 def interval(values: list[float], errors: list[float]) -> float:
     """Return half the width of a 95 % interval of a mean over seeds.
 
@@ -189,7 +205,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     stages, sources = Stages(out), write_traces(out)
     arms: dict[str, Any] = defaultdict(lambda: defaultdict(list))
-    finding: dict[str, Any] = {"arms": arms, "seeds": seeds, "reward_by_kind": {}}
+    finding: dict[str, Any] = {"arms": arms, "seeds": seeds, "reward_by_kind": {}, "gates": {}}
     for seed in seeds:
         for arm in arm_names:
             source = sources.get(arm) or traces(stages, arm, seed)
@@ -198,6 +214,7 @@ def main() -> None:
             arms[arm]["kinds"].append(kinds_of(source))
             if arm == "warmup" and seed == seeds[0]:
                 finding["reward_by_kind"] = reward_by_kind(source.with_name("traces.jsonl"))
+                finding["gates"] = gates(source.with_name("traces.jsonl"))
             finding["seconds"] = stages.seconds()
             (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")
     (out / "finding.md").write_text(table(finding))
