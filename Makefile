@@ -24,6 +24,11 @@ finding: setup
 miniature: setup
 	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
 
+# The same with SmolLM2-135M, about an hour; SEEDS="0 1 2" ARMS="warmup rlt" OUT=DIR choose.
+finding-smollm2: setup
+	$(RUN)/python examples/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
+		--output_dir $(or $(OUT),runs/finding_smollm2)
+
 pipeline:
 	examples/pipeline.sh
 
@@ -49,4 +54,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart finding miniature pipeline test test-vllm prove check
+.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-vllm prove check

@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 EXACT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-SFT = ["--config=configs/learning_warmup.yaml", "--data.prompts_per_step=16"]
+SFT = ["--config=configs/learning_correctness_warmup.yaml", "--data.prompts_per_step=32"]
 RLT = ["--config=configs/quickstart_smollm2.yaml"]
 ZERO3 = ["--config=configs/overlays/zero3.yaml", "--trainer.devices=2", "--model.micro_batch_tokens=1024"]
 FSDP2 = ["--config=configs/overlays/fsdp2.yaml", "--trainer.devices=2"]

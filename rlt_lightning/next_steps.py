@@ -13,15 +13,21 @@ from jsonargparse import Namespace
 
 from rlt_lightning.datamodules.rows import EMBEDDED
 from rlt_lightning.datamodules.stratos import as_list
-from rlt_lightning.pretrained import context_length
+from rlt_lightning.pretrained import MINIATURES, context_length
 
 STUDENT_FORMAT = ("tags", "student_system_prompt")  # the same in all stages
 TEACHER_FORMAT = (*STUDENT_FORMAT, "teacher_system_prompt")
 ON_A_CPU = {  # configs of the stages: the recipe -> what runs on a laptop
-    "teacher_rlt": "learning_rlt",
-    "generate": "laptop_generate",
-    "student_sft": "laptop_student_sft",
-    "evaluate": "laptop_evaluate",
+    "teacher_rlt": "quickstart_smollm2",
+    "generate": "smollm2_generate",
+    "student_sft": "smollm2_student_sft",
+    "evaluate": "smollm2_evaluate",
+}
+IN_MINIATURE = {  # the same for runs with an embedded miniature, on last-digit chains
+    "teacher_rlt": "quickstart",
+    "generate": "miniature_generate",
+    "student_sft": "miniature_student_sft",
+    "evaluate": "miniature_evaluate",
 }
 RECIPE_MODELS = {
     "Qwen/Qwen2.5-7B-Instruct",
@@ -41,13 +47,13 @@ def after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | Non
     """
     data, models, model = config.data.init_args, config.model.init_args, f"{config.output_dir}/model"
     if data.task == "teacher_sft":
-        path = config_path("teacher_rlt", on_cpu)
+        path = config_path("teacher_rlt", on_cpu, config)
         options: Options = {"model.teacher": model, **own("model.student", models.pretrained, on_cpu)}
         options |= {"data.source": data.source, **room(config, path, model, examples)}
         words = command("fit", path, options, data, TEACHER_FORMAT)
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
-        path = config_path("generate", on_cpu)
+        path = config_path("generate", on_cpu, config)
         options = {"model.teacher": model, "model.student": models.student, **sampling_of(config)}
         options |= at_most(path, "data.student_context", context_of(config, models.student))
         options |= (new := new_questions(data))
@@ -55,7 +61,7 @@ def after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | Non
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         return f"write data for students (docs/generating.md{which}):\n  {words}"
     if data.task in ("student_rl", "student_sft"):
-        path = config_path("evaluate", on_cpu)
+        path = config_path("evaluate", on_cpu, config)
         is_rl = data.task == "student_rl"
         sampling = sampling_of(config) if is_rl else room(config, path, model, examples)
         options = {"model.pretrained": model, **sampling}
@@ -72,7 +78,7 @@ def after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | Non
         source: The file of the traces.
     """
     data = config.data.init_args
-    path = config_path("student_sft", on_cpu)
+    path = config_path("student_sft", on_cpu, config)
     num_rows = sum(1 for _ in source.open())
     if not num_rows:
         return None
@@ -104,9 +110,11 @@ def word(value: Any) -> str:
     return json.dumps(value.as_dict() if isinstance(value, Namespace) else value)
 
 
-def config_path(stage: str, on_cpu: bool) -> str:
-    """The config of a stage that fits the device."""
-    return f"configs/{ON_A_CPU[stage] if on_cpu else stage}.yaml"
+def config_path(stage: str, on_cpu: bool, config: Namespace) -> str:
+    """The config of a stage that fits the device and, on a CPU, this run's models."""
+    models = {config.model.init_args.get(name) for name in ("pretrained", "teacher", "student")}
+    laptop = IN_MINIATURE if models & MINIATURES.keys() else ON_A_CPU
+    return f"configs/{laptop[stage] if on_cpu else stage}.yaml"
 
 
 def own(option: str, model: str, on_cpu: bool) -> Options:
@@ -124,7 +132,8 @@ def sampling_of(config: Namespace) -> Options:
 def new_questions(data: Namespace) -> Options:
     """Questions that this run has not seen: an embedded source makes others of another seed."""
     if all(source in EMBEDDED for source in as_list(data.source)):
-        return {"data.source": data.source, "data.seed": data.seed + 2}  # 1: of configs/learning_warmup.yaml
+        # One more is the seed of configs/quickstart_smollm2_warmup.yaml.
+        return {"data.source": data.source, "data.seed": data.seed + 2}
     return {"data.source": "FILE"}
 
 

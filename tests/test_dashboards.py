@@ -259,7 +259,7 @@ def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     options += ["--data.max_length=2048", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
     options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
     result = rlt(
-        "fit", "--config=configs/laptop_student_sft.yaml", *OVERLAYS, *options, f"--output_dir={folder}"
+        "fit", "--config=configs/smollm2_student_sft.yaml", *OVERLAYS, *options, f"--output_dir={folder}"
     )
     assert result.returncode == 0, result.stderr
     [run] = runs_in(folder)
@@ -270,7 +270,7 @@ def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
 def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model: str, tmp_path: Path) -> None:
     path = gpqa_like(tmp_path / "rows.jsonl")
     folder = tmp_path / "run"
-    options = ["--config=configs/laptop_evaluate.yaml", *OVERLAYS, f"--model.pretrained={tiny_model}"]
+    options = ["--config=configs/smollm2_evaluate.yaml", *OVERLAYS, f"--model.pretrained={tiny_model}"]
     options += [f"--data.sets={{gpqa_diamond: {path}}}", "--rollouts.sampling.max_completion_length=4"]
     result = rlt("test", *options, "--trainer.accelerator=cpu", f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr

@@ -42,7 +42,7 @@ OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else o
 RUN: dict[str, list[str]] = {
     "rlt fit --config configs/quickstart.yaml --output_dir runs/q": ["--data.num_embedded_rows=10"],
     "rlt export --ckpt_path": [],
-    "rlt validate --config configs/learning_rlt.yaml": ["--data.num_embedded_rows=4"],
+    "rlt validate --config configs/quickstart_smollm2.yaml": ["--data.num_embedded_rows=4"],
     "rlt predict --config configs/rank.yaml --data.source FILE": [],
     "rlt plan --config configs/quickstart.yaml": [],
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
@@ -323,7 +323,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     end = 2 * len(configs)  # what follows the configs is the command's own, and counts
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= {"runs/RUN/checkpoints/step=000120.ckpt": str(runs / "q")}
-    known |= dict.fromkeys(("runs/student_sft/model", "runs/learning_warmup/model"), model)
+    known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in cli.VERBS and "--output_dir" not in options:

@@ -19,16 +19,16 @@ learning = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(learning)
 
 
-def test_rise_compares_completions_of_the_same_problems() -> None:
-    # Problem 1: -3, -1 then 0, 2; problem 2: -9, -7 then -8, -6.
-    # Mean rise (3 + 1) / 2 = 2; each variance is 2.
+def test_rise_compares_the_means_of_problems() -> None:
+    # The problems of the first quarter have the means -2 and -8, of the last 1 and -7: a rise of -3 - -5 = 2.
+    # Their variances are 18 and 32, so the squared error is 18 / 2 + 32 / 2 = 25.
     def rows(step: int, rewards: dict[int, list[float]]) -> list[dict[str, float]]:
         return [{"step": step, "row": row, "reward": r} for row, values in rewards.items() for r in values]
 
-    first, last = rows(1, {1: [-3, -1], 2: [-9, -7]}), rows(4, {1: [0, 2], 2: [-8, -6]})
+    first, last = rows(1, {1: [-3, -1], 2: [-9, -7]}), rows(4, {3: [0, 2], 4: [-8, -6]})
     difference, error = learning.rise(first, last, "reward")
     assert difference == pytest.approx(2.0)
-    assert error == pytest.approx((2 * (2 * 2 + 2 * 2) / 16) ** 0.5)
+    assert error == pytest.approx(5.0)
 
 
 @pytest.mark.slow
@@ -37,10 +37,10 @@ def test_the_reward_rises_and_with_shuffled_advantages_it_does_not(tmp_path: Pat
     shuffled = "--model.advantages=rlt_lightning.numerics.advantages.ShuffledAdvantages"
     fit = [sys.executable, "-m", "rlt_lightning", "fit", "--config"]
     for command in (
-        ["configs/learning_warmup.yaml", f"--output_dir={warm}"],
-        ["configs/learning_rlt.yaml", f"--output_dir={run}", f"--model.teacher={warm / 'model'}"],
+        ["configs/quickstart_smollm2_warmup.yaml", f"--output_dir={warm}"],
+        ["configs/quickstart_smollm2.yaml", f"--output_dir={run}", f"--model.teacher={warm / 'model'}"],
         [
-            "configs/learning_rlt.yaml",
+            "configs/quickstart_smollm2.yaml",
             f"--output_dir={control}",
             f"--model.teacher={warm / 'model'}",
             shuffled,

@@ -49,7 +49,7 @@ def settings(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def test_each_stage_proposes_a_command_that_runs(small_model: str, tmp_path: Path) -> None:
-    warm_up = ["fit", "--config=configs/learning_warmup.yaml", f"--model.pretrained={small_model}"]
+    warm_up = ["fit", "--config=configs/quickstart_smollm2_warmup.yaml", f"--model.pretrained={small_model}"]
     warm_up += ["--data.num_embedded_rows=16", f"--data.max_length={CONTEXT}", "--trainer.max_steps=1"]
     words = proposed(run(*warm_up, f"--output_dir={tmp_path / 'teacher_sft'}"))
 
@@ -64,7 +64,7 @@ def test_each_stage_proposes_a_command_that_runs(small_model: str, tmp_path: Pat
     generate = settings(tmp_path / "generate")
     assert generate["model"]["teacher"] == f"{tmp_path / 'teacher_rlt'}/model"
     assert generate["rollouts"]["sampling"] == rlt_run["rollouts"]["sampling"]
-    assert rlt_run["rollouts"]["sampling"]["max_completion_length"] < 160  # learning_rlt.yaml's
+    assert rlt_run["rollouts"]["sampling"]["max_completion_length"] < 160  # quickstart_smollm2.yaml's
     assert generate["data"]["student_context"] == CONTEXT
     questions = [
         {json.loads(line)["question"] for line in (tmp_path / name).open()}

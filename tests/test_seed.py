@@ -66,7 +66,7 @@ def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
 
     given = [{"id": str(i + 1), "response": "5"} for i in range(2)]
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-    evaluation = ["--config=configs/laptop_evaluate.yaml", f"--data.responses={tmp_path / 'given.jsonl'}"]
+    evaluation = ["--config=configs/smollm2_evaluate.yaml", f"--data.responses={tmp_path / 'given.jsonl'}"]
     evaluation += ["--data.max_rows=2", "--rollouts.num_samples=1", "--seed=7"]
     config = run("test", tmp_path / "evaluation", *evaluation)
     assert config["data"]["init_args"]["seed"] == config["rollouts"]["seed"] == 7

@@ -53,6 +53,7 @@ SETS = {
     "countdown": EvaluationSet("Countdown", "countdown", kind="countdown"),
     "arithmetic": EvaluationSet("arithmetic", "arithmetic"),
     "chains": EvaluationSet("last-digit chains", "chains"),
+    "word_sums": EvaluationSet("three-step word sums", "word_sums"),
 }
 
 

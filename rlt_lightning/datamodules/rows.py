@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.answers import reference_answer
-from rlt_lightning.datamodules import chains
+from rlt_lightning.datamodules import chains, word_sums
 from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row, countdown_rows
 from rlt_lightning.datamodules.formats import STRATOS, TagStyle
@@ -28,11 +28,12 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of t
     "countdown": countdown_rows,
     **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
     **chains.SOURCES,
+    **word_sums.SOURCES,
 }
 CHOICES = (
-    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains' or "
-    "'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging "
-    "Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
+    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains', "
+    "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
+    "or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
     "'openai/gsm8k:main'"
 )
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has

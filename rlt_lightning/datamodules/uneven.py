@@ -28,11 +28,15 @@ class Mixture:
         hazard: Chance to break off at each step that a trace comes to, the first one included.
         filler: Part of the breaks that turn to filler.
         leap: Part of them that leap; the others go wrong.
+        filler_start: Chance that a trace is filler from its start, whatever the hazard.
+        leap_start: Chance that it leaps from its start.
     """
 
     hazard: float = 0.42
     filler: float = 0.58
     leap: float = 0.36
+    filler_start: float = 0.0
+    leap_start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,14 @@ class Problem:
 
 def uneven_trace(problem: Problem, wording: Wording, mixture: Mixture, rng: Random) -> str:
     """Draw a trace for a problem."""
+    start = rng.random() if mixture.filler_start or mixture.leap_start else 1.0
+    if start < mixture.filler_start + mixture.leap_start:
+        kind: Kind = "filler" if start < mixture.filler_start else "leap"
+        return wording.trace(broken_off(problem, wording, 0, kind, rng))
     for place in range(len(problem.steps)):
         if rng.random() < mixture.hazard:
             draw = rng.random() - mixture.filler
-            kind: Kind = "filler" if draw < 0 else "leap" if draw < mixture.leap else "wrong"
+            kind = "filler" if draw < 0 else "leap" if draw < mixture.leap else "wrong"
             return wording.trace([*problem.steps[:place], *broken_off(problem, wording, place, kind, rng)])
     return wording.trace(problem.steps)
 

@@ -1,0 +1,225 @@
+"""The finding with a real model: SmolLM2-135M as teacher, as frozen student, and as compared students.
+
+    python examples/finding_smollm2.py --output_dir DIR          # make finding-smollm2: all arms, one seed
+
+Every arm trains the same student in the same way, on other explanations of the same problems:
+
+    raw            the uneven traces themselves
+    warmup         a teacher that was fine-tuned on such traces
+    rlt            that teacher after GRPO with the RLT reward
+    solution_only  the same without r_KL (lambda 0)
+    oracle         right steps throughout
+
+All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
+skipped, and the one that broke off resumes. `finding.json` and `finding.md` in its folder have the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rlt_lightning.datamodules.uneven import KINDS
+from rlt_lightning.datamodules.word_sums import word_sum_kind, word_sum_rows
+
+ARMS = ("raw", "warmup", "rlt", "solution_only", "oracle")
+REWARDS = {"rlt": {}, "solution_only": {"model.reward.kl_weight": 0}}  # settings of each trained teacher
+NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of smollm2_generate.yaml
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+class Stages:
+    """Runs `rlt` stage by stage and keeps what each has taken.
+
+    Args:
+        out: Folder of all stages.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def run(self, name: str, verb: str, config: str, result: str, settings: dict[str, Any]) -> Path:
+        """Run one stage unless its result is there, and return the result's path."""
+        folder = self.out / name
+        if (folder / result).exists():
+            return folder / result
+        command = [sys.executable, "-m", "rlt_lightning", verb, "--config", str(CONFIGS / f"{config}.yaml")]
+        settings = settings | {"output_dir": folder, "resume": "true"}
+        command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        with (self.out / f"{name}.log").open("a") as log:
+            if status := subprocess.run(command, stdout=log, stderr=log).returncode:
+                raise SystemExit(f"{name} ended with status {status}: see {log.name}")
+        seconds = time.monotonic() - start
+        with (self.out / "times.jsonl").open("a") as times:
+            times.write(json.dumps({"stage": name, "seconds": round(seconds, 1)}) + "\n")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # 1.6 GB each
+        print(f"   {seconds:.0f} s", flush=True)
+        return folder / result
+
+    def seconds(self) -> float:
+        """Return what all stages have taken together."""
+        return sum(row["seconds"] for row in read_rows(self.out / "times.jsonl"))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file."""
+    return [json.loads(line) for line in path.open()]
+
+
+def write_traces(out: Path) -> dict[str, Path]:
+    """Write the sources of the arms without a teacher, on the problems that the teachers explain."""
+    paths = {}
+    for arm in ("raw", "oracle"):
+        right = {"mixture": None} if arm == "oracle" else {}
+        rows = word_sum_rows(NUM_TRACES, TRACE_SEED, **right)
+        paths[arm] = out / f"{arm}.jsonl"
+        paths[arm].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+def teacher(stages: Stages, arm: str, seed: int) -> Path:
+    """Train the teacher of an arm and return its model folder."""
+    warm = stages.run("warmup", "fit", "quickstart_smollm2_warmup", "model", {})
+    if arm == "warmup":
+        return warm
+    seeds = {"model.seed": seed, "rollouts.seed": seed, "data.seed": 10 + seed}
+    settings = {"model.teacher": warm, **REWARDS[arm], **seeds}
+    return stages.run(f"{arm}-{seed}", "fit", "quickstart_smollm2", "model", settings)
+
+
+def traces(stages: Stages, arm: str, seed: int) -> Path:
+    """Let the teacher of an arm explain the students' problems."""
+    model = teacher(stages, arm, seed)
+    settings = {"model.teacher": model, "rollouts.seed": 100 + seed}
+    return stages.run(f"{arm}-{seed}-traces", "predict", "smollm2_generate", "distillation.jsonl", settings)
+
+
+def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
+    """Train a student on an arm's explanations, and return its accuracy on unseen problems."""
+    settings: dict[str, Any] = {"data.source": source, "data.seed": seed, "model.seed": seed}
+    model = stages.run(f"{arm}-{seed}-student", "fit", "smollm2_student_sft", "model", settings)
+    figures = {}
+    for name, sampling in {"accuracy": {}, "greedy": {"rollouts.sampling.temperature": 0}}.items():
+        settings = {"model.pretrained": model, "rollouts.seed": 200 + seed, **sampling}
+        path = stages.run(f"{arm}-{seed}-{name}", "test", "smollm2_evaluate", "evaluation.json", settings)
+        result = json.loads(path.read_text())["sets"]["word_sums"]
+        figures[name] = result["pass_at_1"]
+        figures[f"{name}_error"] = result["standard_error"]
+    return figures
+
+
+def kinds_of(path: Path) -> dict[str, float]:
+    """Return the part of each kind among the traces that a student learns from."""
+    rows = read_rows(path)
+    counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
+    return {kind: counts[kind] / len(rows) for kind in KINDS}
+
+
+def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
+    """Return number, reward and its two terms of each kind of trace, means over closed explanations."""
+    rows = defaultdict(list)
+    for row in read_rows(path):
+        rows[word_sum_kind(row["question"], row["reasoning_trace"])[0]].append(row)
+    names = {"reward": "reward", "solution": "solution_log_prob_reward", "kl": "kl_reward"}
+    return {
+        kind: {"num": len(rows[kind]), **{k: fmean(row[v] for row in rows[kind]) for k, v in names.items()}}
+        for kind in KINDS
+        if rows[kind]
+    }
+
+
+def gates(path: Path) -> dict[str, bool]:
+    """Say of the warm-up teacher's traces whether RL has something to choose from, and can choose it."""
+    rows, by_kind = read_rows(path), reward_by_kind(path)
+    right = by_kind["steps"]["num"] / len(rows)
+    closed = sum(row["closed"] for row in rows) / len(rows)
+    best = max(by_kind, key=lambda kind: by_kind[kind]["reward"])
+    passed = {
+        f"right traces {100 * right:.0f} %, should be 10 to 35": 0.10 <= right <= 0.35,
+        f"closed {100 * closed:.0f} %, should be above 95": closed > 0.95,
+        f"the reward likes {best} best, should be steps": best == "steps",
+    }
+    for line, passes in passed.items():
+        print(f"   gate: {line}: {'passes' if passes else 'FAILS'}", flush=True)
+    return passed
+
+
+def interval(values: list[float], errors: list[float]) -> float:
+    """Return half the width of a 95 % interval of a mean over seeds.
+
+    Over seeds by Student's t where there are three or more; else by the standard error over problems.
+    """
+    if len(values) >= 3:
+        t = {3: 4.303, 4: 3.182, 5: 2.776}.get(len(values), 2.571)
+        return t * stdev(values) / math.sqrt(len(values))
+    return 1.96 * math.hypot(*errors) / len(errors)
+
+
+def table(finding: dict[str, Any]) -> str:
+    """Write the arms, and what the reward thinks of the warm-up teacher's traces, as tables."""
+    lines = [f"| student trained on | accuracy, T 0.7 | greedy | traces: {' / '.join(KINDS)}, % |"]
+    lines.append("|---|---|---|---|")
+    for arm, figures in finding["arms"].items():
+        scores = []
+        for name in ("accuracy", "greedy"):
+            half = interval(figures[name], figures[f"{name}_error"])
+            scores.append(f"{100 * fmean(figures[name]):.1f} ± {100 * half:.1f}")
+        kinds = [100 * fmean(row[kind] for row in figures["kinds"]) for kind in KINDS]
+        lines.append(f"| {arm} | {' | '.join(scores)} | {' / '.join(f'{kind:.0f}' for kind in kinds)} |")
+    lines += [
+        "",
+        "| the warm-up teacher's traces | number | reward | r_SS | −λ r_KL |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in finding["reward_by_kind"].items():
+        terms = " | ".join(f"{row[name]:.2f}" for name in ("reward", "solution", "kl"))
+        lines.append(f"| {kind} | {row['num']} | {terms} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the arms that are asked for, and write down after each what is known."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="", help="such as '0 1 2'; '0' by default")
+    parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    options = parser.parse_args()
+    arm_names = options.arms.split() or list(ARMS)
+    if unknown := set(arm_names) - set(ARMS):
+        parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
+    seeds = [int(seed) for seed in options.seeds.split() or "0"]
+    out: Path = options.output_dir
+    out.mkdir(parents=True, exist_ok=True)
+    stages, sources = Stages(out), write_traces(out)
+    arms: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+    finding: dict[str, Any] = {"arms": arms, "seeds": seeds, "reward_by_kind": {}, "gates": {}}
+    for seed in seeds:
+        for arm in arm_names:
+            source = sources.get(arm) or traces(stages, arm, seed)
+            for name, value in student(stages, arm, seed, source).items():
+                arms[arm][name].append(value)
+            arms[arm]["kinds"].append(kinds_of(source))
+            if arm == "warmup" and seed == seeds[0]:
+                finding["reward_by_kind"] = reward_by_kind(source.with_name("traces.jsonl"))
+                finding["gates"] = gates(source.with_name("traces.jsonl"))
+            finding["seconds"] = stages.seconds()
+            (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")
+    (out / "finding.md").write_text(table(finding))
+    print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Word sums: right problems, a classifier that knows its kinds, and splits that share no question."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from rlt_lightning.datamodules import word_sums
+from rlt_lightning.datamodules.rows import EMBEDDED
+from rlt_lightning.datamodules.word_sums import (
+    word_sum,
+    word_sum_kind,
+    word_sum_of,
+    word_sum_rows,
+)
+from rlt_lightning.types import InputError
+
+QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?"
+
+
+def test_question_and_steps_by_hand():
+    # 8 + 5 = 13, 13 + 3 = 16, 16 + 4 = 20
+    problem = word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3), ("gets", 4)])
+    assert problem.question == QUESTION
+    assert problem.steps == ["8 + 5 = 13", "13 + 3 = 16", "16 + 4 = 20"]
+    assert problem.answer == "20"
+
+
+@pytest.mark.parametrize(
+    ("trace", "kind", "num_right"),
+    [
+        ("8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20.", "steps", 3),
+        ("\n8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20\n", "steps", 3),
+        ("8 + 5 = 13. 13 + 3 = 15. 15 + 4 = 19.", "wrong", 1),
+        ("8 + 5 = 130. 13 + 3 = 16. 16 + 4 = 20.", "wrong", 0),
+        ("8 + 6 = 14. 14 + 3 = 17. 17 + 4 = 21.", "wrong", 0),
+        ("It is easy to see that the answer is 20.", "leap", 0),
+        ("8 + 5 = 13. Clearly the answer must be 21.", "leap", 1),
+        ("8 + 5 = 13. This is not hard. Then we do what it says.", "filler", 1),
+        ("This is not hard.", "filler", 0),
+        ("8 + 5 = 13.", "other", 1),
+        ("8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20. This is not hard.", "other", 3),
+        ("", "other", 0),
+        ("Ana buys shells.", "other", 0),
+    ],
+)
+def test_kinds_by_hand(trace: str, kind: str, num_right: int):
+    assert word_sum_kind(QUESTION, trace) == (kind, num_right)
+
+
+def test_questions_are_read_back_into_their_problems():
+    for row in word_sum_rows(200, seed=4):
+        problem = word_sum_of(row["question"])
+        assert problem.question == row["question"]
+        assert problem.answer == row["answer"]
+        assert row["solution"] == f"\\boxed{{{row['answer']}}}"
+
+
+def test_every_right_step_is_a_small_sum():
+    for row in word_sum_rows(300, mixture=None):
+        assert word_sum_kind(row["question"], row["reasoning_trace"]) == ("steps", 3)
+        sums = re.findall(r"(\d+) \+ (\d+) = (\d+)", row["reasoning_trace"])
+        assert [int(before) + int(number) for before, number, _ in sums] == [int(after) for *_, after in sums]
+        assert all(int(number) <= 5 and int(after) < 25 for _, number, after in sums)
+
+
+def test_mixture_has_its_proportions():
+    # 0.30 filler and 0.20 leaps from the start. The other half breaks off with 0.2 at each of three places:
+    # right to the end are 0.5 * 0.8^3 = 0.256. Of the 0.244 that break off, 0.45 turn to filler, 0.30 leap.
+    rows = word_sum_rows(4000, seed=5)
+    counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
+    expected = {"steps": 0.256, "filler": 0.410, "leap": 0.273, "wrong": 0.061, "other": 0.0}
+    for kind, part in expected.items():
+        assert counts[kind] / len(rows) == pytest.approx(part, abs=0.03), kind
+
+
+def test_splits_share_no_question():
+    train = {row["question"] for seed in range(3) for row in word_sum_rows(500, seed, "train")}
+    test = {row["question"] for seed in range(3) for row in word_sum_rows(500, seed, "test")}
+    assert not train & test
+
+
+def test_quality_of_traces_changes_no_problem():
+    uneven, right = word_sum_rows(50, seed=6), EMBEDDED["word_sums:right"](50, 6, "train")
+    assert [row["question"] for row in uneven] == [row["question"] for row in right]
+    assert EMBEDDED["word_sums"](50, 6, "train") == uneven
+    assert set(uneven[0]) == {"question", "solution", "reasoning_trace", "answer"}  # and no kind
+
+
+def test_other_splits_are_refused():
+    with pytest.raises(InputError, match="splits train and test"):
+        word_sum_rows(1, split="dev")
+
+
+def test_more_rows_than_problems_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(word_sums, "NAMES", ("Ana",))
+    monkeypatch.setattr(word_sums, "MAX_REPEATS", 0)  # the first question that comes twice ends it
+    with pytest.raises(InputError, match="different rows of 2 steps"):
+        word_sum_rows(20_000, length=2)
