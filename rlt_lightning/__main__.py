@@ -16,7 +16,7 @@ HELP = """usage: rlt VERB --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
-  rlt fit --config configs/quickstart.yaml      a teacher, a student and GRPO on this computer
+  rlt fit --config configs/quickstart.yaml      a tiny teacher, a tiny student and GRPO, in half a minute
   rlt fit --config configs/teacher_sft.yaml     stage 1: warm the teacher up on reasoning traces
   rlt fit --config configs/teacher_rlt.yaml     stage 2: GRPO with the dense reward of a frozen student
   rlt validate --config configs/teacher_rlt.yaml   held-out reward

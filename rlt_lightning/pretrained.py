@@ -40,6 +40,9 @@ CHOICES = (
 )
 
 
+PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that are all in tokenizer.json
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: RLT_CACHE_DIR, else the user's cache folder."""
     if folder := os.environ.get("RLT_CACHE_DIR"):
@@ -60,10 +63,14 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     Raises:
         InputError: If nothing can be loaded under that name, or its tokenizer has no chat template.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     with naming_choices("tokenizer", name):
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
+        # AutoTokenizer gives every Qwen2 model Qwen2's own pre-tokenizer, whatever its tokenizer.json says.
+        declared = Path(resolve(name)) / "tokenizer_config.json"
+        is_plain = declared.is_file() and json.loads(declared.read_text()).get("tokenizer_class") in PLAIN
+        loader = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+        tokenizer = loader.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "

@@ -116,6 +116,12 @@ def test_the_miniatures_tokenizer_keeps_any_text(text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def test_all_miniatures_have_one_tokenizer() -> None:
+    ids = [load_tokenizer(name)(QUESTION + "<think>\n 2 add")["input_ids"] for name in MINIATURES]
+    assert ids[0] == ids[1] == ids[2]
+    assert len(ids[0]) == 15
+
+
 def test_a_short_remake_takes_the_same_first_steps(tmp_path: Path) -> None:
     words = [sys.executable, FINDING / "make_miniature.py", "--output_dir", tmp_path, "--stop_after", "5"]
     subprocess.run(words, check=True, capture_output=True)
