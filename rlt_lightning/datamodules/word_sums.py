@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_trace
 from rlt_lightning.types import InputError
@@ -144,4 +145,7 @@ def word_sum_rows(
     ]
 
 
-SOURCES = {"word_sums": word_sum_rows, "word_sums:right": partial(word_sum_rows, mixture=None)}
+SOURCES: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
+    "word_sums": word_sum_rows,
+    "word_sums:right": partial(word_sum_rows, mixture=None),
+}
