@@ -11,6 +11,9 @@ from typing import Any
 
 from arms import NUM_GROUPS, TRAINED, Arms, Setting, kinds_of, read
 
+from rlt_lightning.datamodules.chains import chain_kind
+from rlt_lightning.datamodules.formats import R1
+
 NAMES = {  # of arms, for people
     "raw": "raw traces",
     "warmup": "warm-up teacher",
@@ -36,6 +39,16 @@ def accuracy(one: Arms, arm: str, name: str = "sampled") -> float:
     """Part of the held-out problems that an arm's student answers right, in percent."""
     text = (one.folder / arm / name / "evaluation.json").read_text()
     return 100 * json.loads(text)["sets"]["chains"]["pass_at_1"]
+
+
+def right_steps(one: Arms, arm: str) -> float:
+    """Mean number of right steps that an arm's student takes before its thought breaks off."""
+    questions = [row["question"] for row in read(one.data("test"))]
+    found = []
+    for row in read(one.folder / arm / "sampled" / "responses.jsonl"):
+        thought = row["response"].partition(R1.thought_open)[2].partition(R1.thought_close)[0]
+        found.append(chain_kind(questions[int(row["id"].split("/")[1]) - 1], thought)[1])
+    return fmean(found)
 
 
 def traces_of(one: Arms, arm: str) -> list[dict[str, Any]]:
@@ -99,7 +112,10 @@ def groups_of(ones: list[Arms], name: str) -> list[dict[str, Any]]:
         means = [json.loads((folder / "groups.json").read_text())[group - 1]["reward"] for folder in ranked]
         rows = [row for folder in ranked for row in read(folder / "groups" / f"group-{group:02d}.jsonl")]
         accuracies = [accuracy(one, f"{name}/{group}") for one in ones]
-        found.append({"reward": fmean(means), "accuracy": accuracies, "kinds": kinds_of(rows)})
+        taken = [right_steps(one, f"{name}/{group}") for one in ones]
+        found.append(
+            {"reward": fmean(means), "accuracy": accuracies, "right_steps": taken, "kinds": kinds_of(rows)}
+        )
     return found
 
 

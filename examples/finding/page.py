@@ -20,6 +20,12 @@ KIND_COLORS = {
     "wrong": "#b2475c",
     "other": "#555555",
 }
+NEXT = """
+Next:
+  make finding             all arms, three seeds, ranked groups, variations: about twenty minutes
+  make finding-smollm2     the same with SmolLM2-135M: about an hour
+  docs/new_task.md         a task and a model of your own
+  docs/pipeline.md         all stages with SmolLM2, and with a 7B teacher on 8 GPUs"""
 
 
 def plus_minus(values: list[float]) -> str:
@@ -76,15 +82,17 @@ def page(figures: dict[str, Any]) -> str:
     parts.append("\n".join(lines))
     if figures["groups"]:
         lines = [
-            "| group by reward, best first | mean reward | its students, % (± 95 %) | traces: steps / filler "
-            "/ leap / wrong / other, % | students, ranked by r_SS only | by r_KL only |",
-            "|" + "---|" * 6,
+            "| group by reward, best first | mean reward | its students, % (± 95 %) | right steps they take "
+            "| traces: steps / filler / leap / wrong / other, % | students if ranked by r_SS only "
+            "| by r_KL only |",
+            "|" + "---|" * 7,
         ]
         for number, group in enumerate(figures["groups"]):
             single = (figures[f"groups_{term}_only"][number]["accuracy"] for term in ("solution", "kl"))
             lines.append(
                 f"| {number + 1} | {group['reward']:.2f} | {plus_minus(group['accuracy'])} "
-                f"| {kinds_text(group['kinds'])} | {' | '.join(f'{fmean(one):.1f}' for one in single)} |"
+                f"| {fmean(group['right_steps']):.1f} | {kinds_text(group['kinds'])} "
+                f"| {' | '.join(f'{fmean(one):.1f}' for one in single)} |"
             )
         parts.append("\n".join(lines))
     if figures.get("variations"):
@@ -171,21 +179,22 @@ def draw_kinds_over_iterations(axes: Any, one: Arms, arm: str) -> None:
 def draw_groups(axes: Any, figures: dict[str, Any]) -> None:
     """Students of traces ranked by the reward, and by each of its terms (the paper's Figure 4b)."""
     numbers = range(1, NUM_GROUPS + 1)
-    values = [group["accuracy"] for group in figures["groups"]]
-    axes.errorbar(
-        numbers,
-        [fmean(v) for v in values],
-        yerr=[interval(v) for v in values],
-        fmt="o-",
-        label="by the reward",
-    )
+    groups = figures["groups"]
+    values = [group["accuracy"] for group in groups]
+    half = [interval(some) for some in values]
+    axes.errorbar(numbers, [fmean(v) for v in values], yerr=half, fmt="o-", label="ranked by the reward")
     for name, label in (("groups_solution_only", "by r_SS only"), ("groups_kl_only", "by r_KL only")):
         axes.plot(
             numbers, [fmean(group["accuracy"]) for group in figures[name]], "s--", alpha=0.6, label=label
         )
+    steps = axes.twinx()
+    taken = [fmean(group["right_steps"]) for group in groups]
+    steps.plot(numbers, taken, "^:", color="#2a7f62", label="right steps they take (right axis)")
+    steps.set(ylim=(0, 5.2), ylabel="steps, of 5")
     axes.set(xlabel="group of the warm-up teacher's traces, best first", ylabel="held-out problems solved, %")
-    axes.set_title("Students of ranked traces")
-    axes.legend(fontsize=8)
+    axes.set(title="Students of ranked traces", ylim=(0, 104))
+    lines = [*axes.get_legend_handles_labels()[0], *steps.get_legend_handles_labels()[0]]
+    axes.legend(handles=lines, fontsize=8)
 
 
 def show_explanations(one: Arms, arms: list[str]) -> None:
@@ -230,4 +239,5 @@ def show(folder: Path, mains: list[Arms], others: list[Arms], arms: list[str], s
     if not wrong and {"warmup", "rlt"} <= set(arms):
         mean, half = difference(figures, "rlt", "warmup")
         print(f"RLT's students solve {mean:.1f} ± {half:.1f} points more than those of the warm-up teacher.")
+    print(NEXT)
     return bool(wrong)
