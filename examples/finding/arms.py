@@ -188,9 +188,9 @@ class Arms:
                 rollouts__seed=self.seed,
             )
 
-    def arm(self, arm: str) -> None:
-        """All stages of an arm, and eight explanations of one problem to look at."""
-        if arm in QUICK_ARMS:
+    def arm(self, arm: str, samples: bool = False) -> None:
+        """All stages of an arm and, to look at, eight explanations of one problem."""
+        if samples and arm not in ("raw", "oracle"):
             self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
         self.student(arm, self.traces(arm))
 

@@ -106,7 +106,10 @@ def jobs(mains: list[Arms], others: list[Arms], arms: list[str], whole: bool) ->
     trained_first = sorted(arms, key=lambda arm: arm not in TRAINED)
     some = [(one, arm) for arm in trained_first for one in mains]
     some += [(one, arm) for one in others for arm in ("rlt", "warmup")]
-    return [*found, *(lambda one=one, arm=arm: one.arm(arm) for one, arm in some)]
+    for one, arm in some:
+        samples = one is mains[0] and arm in QUICK_ARMS
+        found.append(lambda one=one, arm=arm, samples=samples: one.arm(arm, samples))
+    return found
 
 
 if __name__ == "__main__":
