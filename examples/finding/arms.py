@@ -57,7 +57,7 @@ VARIATIONS = {
     "another_base": Setting("another_base", base="miniature-seed1"),
     "qwen2": Setting("qwen2", base="miniature-qwen2"),
     "four_steps": Setting("four_steps", length=4),
-    "other_mixture": Setting("other_mixture", hazard=0.5),
+    "other_mixture": Setting("other_mixture", hazard=0.46),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -114,34 +115,44 @@ def draw(figures: dict[str, Any], mains: list[Arms], path: Path) -> None:
 
     arms = figures["arms"]
     trained = [arm for arm in ("rlt", "solution_only", "kl_only", "shuffled") if arm in arms]
-    panels = 2 + 2 * bool(trained) + bool(figures["groups"])
-    rows = -(-panels // 2)
-    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
-    places = list(figure.subplots(rows, 2, squeeze=False).flat)
-    for place in places[panels:]:
-        place.set_axis_off()
-    axes = iter(places)
-    names = [NAMES[arm] for arm in arms][::-1]
-    draw_accuracies(next(axes), arms, names)
-    draw_kinds(next(axes), arms, names)
+    below: list[Callable[[Any], None]] = []
     if trained:
-        draw_curves(next(axes), mains, trained)
-        draw_kinds_over_iterations(next(axes), mains[0], trained[0])
+        below.append(lambda axes: draw_curves(axes, mains, trained))
+        below.append(lambda axes: draw_kinds_over_iterations(axes, mains[0], trained[0]))
     if figures["groups"]:
-        draw_groups(next(axes), figures)
+        below.append(lambda axes: draw_groups(axes, figures))
+    height = 1.4 + 0.32 * len(arms)  # inches
+    figure = Figure(figsize=(12, height + 4 * bool(below)), layout="constrained")
+    parts = figure.subfigures(2, 1, height_ratios=[height, 4]) if below else [figure]
+    left, right = parts[0].subplots(1, 2, sharey=True)
+    names = [NAMES[arm] for arm in arms][::-1]
+    draw_accuracies(left, arms, names)
+    draw_kinds(right, arms, names)
+    for axes, panel in zip(
+        parts[-1].subplots(1, len(below), squeeze=False)[0] if below else (), below, strict=True
+    ):
+        panel(axes)
     figure.savefig(path)
+
+
+def legend_below(axes: Any, ncols: int, **options: Any) -> None:
+    """Put the legend under the axes, where it hides nothing."""
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "frameon": False, "fontsize": 8}
+    axes.legend(ncols=ncols, **place, **options)
 
 
 def draw_accuracies(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
     """A bar for each arm's students."""
     values = [found["accuracy"] for found in arms.values()][::-1]
     colors = ["#2a6f97" if arm == "rlt" else "#9db4c0" for arm in arms][::-1]
-    axes.barh(names, [fmean(v) for v in values], xerr=[interval(v) for v in values], color=colors, capsize=3)
-    for place, some in enumerate(values):
-        axes.text(fmean(some) + interval(some) + 1.5, place, f"{fmean(some):.0f}", va="center")
-    axes.set(
-        xlim=(0, 112), xlabel="held-out problems solved, %", title="Students, by what they were trained on"
-    )
+    means, halves = [fmean(some) for some in values], [interval(some) for some in values]
+    above = [min(half, 100 - mean) for mean, half in zip(means, halves, strict=True)]
+    below = [min(half, mean) for mean, half in zip(means, halves, strict=True)]
+    axes.barh(names, means, xerr=(below, above), color=colors, capsize=3)
+    for place, (mean, half) in enumerate(zip(means, above, strict=True)):
+        axes.text(mean + half + 1.5, place, f"{mean:.0f}", va="center")
+    axes.set(xlim=(0, 110), xlabel="held-out problems solved, %")
+    axes.set_title("Students, by what they were trained on")
 
 
 def draw_kinds(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
@@ -153,7 +164,7 @@ def draw_kinds(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
         axes.barh(names, widths, left=left, color=color, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set(xlim=(0, 100), xlabel="traces, %", title="Kinds of traces they were trained on")
-    axes.legend(ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
+    legend_below(axes, 5)
 
 
 def draw_curves(axes: Any, mains: list[Arms], trained: list[str]) -> None:
@@ -164,7 +175,7 @@ def draw_curves(axes: Any, mains: list[Arms], trained: list[str]) -> None:
             range(1, len(runs[0]) + 1), [fmean(step) for step in zip(*runs, strict=True)], label=NAMES[arm]
         )
     axes.set(xlabel="iteration", ylabel="nats", title="The reward that is trained")
-    axes.legend(fontsize=8)
+    legend_below(axes, 2)
 
 
 def draw_kinds_over_iterations(axes: Any, one: Arms, arm: str) -> None:
@@ -181,8 +192,10 @@ def draw_groups(axes: Any, figures: dict[str, Any]) -> None:
     numbers = range(1, NUM_GROUPS + 1)
     groups = figures["groups"]
     values = [group["accuracy"] for group in groups]
-    half = [interval(some) for some in values]
-    axes.errorbar(numbers, [fmean(v) for v in values], yerr=half, fmt="o-", label="ranked by the reward")
+    means = [fmean(some) for some in values]
+    axes.plot(numbers, means, "o-", label="ranked by the reward")
+    for some, place in zip(values, numbers, strict=True):
+        axes.plot([place] * len(some), some, "_", color="C0", alpha=0.6)  # each seed
     for name, label in (("groups_solution_only", "by r_SS only"), ("groups_kl_only", "by r_KL only")):
         axes.plot(
             numbers, [fmean(group["accuracy"]) for group in figures[name]], "s--", alpha=0.6, label=label
@@ -194,7 +207,7 @@ def draw_groups(axes: Any, figures: dict[str, Any]) -> None:
     axes.set(xlabel="group of the warm-up teacher's traces, best first", ylabel="held-out problems solved, %")
     axes.set(title="Students of ranked traces", ylim=(0, 104))
     lines = [*axes.get_legend_handles_labels()[0], *steps.get_legend_handles_labels()[0]]
-    axes.legend(handles=lines, fontsize=8)
+    legend_below(axes, 2, handles=lines)
 
 
 def show_explanations(one: Arms, arms: list[str]) -> None:
