@@ -11,7 +11,7 @@ Every arm trains the same student in the same way, on other explanations of the 
     oracle         right steps throughout
 
 All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
-skipped, and the one that broke off resumes. `finding.json` and `finding.md` in its folder have the figures.
+skipped, and the one that broke off resumes. Its folder gets `finding.json`, `finding.md` and `finding.svg`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from rlt_lightning.datamodules.uneven import KINDS
 from rlt_lightning.datamodules.word_sums import word_sum_kind, word_sum_rows
@@ -188,6 +190,27 @@ def table(finding: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(finding: dict[str, Any], path: Path) -> None:
+    """Draw the arms' accuracies beside the kinds of traces that their students learn from."""
+    arms = finding["arms"]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = [arm.replace("_", "\n") for arm in arms]
+    scores = [100 * fmean(row["accuracy"]) for row in arms.values()]
+    halves = [100 * interval(row["accuracy"], row["accuracy_error"]) for row in arms.values()]
+    bars = left.bar(names, scores, yerr=halves, capsize=5, color="#0b6e99")
+    left.bar_label(bars, fmt="%.0f %%")
+    left.set(title="accuracy on unseen problems, T 0.7", ylabel="%", ylim=(0, 112))
+    bottom = [0.0] * len(arms)
+    for kind, color in zip(KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
+        parts = [100 * fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
+        right.bar(names, parts, bottom=bottom, label=kind, color=color)
+        bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
+    right.set(title="the traces that it learnt from", ylabel="%")
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
 def main() -> None:
     """Run the arms that are asked for, and write down after each what is known."""
     parser = argparse.ArgumentParser(
@@ -197,8 +220,8 @@ def main() -> None:
     parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default")
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
-    arm_names = options.arms.split() or list(ARMS)
-    if unknown := set(arm_names) - set(ARMS):
+    arm_names = [arm for arm in ARMS if arm in (options.arms.split() or ARMS)]
+    if unknown := set(options.arms.split()) - set(ARMS):
         parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
     seeds = [int(seed) for seed in options.seeds.split() or "0"]
     out: Path = options.output_dir
@@ -218,7 +241,8 @@ def main() -> None:
             finding["seconds"] = stages.seconds()
             (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")
     (out / "finding.md").write_text(table(finding))
-    print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}")
+    draw(finding, out / "finding.svg")
+    print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}, picture: {out / 'finding.svg'}")
 
 
 if __name__ == "__main__":
