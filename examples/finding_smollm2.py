@@ -8,6 +8,7 @@ Every arm trains the same student in the same way, on other explanations of the 
     warmup         a teacher that was fine-tuned on such traces
     rlt            that teacher after GRPO with the RLT reward
     solution_only  the same without r_KL (lambda 0)
+    shuffled       the same with advantages shuffled within each group: nothing to learn from
     oracle         right steps throughout
 
 All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
@@ -33,8 +34,12 @@ from matplotlib.figure import Figure
 from rlt_lightning.datamodules.uneven import KINDS
 from rlt_lightning.datamodules.word_sums import word_sum_kind, word_sum_rows
 
-ARMS = ("raw", "warmup", "rlt", "solution_only", "oracle")
-REWARDS = {"rlt": {}, "solution_only": {"model.reward.kl_weight": 0}}  # settings of each trained teacher
+ARMS = ("raw", "warmup", "rlt", "solution_only", "shuffled", "oracle")
+TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL trains
+    "rlt": {},
+    "solution_only": {"model.reward.kl_weight": 0},
+    "shuffled": {"model.advantages": "rlt_lightning.numerics.advantages.ShuffledAdvantages"},
+}
 NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of smollm2_generate.yaml
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -96,7 +101,7 @@ def teacher(stages: Stages, arm: str, seed: int) -> Path:
     if arm == "warmup":
         return warm
     seeds = {"model.seed": seed, "rollouts.seed": seed, "data.seed": 10 + seed}
-    settings = {"model.teacher": warm, **REWARDS[arm], **seeds}
+    settings = {"model.teacher": warm, **TRAINED[arm], **seeds}
     return stages.run(f"{arm}-{seed}", "fit", "quickstart_smollm2", "model", settings)
 
 
