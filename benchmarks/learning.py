@@ -1,6 +1,7 @@
-"""Does the reward rise? First against last quarter of runs, from their rollouts.jsonl, with a plot.
+"""Does the reward rise? Explanations of the same problems before and after training, with a plot of the runs.
 
-python benchmarks/learning.py runs/quickstart_smollm2 runs/control --plot learning.svg
+python benchmarks/learning.py runs/warmup_traces runs/rlt_traces runs/control_traces \\
+  --runs runs/quickstart_smollm2 runs/control --plot learning.svg
 """
 
 from __future__ import annotations
@@ -8,57 +9,47 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import defaultdict
 from pathlib import Path
-from statistics import mean, variance
+from statistics import mean, stdev
 from typing import Any
 
 Row = dict[str, Any]
 
 
-def quarters(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the completions of the first and of the last quarter of the iterations."""
-    last_step = max(row["step"] for row in rows)
-    size = last_step // 4
-    first = [row for row in rows if row["step"] <= size]
-    last = [row for row in rows if row["step"] > last_step - size]
-    return first, last
+def rows_of(path: Path) -> list[Row]:
+    """Read a JSONL file."""
+    return [json.loads(line) for line in path.open()]
 
 
-def rise(first: list[Row], last: list[Row], term: str) -> tuple[float, float]:
-    """Return the difference of the mean term, last minus first, and its standard error.
-
-    The quarters hold different problems, so the error is that of problems: of the means of their completions.
-    """
-    means = []
-    for quarter in (first, last):
-        groups: dict[int, list[float]] = defaultdict(list)
-        for row in quarter:
-            groups[row["row"]].append(row[term])
-        means.append([mean(group) for group in groups.values()])
-    before, after = means
-    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
-    return mean(after) - mean(before), error
+def rise(before: list[Row], after: list[Row], term: str) -> tuple[float, float]:
+    """Return the mean difference of a term, after minus before, and its standard error over problems."""
+    if [row["question"] for row in before] != [row["question"] for row in after]:
+        raise SystemExit("Both must explain the same problems in the same order: are the runs finished?")
+    differences = [b[term] - a[term] for a, b in zip(before, after, strict=True)]
+    return mean(differences), stdev(differences) / math.sqrt(len(differences))
 
 
-def report(folder: Path) -> tuple[list[float], str]:
-    """Return the mean reward of every iteration, and a line of figures."""
-    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
-    first, last = quarters(rows)
-    difference, error = rise(first, last, "reward")
-    parts = [f"reward {mean(r['reward'] for r in first):.2f} -> {mean(r['reward'] for r in last):.2f}"]
+def report(before: list[Row], after: list[Row]) -> str:
+    """Write a line of figures."""
+    difference, error = rise(before, after, "reward")
+    parts = [f"reward {mean(r['reward'] for r in before):.2f} -> {mean(r['reward'] for r in after):.2f}"]
     parts.append(f"rise {difference:+.2f} +- {error:.2f} ({difference / error:+.1f} standard errors)")
     for term, name in (
         ("solution_log_prob_reward", "r_SS"),
         ("kl_reward", "r_KL"),
         ("format_reward", "format"),
     ):
-        parts.append(f"{name} {rise(first, last, term)[0]:+.2f}")
-    closed = [mean(row["finish_reason"] == "stop" for row in quarter) for quarter in (first, last)]
+        parts.append(f"{name} {rise(before, after, term)[0]:+.2f}")
+    closed = [mean(row["closed"] for row in rows) for rows in (before, after)]
     parts.append(f"closed {closed[0]:.2f} -> {closed[1]:.2f}")
+    return ", ".join(parts)
+
+
+def curve(run: Path) -> list[float]:
+    """Return the mean reward of every iteration of a run."""
+    rows = rows_of(run / "rollouts.jsonl")
     steps = sorted({row["step"] for row in rows})
-    curve = [mean(row["reward"] for row in rows if row["step"] == step) for step in steps]
-    return curve, f"{folder.name}: " + ", ".join(parts)
+    return [mean(row["reward"] for row in rows if row["step"] == step) for step in steps]
 
 
 def svg(curves: dict[str, list[float]]) -> str:
@@ -85,16 +76,19 @@ def svg(curves: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    parser.add_argument("--plot", type=Path, help="SVG file of the curves")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="folder of `rlt predict` with the teacher before training")
+    parser.add_argument("after", type=Path, nargs="+", help="folders of `rlt predict` with trained teachers")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run folders of the training")
+    parser.add_argument("--plot", type=Path, help="SVG file of the runs' curves")
     arguments = parser.parse_args()
-    curves = {}
-    for folder in arguments.runs:
-        curves[folder.name], line = report(folder)
-        print(line)
+    before = rows_of(arguments.before / "traces.jsonl")
+    for folder in arguments.after:
+        print(f"{folder.name}: {report(before, rows_of(folder / 'traces.jsonl'))}")
     if arguments.plot:
-        arguments.plot.write_text(svg(curves))
+        arguments.plot.write_text(svg({run.name: curve(run) for run in arguments.runs}))
 
 
 if __name__ == "__main__":

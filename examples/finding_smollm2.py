@@ -8,10 +8,11 @@ Every arm trains the same student in the same way, on other explanations of the 
     warmup         a teacher that was fine-tuned on such traces
     rlt            that teacher after GRPO with the RLT reward
     solution_only  the same without r_KL (lambda 0)
+    shuffled       the same with advantages shuffled within each group: nothing to learn from
     oracle         right steps throughout
 
 All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
-skipped, and the one that broke off resumes. `finding.json` and `finding.md` in its folder have the figures.
+skipped, and the one that broke off resumes. Its folder gets `finding.json`, `finding.md` and `finding.svg`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from rlt_lightning.datamodules.uneven import KINDS
 from rlt_lightning.datamodules.word_sums import word_sum_kind, word_sum_rows
 
-ARMS = ("raw", "warmup", "rlt", "solution_only", "oracle")
-REWARDS = {"rlt": {}, "solution_only": {"model.reward.kl_weight": 0}}  # settings of each trained teacher
+ARMS = ("raw", "warmup", "rlt", "solution_only", "shuffled", "oracle")
+TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL trains
+    "rlt": {},
+    "solution_only": {"model.reward.kl_weight": 0},
+    "shuffled": {"model.advantages": "rlt_lightning.numerics.advantages.ShuffledAdvantages"},
+}
 NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of smollm2_generate.yaml
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -94,7 +101,7 @@ def teacher(stages: Stages, arm: str, seed: int) -> Path:
     if arm == "warmup":
         return warm
     seeds = {"model.seed": seed, "rollouts.seed": seed, "data.seed": 10 + seed}
-    settings = {"model.teacher": warm, **REWARDS[arm], **seeds}
+    settings = {"model.teacher": warm, **TRAINED[arm], **seeds}
     return stages.run(f"{arm}-{seed}", "fit", "quickstart_smollm2", "model", settings)
 
 
@@ -188,6 +195,27 @@ def table(finding: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(finding: dict[str, Any], path: Path) -> None:
+    """Draw the arms' accuracies beside the kinds of traces that their students learn from."""
+    arms = finding["arms"]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = [arm.replace("_", "\n") for arm in arms]
+    scores = [100 * fmean(row["accuracy"]) for row in arms.values()]
+    halves = [100 * interval(row["accuracy"], row["accuracy_error"]) for row in arms.values()]
+    bars = left.bar(names, scores, yerr=halves, capsize=5, color="#0b6e99")
+    left.bar_label(bars, fmt="%.0f %%")
+    left.set(title="accuracy on unseen problems, T 0.7", ylabel="%", ylim=(0, 112))
+    bottom = [0.0] * len(arms)
+    for kind, color in zip(KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
+        parts = [100 * fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
+        right.bar(names, parts, bottom=bottom, label=kind, color=color)
+        bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
+    right.set(title="the traces that it learnt from", ylabel="%")
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
 def main() -> None:
     """Run the arms that are asked for, and write down after each what is known."""
     parser = argparse.ArgumentParser(
@@ -197,8 +225,8 @@ def main() -> None:
     parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default")
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
-    arm_names = options.arms.split() or list(ARMS)
-    if unknown := set(arm_names) - set(ARMS):
+    arm_names = [arm for arm in ARMS if arm in (options.arms.split() or ARMS)]
+    if unknown := set(options.arms.split()) - set(ARMS):
         parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
     seeds = [int(seed) for seed in options.seeds.split() or "0"]
     out: Path = options.output_dir
@@ -218,7 +246,8 @@ def main() -> None:
             finding["seconds"] = stages.seconds()
             (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")
     (out / "finding.md").write_text(table(finding))
-    print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}")
+    draw(finding, out / "finding.svg")
+    print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}, picture: {out / 'finding.svg'}")
 
 
 if __name__ == "__main__":
