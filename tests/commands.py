@@ -74,6 +74,7 @@ def main() -> None:
     """Fork a process for every line of standard input, and answer with its exit status."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
     import transformers  # noqa: F401
 
     import rlt_lightning.cli  # noqa: F401

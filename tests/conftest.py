@@ -41,6 +41,14 @@ def smollm2() -> str:
 
 
 @pytest.fixture(scope="session")
+def miniature() -> str:
+    """Folder of the embedded tiny model, pretrained on last-digit chains; `tiny.CHAINS` gives it its task."""
+    from rlt_lightning.pretrained import MINIATURES
+
+    return str(MINIATURES["miniature"])
+
+
+@pytest.fixture(scope="session")
 def tiny_model(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a two-layer Llama with SmolLM2's tokenizer, random weights: 3 M parameters."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

@@ -51,7 +51,8 @@ class Ranks:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
         self.log = TemporaryFile("w+")  # noqa: SIM115  (as long as the processes)
         for rank in range(self.world_size):
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            # PYTHONPATH: this checkout, whichever is installed.
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
             if self.world_size > 1:
                 environment |= meeting | {"LOCAL_RANK": str(rank)}
             process = subprocess.Popen(

@@ -153,7 +153,8 @@ def check_python(arguments: list[str], files: Path) -> None:
         case ["-m", "http.server", *_]:
             pass
         case [script, *options]:
-            text = (ROOT / script).read_text()
+            path = files / script if (files / script).is_file() else ROOT / script
+            text = path.read_text()
             assert all(option in text for option in options if option.startswith("--"))
         case _:
             pytest.fail(f"python {arguments}: what is this?")
@@ -360,6 +361,38 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
             if Path(program).name == "rlt" and arguments[0] in VERBS:
                 words = [str(files / word) if (files / word).is_file() else word for word in arguments]
                 run_rlt(words, [], runs, rows, tiny_model)
+
+
+NEW_TASK = "docs/new_task.md"
+FEW = ["--data.prompts_per_step=2", "--data.max_rows=4"]
+SMALL = {  # a stage of that page at tiny size, by verb and config
+    "fit miniature_warmup": FEW,
+    "fit quickstart": [*FEW, "--trainer.max_steps=1"],
+    "fit miniature_student_sft": FEW,
+    "predict miniature_generate": FEW,
+    "predict rank": FEW,
+    "explain rank": [],
+    "test miniature_evaluate": ["--data.max_rows=4"],
+}
+
+
+def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
+    files = page_files(NEW_TASK, tmp_path / "files")
+    done = set()
+    for number, block in enumerate(block for block in BLOCKS if block.page == NEW_TASK):
+        for program, *words in calls_of(block, tmp_path / str(number)) if block.language == "sh" else []:
+            words = [str(files / word) if (files / word).is_file() else word for word in words]
+            words = [word.replace("runs/", f"{tmp_path}/runs/") for word in words]
+            if Path(program).name == "python":
+                environment = os.environ | {"PYTHONPATH": str(ROOT)}
+                run = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment)
+                assert run.returncode == 0
+                continue
+            stage = f"{words[0]} {Path(words[words.index('--config') + 1]).stem}"
+            result = rlt(*words, *SMALL[stage])
+            assert result.returncode == 0, result.stderr
+            done.add(stage)
+    assert done == set(SMALL)
 
 
 def test_every_verb_is_run() -> None:

@@ -378,10 +378,21 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
     ]
 
 
+def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"question": "start 2, add 1?", "solution": "\\boxed{3}"}])
+    found = evaluated(tiny_model, tmp_path / "run", f"--data.sets={{my-task: {rows}}}")["sets"]["my-task"]
+    assert (found["title"], found["source"]) == ("my-task", str(rows))
+    assert "user\nstart 2, add 1?<|im_end|>" in found["prompt"]  # no instruction before it
+    [question] = read_set("my-task", str(rows), None, 0)
+    assert question.reference == {"kind": "math", "answer": "3"}
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (["--data.sets={maths: null}"], "may name aime24, .* but names 'maths'"),
+        (["--data.sets={overall: rows.jsonl}"], "but names 'overall' with 'rows.jsonl'"),
+        (["--data.sets={a/b: rows.jsonl}"], "give a name of letters"),
         (["--data.sets={}"], "must name at least one of aime24, .* but is empty"),
         (
             ["--data.sets={math500: FOLDER/empty.jsonl}"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from importlib.util import find_spec
@@ -12,10 +13,12 @@ import torch
 from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
+from tiny import CHAINS
 from torch import Tensor
 
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STOP = 3
+MEASURED = ("reward/mean", "reward/val_mean", "student/kl_mean", "policy/entropy", "policy/grad_norm")
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -99,17 +102,17 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_sharded_models_sample_validate_and_export_like_whole_ones(
-    strategy: str, tiny_model: str, tmp_path: Path
+    strategy: str, miniature: str, tmp_path: Path
 ) -> None:
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
-    found = {}
+    found, metrics = {}, {}
     for folder, options in (
         ("whole", ["--trainer.devices=1"]),
         ("shards", ["--trainer.devices=2", f"--config=configs/overlays/{strategy}.yaml"]),
     ):
-        command = ["fit", "--config=tests/rlt.yaml"]
-        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
+        command = ["fit", "--config=tests/rlt.yaml", *CHAINS]
+        command += [f"--model.teacher={miniature}", f"--model.student={miniature}", "--trainer.max_steps=2"]
         command += [
             "--rollouts.sampling.max_completion_length=16",
             "--data.val_rows=2",
@@ -119,7 +122,12 @@ def test_sharded_models_sample_validate_and_export_like_whole_ones(
         result = rlt(*command)
         assert result.returncode == 0, result.stderr[-3000:]
         found[folder] = load_file(tmp_path / folder / "model" / "model.safetensors")
+        with open(tmp_path / folder / "metrics.csv", newline="") as file:
+            metrics[folder] = list(csv.DictReader(file))
     assert largest_difference(found["shards"], found["whole"]) < 1e-5
     rollouts = [(tmp_path / folder / "rollouts.jsonl").read_text().splitlines() for folder in found]
     texts = [sorted(json.loads(line)["explanation"] for line in lines) for lines in rollouts]
     assert texts[0] == texts[1]
+    for ours, whole in zip(metrics["shards"], metrics["whole"], strict=True):
+        for name in MEASURED:
+            assert float(ours[name]) == pytest.approx(float(whole[name]), abs=1e-5), name

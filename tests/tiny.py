@@ -17,6 +17,7 @@ TINY = [
     "--model.micro_batch_tokens=512",
     "--model.head.logits_mib=64",
 ]
+CHAINS = ["--data.source=chains", "--data.teacher_system_prompt=", "--data.student_system_prompt="]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
 TINY_EVALUATION = [
     "--data.sets={arithmetic: null}",

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.responses import ResponseCallback
-from rlt_lightning.datamodules.evaluation_sets import SETS
+from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set
 from rlt_lightning.jsonl import append_rows, rewrite, whole_rows
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.types import EvaluationBatch
@@ -94,7 +94,7 @@ def summarise(trainer: Trainer, module: EvaluationModule) -> dict[str, Any]:
         first = next(problem for problem in data.problems if problem.set_name == name)
         metrics: Any = module.sets[name]
         sets[name] = {
-            "title": SETS[name].title,
+            "title": evaluation_set(name, source).title,
             "source": source or SETS[name].source,
             "num_samples": data.num_samples,
             **figures[name],

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from rlt_lightning.datamodules.evaluation_sets import SETS, Question, read_set
+from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
 from rlt_lightning.datamodules.formats import ChatFormat, TagStyle, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.rows import BadRowError, read_rows
@@ -26,7 +26,8 @@ class EvaluationDataModule(LightningDataModule):
 
     Args:
         sets: What to evaluate on, by the names of `SETS`, each with a file, folder or hub id in place of its
-            own hub id, or null. None: AIME 2024, MATH-500 and GPQA Diamond.
+            own hub id, or null; any other name with a file, folder or hub id is a set of one's own. None:
+            AIME 2024, MATH-500 and GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
         student_system_prompt: None for ours; '' for none.
@@ -131,9 +132,8 @@ class EvaluationDataModule(LightningDataModule):
         prompt: list[int] = []
         if self.format is not None:
             prompt = encode(self.format.tokenizer, self.format.student_chat(question.text))
-        return EvaluationProblem(
-            question.id, name, question.text, prompt, question.reference, SETS[name].private
-        )
+        private = evaluation_set(name, self.sets[name]).private
+        return EvaluationProblem(question.id, name, question.text, prompt, question.reference, private)
 
     def _finished_records(self) -> list[Row]:
         """The records of problems with all their responses, of a run that goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ CHOICE_PROMPT = "Return the letter of the right option within \\boxed{{}}. {ques
 QUESTIONS = ("question", "problem", "prompt", "Question")  # columns, the first that a row has
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
+OVERALL = "overall"  # the figures' name for the mean over sets
 NUM_EMBEDDED_ROWS = 200  # of a set that is made from a seed, unless max_rows asks for more
 
 
@@ -66,11 +68,28 @@ class Question:
     reference: Reference
 
 
+def evaluation_set(name: str, source: str | None) -> EvaluationSet:
+    """Look up a set; any other name with a source is a set of one's own, asked as it is and judged as math.
+
+    Raises:
+        InputError: If there is no such set, and no source either.
+    """
+    if name in SETS:
+        return SETS[name]
+    if source is None or name == OVERALL or not re.fullmatch(r"[\w-]+", name):
+        raise InputError(
+            f"data.sets may name {', '.join(SETS)}, or a set of your own with its file, but names '{name}' "
+            f"with {'none' if source is None else repr(source)}. Choose among these, or give a name of "
+            "letters, digits, - and _ with a file."
+        )
+    return EvaluationSet(name, source)
+
+
 def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> list[Question]:
     """Read a set.
 
     Args:
-        name: One of `SETS`.
+        name: One of `SETS`, or another name for a source of one's own.
         source: A file, folder or hub id in place of its own; a folder's or hub id's split `test` is read.
         max_rows: Rows read at most, from the start.
         seed: Of the order of options, and of an embedded source.
@@ -78,9 +97,7 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
     Raises:
         InputError: If there is no such set, it is empty, or one of its rows cannot be used.
     """
-    if name not in SETS:
-        raise InputError(f"data.sets may name {', '.join(SETS)}, but names '{name}'. Choose among these.")
-    spec = SETS[name]
+    spec = evaluation_set(name, source)
     if spec.kind == "countdown":
         require_reasoning_gym()
     where = source or spec.source
