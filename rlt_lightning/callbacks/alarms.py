@@ -84,7 +84,7 @@ class Alarms(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in MEMORY:
+        for name in set(MEMORY) & state_dict.keys():  # an older checkpoint knows fewer
             setattr(self, name, state_dict[name])
 
     @override

@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_trace
+from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_rows
 from rlt_lightning.types import InputError
 
 Operation = tuple[str, int]  # its name and its number
@@ -47,7 +47,6 @@ SPLITS: dict[str, range] = {
     "train": range(2, 6),
     "pretrain": range(6, 16),
 }  # of 16 by hash
-MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
 
 
 def split_of(question: str) -> str:
@@ -135,28 +134,9 @@ def chain_rows(
             f"The chains source has the splits train and test, but got '{split}'. Use one of them."
         )
     rng = Random(f"chains {seed} {split} {length}")  # seeded with text: the same in every process
-    problems: dict[str, Problem] = {}
-    repeats = 0
-    while len(problems) < num_rows:
-        problem = random_chain(rng, length, split)
-        repeats = repeats + 1 if problem.question in problems else 0
-        problems[problem.question] = problem
-        if repeats > MAX_REPEATS:
-            raise InputError(
-                f"The chains source has about {len(problems)} different rows of {length} steps, but "
-                f"{num_rows} were asked for. Lower data.num_embedded_rows."
-            )
-    return [
-        {
-            "question": problem.question,
-            "solution": f"\\boxed{{{problem.answer}}}",
-            "reasoning_trace": uneven_trace(problem, WORDING, mixture, rng)
-            if mixture
-            else WORDING.trace(problem.steps),
-            "answer": problem.answer,
-        }
-        for problem in problems.values()
-    ]
+    return uneven_rows(
+        "chains", lambda rng: random_chain(rng, length, split), WORDING, mixture, num_rows, rng
+    )
 
 
 SOURCES: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from rlt_lightning.types import InputError
+
 Kind = Literal["steps", "filler", "leap", "wrong", "other"]
 KINDS: tuple[Kind, ...] = ("steps", "filler", "leap", "wrong", "other")
+MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,56 @@ class Problem:
     answer: str
     steps: list[str]
     derail: Callable[[int, Random], list[str]]
+
+
+def uneven_rows(
+    source: str,
+    draw: Callable[[Random], Problem],
+    wording: Wording,
+    mixture: Mixture | None,
+    num_rows: int,
+    rng: Random,
+) -> list[dict[str, str]]:
+    """Draw different problems with a trace each.
+
+    Args:
+        source: Name of the source, for messages.
+        draw: Draws a problem.
+        wording: Of the traces.
+        mixture: Quality of the traces; None for all steps right.
+        num_rows: How many.
+        rng: What everything is drawn from: first the problems, then their traces.
+
+    Returns:
+        Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
+
+    Raises:
+        InputError: If so many different problems do not exist.
+    """
+    problems: dict[str, Problem] = {}
+    repeats = 0
+    while len(problems) < num_rows:
+        problem = draw(rng)
+        repeats = repeats + 1 if problem.question in problems else 0
+        problems[problem.question] = problem
+        if repeats > MAX_REPEATS:
+            raise InputError(
+                f"The {source} source has about {len(problems)} different rows of these settings, but "
+                f"{num_rows} were asked for. Lower data.num_embedded_rows."
+            )
+
+    def trace(problem: Problem) -> str:
+        return uneven_trace(problem, wording, mixture, rng) if mixture else wording.trace(problem.steps)
+
+    return [
+        {
+            "question": problem.question,
+            "solution": f"\\boxed{{{problem.answer}}}",
+            "reasoning_trace": trace(problem),
+            "answer": problem.answer,
+        }
+        for problem in problems.values()
+    ]
 
 
 def uneven_trace(problem: Problem, wording: Wording, mixture: Mixture, rng: Random) -> str:

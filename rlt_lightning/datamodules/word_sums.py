@@ -15,7 +15,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
-from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_trace
+from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_rows
 from rlt_lightning.types import InputError
 
 NAMES = ("Ana", "Tom", "Lee", "Sara", "Omar", "Nina", "Kim", "Raj")
@@ -42,7 +42,6 @@ WORDING = Wording(
     end=".",
 )
 TEST_SHARE = 8  # one question in so many belongs to the test split, by its hash, whatever the seed
-MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
 
 
 def word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str, int]]) -> Problem:
@@ -121,28 +120,9 @@ def word_sum_rows(
             f"The word_sums source has the splits train and test, but got '{split}'. Use one of them."
         )
     rng = Random(f"word_sums {seed} {split} {length}")  # seeded with text: the same in every process
-    problems: dict[str, Problem] = {}
-    repeats = 0
-    while len(problems) < num_rows:
-        problem = random_word_sum(rng, length, split)
-        repeats = repeats + 1 if problem.question in problems else 0
-        problems[problem.question] = problem
-        if repeats > MAX_REPEATS:
-            raise InputError(
-                f"The word_sums source has about {len(problems)} different rows of {length} steps, but "
-                f"{num_rows} were asked for. Lower data.num_embedded_rows."
-            )
-    return [
-        {
-            "question": problem.question,
-            "solution": f"\\boxed{{{problem.answer}}}",
-            "reasoning_trace": uneven_trace(problem, WORDING, mixture, rng)
-            if mixture
-            else WORDING.trace(problem.steps),
-            "answer": problem.answer,
-        }
-        for problem in problems.values()
-    ]
+    return uneven_rows(
+        "word_sums", lambda rng: random_word_sum(rng, length, split), WORDING, mixture, num_rows, rng
+    )
 
 
 SOURCES: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
