@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from rlt_lightning.datamodules import word_sums
+from rlt_lightning.datamodules import uneven, word_sums
 from rlt_lightning.datamodules.rows import EMBEDDED
 from rlt_lightning.datamodules.word_sums import (
     word_sum,
@@ -94,8 +94,8 @@ def test_other_splits_are_refused():
         word_sum_rows(1, split="dev")
 
 
-def test_more_rows_than_problems_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_more_rows_than_problems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(word_sums, "NAMES", ("Ana",))
-    monkeypatch.setattr(word_sums, "MAX_REPEATS", 0)  # the first question that comes twice ends it
-    with pytest.raises(InputError, match="different rows of 2 steps"):
+    monkeypatch.setattr(uneven, "MAX_REPEATS", 0)  # the first question that comes twice ends it
+    with pytest.raises(InputError, match="The word_sums source has about"):
         word_sum_rows(20_000, length=2)
