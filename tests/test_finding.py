@@ -17,10 +17,11 @@ import arms
 import figures
 import planted_faults
 import pytest
+import torch
 from arms import Arms, Setting
 from stages import Stages
 
-from rlt_lightning.pretrained import MINIATURES
+from rlt_lightning.pretrained import MINIATURES, load_model, load_tokenizer
 
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
@@ -62,6 +63,17 @@ def unglued(folder: Path) -> Path:
     return folder
 
 
+def stranger_to_its_tag(folder: Path) -> Path:
+    """Let a model take the tag that opens an explanation for a word that no line break follows."""
+    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
+    tag, word = (tokenizer(text)["input_ids"] for text in ("<explanation>", " add"))
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[tag] = weight[word]
+    model.save_pretrained(folder)
+    return folder
+
+
 def lengths(one: Arms, arm: str) -> list[float]:
     """Mean tokens of a completion, by iteration."""
     with (one.folder / arm / "teacher" / "metrics.csv").open() as file:
@@ -75,7 +87,7 @@ def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     monkeypatch.setitem(arms.TRAINED, "score_given", {"model__reward__score_given": "true"})
     stages = Stages(tmp_path)
     stages.start()
-    # The student learns to write the line break; no teacher does, whose prompt ends with it.
+    # The student learns to write the line break; no teacher does, since its prompt ends with it.
     base = stages(
         "student",
         "fit",
@@ -83,16 +95,19 @@ def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
         model__pretrained=unglued(tmp_path / "unglued"),
         data__source="chains",
     )
-    one = Arms(stages, dataclasses.replace(SMALL, base=str(base / "model")), seed=0)
+    setting = dataclasses.replace(SMALL, base=str(stranger_to_its_tag(base / "model")))
+    one = Arms(stages, setting, seed=0)
     one.prepare()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one.teacher, ("rlt", "score_given")))
     collapsed, sound = lengths(one, "score_given"), lengths(one, "rlt")
     rise = {arm: figures.rise(one, arm)["reward/mean"] for arm in ("rlt", "score_given")}
-    print(collapsed, sound, rise)
     assert collapsed[-1] < collapsed[0] / 3
     assert sound[-1] > sound[0] / 2
     assert rise["score_given"] > 3 > rise["rlt"]
+    alarms = {arm: (one.folder / arm / "teacher.log").read_text() for arm in rise}
+    assert "alarm: The KL is negative" in alarms["score_given"]
+    assert "alarm: The KL" not in alarms["rlt"]
 
 
 FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weights")
