@@ -138,11 +138,13 @@ def new_questions(data: Namespace) -> Options:
 
 
 def room(config: Namespace, path: str, model: str, examples: list[Any]) -> Options:
-    """Completions as long as those that were trained on, if the proposed config's exceed the context."""
+    """Completions as long as those that were trained on, if the proposed config's are shorter or too long."""
     longest_prompt = max(example.loss_mask.count(False) for example in examples)
-    if at_most(path, MAX_COMPLETION_LENGTH, context_of(config, model) - longest_prompt):
-        return {MAX_COMPLETION_LENGTH: max(sum(example.loss_mask) for example in examples)}
-    return {}
+    longest = max(sum(example.loss_mask) for example in examples)
+    limit = setting(path, MAX_COMPLETION_LENGTH)
+    if limit is not None and longest <= limit <= context_of(config, model) - longest_prompt:
+        return {}
+    return {MAX_COMPLETION_LENGTH: longest}
 
 
 def context_of(config: Namespace, model: str) -> int:

@@ -113,6 +113,14 @@ def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPa
     assert "student_context" not in text  # the config's own
 
 
+def test_completions_may_be_as_long_as_those_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_steps, "context_length", lambda *_: 8192)
+    examples = [SFTExample(1, [1] * 101, [False] + [True] * 100)]  # quickstart_smollm2.yaml allows 48
+    text = next_steps.after_fit(config_of("teacher_sft", pretrained="smollm2-135m"), True, examples)
+    assert text is not None
+    assert "--rollouts.sampling.max_completion_length 100" in text
+
+
 def test_nothing_is_proposed_where_no_trace_was_selected(tmp_path: Path) -> None:
     (tmp_path / "distillation.jsonl").touch()
     config = config_of("rlt", student="smollm2-135m")
