@@ -212,14 +212,13 @@ def draw_groups(axes: Any, figures: dict[str, Any]) -> None:
 
 def show_explanations(one: Arms, arms: list[str]) -> None:
     """Print the best and the worst of eight explanations of one problem under each teacher."""
-    for arm in arms:
-        path = one.folder / arm / "samples" / "traces.jsonl"
-        if not path.exists():
-            continue
-        rows = sorted(read(path), key=lambda row: row["reward"])
-        if arm == arms[0] or not one.folder.joinpath(arms[0], "samples").exists():
-            print(f"\n{rows[0]['question']}")
+    paths = {arm: one.folder / arm / "samples" / "traces.jsonl" for arm in arms}
+    samples = {arm: read(path) for arm, path in paths.items() if path.exists()}
+    for question in {rows[0]["question"] for rows in samples.values()}:
+        print(f"\n{question}")
+    for arm, rows in samples.items():
         print(f"  {NAMES[arm]}")
+        rows.sort(key=lambda row: row["reward"])
         for name, row in (("best", rows[-1]), ("worst", rows[0])):
             print(f"    {name:5} {row['reward']:6.2f}  {row['reasoning_trace']}")
 
