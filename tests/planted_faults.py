@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,15 @@ def shuffled_advantages(words: list[str], log: Path) -> None:
 
 
 def spans_off_by_one(words: list[str], log: Path) -> None:
-    """Score each span's tokens one place too early."""
+    """Score each token by the state behind it instead of the one before it."""
     from rlt_lightning.modules import scoring
 
-    right = scoring.student_sequence
+    right = scoring.states_and_log_probs
 
-    def early(*arguments: Any) -> Any:
-        sequence = right(*arguments)
-        return type(sequence)(sequence.prefix, sequence.rest, [*sequence.scored[1:], False])
+    def late(model: Any, packed: Any, *arguments: Any) -> Any:
+        return right(model, dataclasses.replace(packed, predictors=packed.predictors + 1), *arguments)
 
-    scoring.student_sequence = early
+    scoring.states_and_log_probs = late
     run_rlt(words, log)
 
 

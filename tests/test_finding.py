@@ -44,12 +44,24 @@ def accuracies(one: Arms, names: tuple[str, ...]) -> dict[str, float]:
         return dict(zip(names, pool.map(run, names), strict=True))
 
 
+def metric(one: Arms, arm: str, name: str) -> list[float]:
+    """A metric of an arm's RLT, by iteration."""
+    with (one.folder / arm / "teacher" / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file)]
+
+
+def shows_learning(one: Arms, found: dict[str, float]) -> bool:
+    """Whether students gain by RLT, and it sampled with the weights that it trained."""
+    gains = found["rlt"] > found["warmup"] + 20
+    return gains and max(metric(one, "rlt", "rollout/mismatch_max")) < 1e-3  # nats
+
+
 @pytest.mark.timeout(600)
 def test_a_student_learns_from_a_teacher_that_rlt_trained(tmp_path: Path) -> None:
     one = arms_of(tmp_path)
     found = accuracies(one, ("rlt", "solution_only", "warmup"))
     kinds = {arm: figures.kinds_of(figures.traces_of(one, arm)) for arm in found}
-    assert found["rlt"] > found["warmup"] + 20, (found, kinds)
+    assert shows_learning(one, found), (found, kinds)
     assert found["solution_only"] < found["warmup"], (found, kinds)  # without r_KL the teacher leaks
     assert kinds["rlt"]["steps"] > kinds["warmup"]["steps"] + 20
     assert kinds["solution_only"]["leap"] > 50
@@ -74,12 +86,6 @@ def stranger_to_its_tag(folder: Path) -> Path:
     return folder
 
 
-def lengths(one: Arms, arm: str) -> list[float]:
-    """Mean tokens of a completion, by iteration."""
-    with (one.folder / arm / "teacher" / "metrics.csv").open() as file:
-        return [float(row["rollout/length_mean"]) for row in csv.DictReader(file)]
-
-
 @pytest.mark.timeout(600)
 def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +106,7 @@ def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     one.prepare()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one.teacher, ("rlt", "score_given")))
-    collapsed, sound = lengths(one, "score_given"), lengths(one, "rlt")
+    collapsed, sound = (metric(one, arm, "rollout/length_mean") for arm in ("score_given", "rlt"))
     rise = {arm: figures.rise(one, arm)["reward/mean"] for arm in ("rlt", "score_given")}
     assert collapsed[-1] < collapsed[0] / 3
     assert sound[-1] > sound[0] / 2
@@ -117,8 +123,9 @@ FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weight
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_learning_test_fails_with_a_fault(fault: str, tmp_path: Path) -> None:
-    found = accuracies(arms_of(tmp_path, getattr(planted_faults, fault)), ("rlt", "warmup"))
-    assert found["rlt"] < found["warmup"] + 20, found
+    one = arms_of(tmp_path, getattr(planted_faults, fault))
+    found = accuracies(one, ("rlt", "warmup"))
+    assert not shows_learning(one, found), found
 
 
 def test_an_interval_is_students_t_over_seeds() -> None:
