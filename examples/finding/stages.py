@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -20,7 +19,6 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class StageError(Exception):
@@ -89,8 +87,9 @@ class Stages:
 
 def run_rlt(words: list[str], log: Path) -> None:
     """Be `rlt` with these words, in a process of its own that ends with the one that started it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    from rlt_lightning.judge_worker import end_with_run
+
+    threading.Thread(target=end_with_run, daemon=True).start()
     os.chdir(ROOT)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
