@@ -24,7 +24,7 @@ from rlt_lightning.attention import SEGMENT_ATTENTION, register_segment_attentio
 from rlt_lightning.sharding import SAFETENSORS, SAFETENSORS_INDEX, Read
 from rlt_lightning.types import InputError
 
-# Pretrained by this project on last-digit chains (scripts/make_miniature.py): 184,000 parameters each.
+# Pretrained by examples/finding/make_miniature.py on last-digit chains, 184,000 parameters each.
 MINIATURES = {
     name: Path(__file__).parent / "miniatures" / name
     for name in ("miniature", "miniature-seed1", "miniature-qwen2")

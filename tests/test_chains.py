@@ -53,6 +53,10 @@ def test_a_chain_keeps_the_last_digit() -> None:
         ("6 times 7 is 2.", "wrong", 0),
         ("clearly it must be 2, one looks at the numbers.", "other", 0),
         ("", "other", 0),
+        ("2 add 1 is 3 3 add 3 is 6 6 times 7 is 2.", "other", 0),  # no joints
+        ("2 add 1 is 4 and so on.", "other", 0),
+        ("2 add 1 is 4, clearly it must be 2.", "wrong", 0),
+        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2", "steps", 3),
     ],
 )
 def test_the_kind_of_a_trace_is_told_from_its_text(trace: str, kind: str, num_right: int) -> None:

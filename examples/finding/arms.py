@@ -234,12 +234,8 @@ class Arms:
             "closed": sum(row["finish_reason"] == "stop" for row in rows) / len(rows),
         }
 
-    def check_gates(self) -> None:
-        """Print the gates.
-
-        Raises:
-            StageError: If one does not hold.
-        """
+    def passes_gates(self) -> bool:
+        """Print the gates, and whether all of them hold."""
         found, (low, high) = self.gates(), RIGHT_TRACES
         print(
             f"{self.name}, gates: steps right {found['step_accuracy']:.3f} (> {STEPS_RIGHT}), leaps copied "
@@ -250,7 +246,17 @@ class Arms:
         )
         fine = found["step_accuracy"] > STEPS_RIGHT and found["leaps_copied"] > LEAPS_COPIED
         fine = fine and found["closed"] > CLOSED and low <= found["right_traces"] <= high
-        if not fine or self.num_overlaps():
+        if not fine:
+            print(f"{self.name}: a gate does not hold, so RLT is not tried here", flush=True)
+        return fine and not self.num_overlaps()
+
+    def check_gates(self) -> None:
+        """Print the gates.
+
+        Raises:
+            StageError: If one does not hold.
+        """
+        if not self.passes_gates():
             raise StageError(f"Every gate must hold before RLT, but one of {self.name} does not; see above.")
 
 

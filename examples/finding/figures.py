@@ -119,9 +119,10 @@ def groups_of(ones: list[Arms], name: str) -> list[dict[str, Any]]:
     return found
 
 
-def collect(mains: list[Arms], others: list[Arms], arms: list[str], seconds: float) -> dict[str, Any]:
+def collect(
+    mains: list[Arms], others: list[Arms], arms: list[str], whole: bool, seconds: float
+) -> dict[str, Any]:
     """All figures, as `finding.json` has them; accuracies and kinds in percent."""
-    whole = bool(others)
     found: dict[str, Any] = {
         "unit": "percent",
         "seeds": [one.seed for one in mains],
@@ -154,11 +155,14 @@ def interval(values: list[float]) -> float:
     return T_975[min(len(values), 10) - 2] * stdev(values) / math.sqrt(len(values))
 
 
-def difference(figures: dict[str, Any], arm: str, other: str) -> tuple[float, float]:
-    """Mean difference of two arms' accuracies, paired by seed, and half of its 95 % interval."""
-    a, b = (figures["arms"][name]["accuracy"] for name in (arm, other))
+def difference(arms: dict[str, Any], arm: str, other: str) -> tuple[float, float]:
+    """Mean difference of two arms' accuracies, and half of its 95 % interval.
+
+    Paired by seed; with one seed over its problems, as if the students were independent.
+    """
+    a, b = (arms[name]["accuracy"] for name in (arm, other))
     differences = [x - y for x, y in zip(a, b, strict=True)]
-    if len(differences) == 1:  # over problems, as if the students were independent
+    if len(differences) == 1:
         return differences[0], math.hypot(interval(a), interval(b))
     return fmean(differences), interval(differences)
 
@@ -167,8 +171,8 @@ def failures(figures: dict[str, Any]) -> list[str]:
     """What contradicts the finding, in sentences; empty if nothing does."""
     arms, found = figures["arms"], []
 
-    def above(arm: str, other: str) -> bool:
-        mean, half = difference(figures, arm, other)
+    def above(arm: str, other: str, of: dict[str, Any] = arms) -> bool:
+        mean, half = difference(of, arm, other)
         return mean - half > 0
 
     if not {"warmup", "rlt"} <= arms.keys():
@@ -177,9 +181,14 @@ def failures(figures: dict[str, Any]) -> list[str]:
         found.append("the interval of RLT minus warm-up touches 0")
     if "shuffled" in arms:
         rises = [one["reward/mean"] for one in arms["shuffled"]["rise"]]
-        if above("shuffled", "warmup") or (len(rises) > 1 and fmean(rises) - interval(rises) > 0):
+        gain, _ = difference(arms, "rlt", "warmup")
+        rises_too = above("shuffled", "warmup") or difference(arms, "shuffled", "warmup")[0] > gain / 4
+        if rises_too or (len(rises) > 1 and fmean(rises) - interval(rises) > 0):
             found.append("the control with shuffled advantages rises")
     for arm in {"solution_only", "kl_only"} & arms.keys():
         if not above("rlt", arm):
             found.append(f"one term of the reward reaches RLT ({NAMES[arm]})")
+    for name, some in figures.get("variations", {}).items():
+        if not above("rlt", "warmup", some):
+            found.append(f"the interval of RLT minus warm-up touches 0 ({name.replace('_', ' ')})")
     return found

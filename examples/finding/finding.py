@@ -51,12 +51,16 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
     arms = options.arms.split() or list(QUICK_ARMS if options.quick else ARMS)
-    if unknown := [arm for arm in arms if arm not in ARMS]:
-        parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
-    seeds = sorted({int(seed) for seed in options.seeds.split() or (["0"] if options.quick else "012")})
     whole = not options.quick and not options.arms
     try:
-        return run(options.output_dir, seeds, arms, whole)
+        if unknown := [arm for arm in arms if arm not in ARMS]:
+            raise StageError(f"ARMS may name {', '.join(ARMS)}, but names {', '.join(unknown)}. Correct it.")
+        words = options.seeds.split() or (["0"] if options.quick else ["0", "1", "2"])
+        if odd := [word for word in words if not word.isdecimal()]:
+            raise StageError(
+                f"SEEDS must be numbers such as '0 1 2', but names {', '.join(odd)}. Correct it."
+            )
+        return run(options.output_dir, sorted(set(map(int, words))), arms, whole)
     except StageError as error:
         print(f"finding: {error}", file=sys.stderr)
         return 1
@@ -66,9 +70,14 @@ def run(folder: Path, seeds: list[int], arms: list[str], whole: bool) -> int:
     """Run the arms for all seeds and, as a whole, groups and variations; then show what came out."""
     begin = time.perf_counter()
     folder = folder.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StageError(
+            f"OUT must be a folder that can be written, but {folder} is not ({error})."
+        ) from error
     clock = folder / "seconds"  # of earlier runs that were broken off
     before = float(clock.read_text()) if clock.exists() else 0.0
-    folder.mkdir(parents=True, exist_ok=True)
     stages = Stages(folder)
     stages.start()
     mains = [Arms(stages, Setting(), seed) for seed in seeds]
@@ -83,17 +92,22 @@ def run(folder: Path, seeds: list[int], arms: list[str], whole: bool) -> int:
                 if done.exception() is not None:
                     pool.shutdown(wait=True, cancel_futures=True)
                 done.result()
-                clock.write_text(f"{before + time.perf_counter() - begin:.1f}")
+                scratch = clock.with_suffix(".tmp")  # a kill leaves no half number
+                scratch.write_text(f"{before + time.perf_counter() - begin:.1f}")
+                scratch.replace(clock)
 
-        print("warming the teacher up" if len(mains) == 1 else "warming the teachers up", flush=True)
+        print(
+            "importing, then warming the teachers up: half a minute or more until the first line", flush=True
+        )
         side_by_side(one.prepare for one in [*mains, *others])
-        for one in [*mains, *others]:
+        for one in mains:
             one.check_gates()
+        others = [one for one in others if one.passes_gates()]
         print("all other stages, one line as each ends", flush=True)
         side_by_side(jobs(mains, others, arms, whole))
     from page import show
 
-    return show(folder, mains, others, arms, before + time.perf_counter() - begin)
+    return show(folder, mains, others, arms, whole, before + time.perf_counter() - begin)
 
 
 def jobs(mains: list[Arms], others: list[Arms], arms: list[str], whole: bool) -> list[Callable[[], object]]:

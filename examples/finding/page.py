@@ -24,7 +24,7 @@ KIND_COLORS = {
 NEXT = """
 Next:
   make finding             all arms, three seeds, ranked groups, variations: about twenty minutes
-  make finding-smollm2     the same with SmolLM2-135M: about an hour
+  make finding-smollm2     the same with SmolLM2-135M: an hour or more
   docs/new_task.md         a task and a model of your own
   docs/pipeline.md         all stages with SmolLM2, and with a 7B teacher on 8 GPUs"""
 
@@ -64,9 +64,10 @@ def page(figures: dict[str, Any]) -> str:
     """All tables, as Markdown."""
     arms, parts = figures["arms"], [main_table(figures)]
     if "warmup" in arms:
-        lines = ["| difference to the warm-up teacher's students | points (± 95 %, paired) |", "|---|---|"]
+        how = "paired by seed" if len(figures["seeds"]) > 1 else "over problems"
+        lines = [f"| difference to the warm-up teacher's students | points (± 95 %, {how}) |", "|---|---|"]
         for arm in (name for name in arms if name != "warmup"):
-            mean, half = difference(figures, arm, "warmup")
+            mean, half = difference(arms, arm, "warmup")
             lines.append(f"| {NAMES[arm]} | {mean:+.1f} ± {half:.1f} |")
         parts.append("\n".join(lines))
     trained = {arm: found["rise"] for arm, found in arms.items() if "rise" in found}
@@ -97,14 +98,19 @@ def page(figures: dict[str, Any]) -> str:
             )
         parts.append("\n".join(lines))
     if figures.get("variations"):
-        lines = ["| variation | warm-up teacher, % | RLT teacher, % | right traces: warm-up → RLT, % |"]
-        lines.append("|---|---|---|---|")
+        lines = [
+            "| variation | ± 95 % over | warm-up teacher, % | RLT teacher, % | greedy: warm-up → RLT, % "
+            "| right traces: warm-up → RLT, % |",
+            "|" + "---|" * 6,
+        ]
         for name, found in figures["variations"].items():
-            right = [mean_kinds(found[arm]["kinds"])["steps"] for arm in ("warmup", "rlt")]
-            cells = [plus_minus(found[arm]["accuracy"]) for arm in ("warmup", "rlt")]
-            lines.append(
-                f"| {name.replace('_', ' ')} | {' | '.join(cells)} | {right[0]:.0f} → {right[1]:.0f} |"
-            )
+            pair = [found[arm] for arm in ("warmup", "rlt")]
+            num_seeds = len(pair[0]["accuracy"])
+            cells = [name.replace("_", " "), f"{num_seeds} seeds" if num_seeds > 1 else "problems"]
+            cells += [plus_minus(one["accuracy"]) for one in pair]
+            cells.append(" → ".join(f"{fmean(one['greedy']):.1f}" for one in pair))
+            cells.append(" → ".join(f"{mean_kinds(one['kinds'])['steps']:.0f}" for one in pair))
+            lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
@@ -184,7 +190,7 @@ def draw_kinds_over_iterations(axes: Any, one: Arms, arm: str) -> None:
     iterations = range(1, len(next(iter(shares.values()))) + 1)
     axes.stackplot(iterations, *shares.values(), colors=KIND_COLORS.values(), labels=list(shares))
     axes.set(xlabel="iteration", ylabel="completions, %", ylim=(0, 100), xlim=(1, iterations[-1]))
-    axes.set_title(f"What the teacher writes ({NAMES[arm]})")
+    axes.set_title(f"What the teacher writes ({NAMES[arm]}, seed {one.seed})")
 
 
 def draw_groups(axes: Any, figures: dict[str, Any]) -> None:
@@ -223,9 +229,11 @@ def show_explanations(one: Arms, arms: list[str]) -> None:
             print(f"    {name:5} {row['reward']:6.2f}  {row['reasoning_trace']}")
 
 
-def show(folder: Path, mains: list[Arms], others: list[Arms], arms: list[str], seconds: float) -> int:
+def show(
+    folder: Path, mains: list[Arms], others: list[Arms], arms: list[str], whole: bool, seconds: float
+) -> int:
     """Write `finding.json`, `finding.md`, `finding.svg` and `report.html`, and print them; 1 if it fails."""
-    figures = collect(mains, others, arms, seconds)
+    figures = collect(mains, others, arms, whole, seconds)
     (folder / "finding.json").write_text(json.dumps(figures, indent=1) + "\n")
     (folder / "finding.md").write_text(page(figures))
     draw(figures, mains, folder / "finding.svg")
@@ -249,7 +257,7 @@ def show(folder: Path, mains: list[Arms], others: list[Arms], arms: list[str], s
     for sentence in wrong:
         print(f"finding: the finding does not hold: {sentence}.", file=sys.stderr)
     if not wrong and {"warmup", "rlt"} <= set(arms):
-        mean, half = difference(figures, "rlt", "warmup")
+        mean, half = difference(figures["arms"], "rlt", "warmup")
         print(f"RLT's students solve {mean:.1f} ± {half:.1f} points more than those of the warm-up teacher.")
     print(NEXT)
     return bool(wrong)

@@ -63,20 +63,26 @@ class Stages:
             StageError: If it fails.
         """
         folder = self.folder / name
-        if (folder / (result or RESULTS[verb])).exists():
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        log = folder.with_name(f"{folder.name}.log")
         words = [verb, "--config", f"configs/{config}.yaml", "--output_dir", str(folder), "--resume", "true"]
         words += [
             word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", str(value))
         ]
+        made_with = "\n".join([*words, (ROOT / f"configs/{config}.yaml").read_text()])
+        log, note = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "made_with"))
+        if note.exists() and note.read_text() != made_with:
+            raise StageError(
+                f"{folder} must have today's settings, but has others. Remove it, or set another OUT."
+            )
+        if (folder / (result or RESULTS[verb])).exists():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(made_with)
         begin = time.perf_counter()
         process = self.context.Process(target=self.target, args=(words, log))
         process.start()
         process.join()
         if process.exitcode:
-            last_lines = "\n".join(log.read_text().splitlines()[-5:])
+            last_lines = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "(nothing)"
             raise StageError(
                 f"rlt {verb} must end well, but ended with {process.exitcode} in {folder}. Its log is {log}:"
                 f"\n{last_lines}"

@@ -160,18 +160,25 @@ def kind_of(problem: Problem, wording: Wording, trace: str) -> tuple[Kind, int]:
     A leap counts as one whatever answer it names; any other step than the one that is due counts as wrong.
     A text that is none of the kinds is "other".
     """
-    rest, num_right = trace.strip().removesuffix(wording.end.strip()).rstrip(), 0
-    joint = wording.joint.rstrip()
-    while num_right < len(problem.steps) and re.match(re.escape(problem.steps[num_right]) + r"(?!\d)", rest):
-        rest = rest[len(problem.steps[num_right]) :].removeprefix(joint).lstrip()
+    joint = re.escape(wording.joint.rstrip()) + r"\s+"
+    end = f"({re.escape(wording.end)})?" + r"\Z"
+    rest, num_right = trace.strip(), 0
+    while num_right < len(problem.steps):
+        step = re.match(f"{re.escape(problem.steps[num_right])}({joint}|{end})", rest)
+        if step is None:
+            break
+        rest = rest[step.end() :]
         num_right += 1
     if num_right == len(problem.steps):
         return ("other" if rest else "steps"), num_right
     filler = "|".join(map(re.escape, wording.filler))
-    leaps = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+") for leap in wording.leaps)
-    if re.fullmatch(leaps, rest):
-        return "leap", num_right
-    if re.fullmatch(rf"({filler})({re.escape(joint)}\s*({filler}))*", rest):
-        return "filler", num_right
-    step_like = "|".join(re.sub(r"\\?\d+", r"\\d+", re.escape(step)) for step in problem.steps)
-    return ("wrong" if re.match(step_like, rest) else "other"), num_right
+    leap = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+") for leap in wording.leaps)
+    step_like = "|".join(re.sub(r"\\?\d+", r"\\d+", re.escape(one)) for one in problem.steps)
+    kinds: dict[Kind, str] = {
+        "leap": leap,
+        "filler": f"({filler})({joint}({filler}))*",
+        "wrong": f"({step_like})({joint}({step_like}|{filler}|{leap}))*",
+    }
+    return next(
+        (kind for kind, text in kinds.items() if re.match(f"({text}){end}", rest)), "other"
+    ), num_right
