@@ -3,6 +3,7 @@ PYTHON ?= python3
 RUN = .venv/bin
 
 .venv/.installed: pyproject.toml constraints.txt
+	@echo "installing into .venv: some minutes, 4 GB"
 	$(PYTHON) -m venv .venv
 	$(RUN)/python -m pip install --quiet --editable '.[dev,deepspeed]' --constraint constraints.txt
 	touch $@
@@ -24,7 +25,7 @@ finding: setup
 miniature: setup
 	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
 
-# The same with SmolLM2-135M, about an hour; SEEDS="0 1 2" ARMS="warmup rlt" OUT=DIR choose.
+# The same with SmolLM2-135M, an hour or more; SEEDS="0 1 2" ARMS="warmup rlt" OUT=DIR choose.
 finding-smollm2: setup
 	$(RUN)/python examples/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/finding_smollm2)
