@@ -113,7 +113,7 @@ def traces(stages: Stages, arm: str, seed: int) -> Path:
 
 
 def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
-    """Train a student on an arm's explanations, and return its accuracy on unseen problems."""
+    """Train a student on an arm's explanations, and return its accuracy on unseen problems in percent."""
     settings: dict[str, Any] = {"data.source": source, "data.seed": seed, "model.seed": seed}
     model = stages.run(f"{arm}-{seed}-student", "fit", "smollm2_student_sft", "model", settings)
     figures = {}
@@ -121,16 +121,16 @@ def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, floa
         settings = {"model.pretrained": model, "rollouts.seed": 200 + seed, **sampling}
         path = stages.run(f"{arm}-{seed}-{name}", "test", "smollm2_evaluate", "evaluation.json", settings)
         result = json.loads(path.read_text())["sets"]["word_sums"]
-        figures[name] = result["pass_at_1"]
-        figures[f"{name}_error"] = result["standard_error"]
+        figures[name] = 100 * result["pass_at_1"]
+        figures[f"{name}_error"] = 100 * result["standard_error"]
     return figures
 
 
 def kinds_of(path: Path) -> dict[str, float]:
-    """Return the part of each kind among the traces that a student learns from."""
+    """Return the share of each kind among the traces that a student learns from, in percent."""
     rows = read_rows(path)
     counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
-    return {kind: counts[kind] / len(rows) for kind in KINDS}
+    return {kind: 100 * counts[kind] / len(rows) for kind in KINDS}
 
 
 def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
@@ -181,8 +181,8 @@ def table(finding: dict[str, Any]) -> str:
         scores = []
         for name in ("accuracy", "greedy"):
             half = interval(figures[name], figures[f"{name}_error"])
-            scores.append(f"{100 * fmean(figures[name]):.1f} ± {100 * half:.1f}")
-        kinds = [100 * fmean(row[kind] for row in figures["kinds"]) for kind in KINDS]
+            scores.append(f"{fmean(figures[name]):.1f} ± {half:.1f}")
+        kinds = [fmean(row[kind] for row in figures["kinds"]) for kind in KINDS]
         lines.append(f"| {arm} | {' | '.join(scores)} | {' / '.join(f'{kind:.0f}' for kind in kinds)} |")
     lines += [
         "",
@@ -201,14 +201,14 @@ def draw(finding: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = [arm.replace("_", "\n") for arm in arms]
-    scores = [100 * fmean(row["accuracy"]) for row in arms.values()]
-    halves = [100 * interval(row["accuracy"], row["accuracy_error"]) for row in arms.values()]
+    scores = [fmean(row["accuracy"]) for row in arms.values()]
+    halves = [interval(row["accuracy"], row["accuracy_error"]) for row in arms.values()]
     bars = left.bar(names, scores, yerr=halves, capsize=5, color="#0b6e99")
     left.bar_label(bars, fmt="%.0f %%")
     left.set(title="accuracy on unseen problems, T 0.7", ylabel="%", ylim=(0, 112))
     bottom = [0.0] * len(arms)
     for kind, color in zip(KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
-        parts = [100 * fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
+        parts = [fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
         right.bar(names, parts, bottom=bottom, label=kind, color=color)
         bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
     right.set(title="the traces that it learnt from", ylabel="%")
@@ -233,7 +233,14 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     stages, sources = Stages(out), write_traces(out)
     arms: dict[str, Any] = defaultdict(lambda: defaultdict(list))
-    finding: dict[str, Any] = {"arms": arms, "seeds": seeds, "reward_by_kind": {}, "gates": {}}
+    finding: dict[str, Any] = {
+        "unit": "percent",
+        "arms": arms,
+        "seeds": seeds,
+        "groups": [],
+        "reward_by_kind": {},
+        "gates": {},
+    }
     for seed in seeds:
         for arm in arm_names:
             source = sources.get(arm) or traces(stages, arm, seed)
