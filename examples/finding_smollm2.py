@@ -228,7 +228,10 @@ def main() -> None:
     arm_names = [arm for arm in ARMS if arm in (options.arms.split() or ARMS)]
     if unknown := set(options.arms.split()) - set(ARMS):
         parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
-    seeds = [int(seed) for seed in options.seeds.split() or "0"]
+    words = options.seeds.split() or ["0"]
+    if odd := [word for word in words if not word.isdecimal()]:
+        parser.error(f"SEEDS must be numbers such as '0 1 2', but names {', '.join(odd)}. Correct it.")
+    seeds = [int(word) for word in words]
     out: Path = options.output_dir
     out.mkdir(parents=True, exist_ok=True)
     stages, sources = Stages(out), write_traces(out)

@@ -132,7 +132,7 @@ def sampling_of(config: Namespace) -> Options:
 def new_questions(data: Namespace) -> Options:
     """Questions that this run has not seen: an embedded source makes others of another seed."""
     if all(source in EMBEDDED for source in as_list(data.source)):
-        # One more is the seed of configs/quickstart_smollm2_warmup.yaml.
+        # The next seed is that of configs/quickstart_smollm2_warmup.yaml, so the one after it.
         return {"data.source": data.source, "data.seed": data.seed + 2}
     return {"data.source": "FILE"}
 
