@@ -40,7 +40,10 @@ VERBS = [*cli.VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
-    "rlt fit --config configs/quickstart.yaml --output_dir runs/q": ["--data.num_embedded_rows=10"],
+    "rlt fit --config configs/quickstart.yaml --output_dir runs/q": [
+        "--data.num_embedded_rows=10",
+        "--checkpoint.every_n_train_steps=1",
+    ],
     "rlt export --ckpt_path": [],
     "rlt validate --config configs/quickstart_smollm2.yaml": ["--data.num_embedded_rows=4"],
     "rlt predict --config configs/rank.yaml --data.source FILE": [],
