@@ -134,6 +134,8 @@ def draw(figures: dict[str, Any], mains: list[Arms], path: Path) -> None:
     names = [NAMES[arm] for arm in arms][::-1]
     draw_accuracies(left, arms, names)
     draw_kinds(right, arms, names)
+    handles, labels = right.get_legend_handles_labels()
+    parts[0].legend(handles, labels, loc="outside lower right", ncols=5, frameon=False, fontsize=8)
     for axes, panel in zip(
         parts[-1].subplots(1, len(below), squeeze=False)[0] if below else (), below, strict=True
     ):
@@ -170,7 +172,6 @@ def draw_kinds(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
         axes.barh(names, widths, left=left, color=color, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set(xlim=(0, 100), xlabel="traces, %", title="Kinds of traces they were trained on")
-    legend_below(axes, 5)
 
 
 def draw_curves(axes: Any, mains: list[Arms], trained: list[str]) -> None:
