@@ -304,7 +304,6 @@ LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs b
 @pytest.mark.parametrize(
     ("model", "push", "steps", "options"),
     [
-        ("smollm2", GlooPush, 2, []),
         ("miniature", GlooPush, 2, [*CHAINS, "--model.optimizer.lr=1e-3"]),
         pytest.param("smollm2", GlooPush, 8, [], marks=pytest.mark.slow),
         pytest.param("tiny_model", DiskPush, 4, [], marks=pytest.mark.slow),
