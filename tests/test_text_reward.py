@@ -246,7 +246,8 @@ def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path
     result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
-    assert f"rlt test --config configs/smollm2_evaluate.yaml --model.pretrained {run / 'model'}" in result.stdout
+    evaluate = f"rlt test --config configs/smollm2_evaluate.yaml --model.pretrained {run / 'model'}"
+    assert evaluate in result.stdout
     assert "--data.tags r1" in result.stdout
     found = metrics(run)[2]
     for prefix in ("reward/", "reward/val_"):
