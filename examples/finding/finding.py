@@ -100,8 +100,8 @@ def run(folder: Path, seeds: list[int], arms: list[str], whole: bool) -> int:
             "importing, then warming the teachers up: half a minute or more until the first line", flush=True
         )
         side_by_side(one.prepare for one in [*mains, *others])
-        for one in mains:
-            one.check_gates()
+        if failed := [one.name for one in mains if not one.passes_gates()]:
+            raise StageError(f"Every gate must hold, but not all do for {', '.join(failed)}; see above.")
         others = [one for one in others if one.passes_gates()]
         print("all other stages, one line as each ends", flush=True)
         side_by_side(jobs(mains, others, arms, whole))
