@@ -6,7 +6,7 @@ environment gets this package alone (`pip install --no-deps`), then
     vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
         --weight-transfer-config '{"backend": "gloo"}'
 
-vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/rollouts.md).
+vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/weights.md).
 """
 
 from __future__ import annotations

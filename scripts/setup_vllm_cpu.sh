@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv-vllm, a virtual environment with a vLLM server that runs on a CPU (for tests and laptops; 2 min, 3.4 GB).
-# On a GPU, give the official package an environment of its own instead (docs/rollouts.md).
+# On a GPU, give the official package an environment of its own instead (docs/vllm.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -74,7 +74,7 @@ class Launch:
         if program is None:
             raise InputError(
                 f"launch.executable must be vLLM's command, but '{self.executable}' is none. Make its "
-                "environment (scripts/setup_vllm_cpu.sh, or docs/rollouts.md for GPUs) or correct the path."
+                "environment (scripts/setup_vllm_cpu.sh, or docs/vllm.md for GPUs) or correct the path."
             )
         words = [program, "serve", self.model or model, "--served-model-name", served_model]
         words += ["--host", LOOPBACK, "--port", str(port), "--dtype", self.dtype, "--seed", str(index)]
