@@ -46,3 +46,11 @@ def test_an_issue_template_is_a_form(template: Any) -> None:
     assert form.keys() >= {"name", "description", "body"}
     ids = [item["id"] for item in form["body"] if item["type"] != "markdown"]
     assert len(ids) == len(set(ids)) > 0
+
+
+def test_the_page_on_the_code_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "code.md").read_text()
+    names = re.findall(r"`(\w+/(?:\w+\.py)?|\w+\.py)`", page.replace("`rlt_lightning/`", ""))
+    assert len(names) > 30
+    missing = [name for name in names if not (ROOT / "rlt_lightning" / name).exists()]
+    assert not missing, "docs/code.md names what is not there"
