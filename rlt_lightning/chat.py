@@ -15,13 +15,12 @@ from typing import Any, Literal, Protocol
 import httpx
 import torch
 
-from rlt_lightning.datamodules.formats import ChatFormat, TagStyle, encode
+from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, key_from, refusal, trusted_certificates
 from rlt_lightning.engines.hf import device_of, draw, eos_token_ids, row_uniforms
-from rlt_lightning.modules.base import Dtype
-from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.tags import decode
+from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer
+from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import FinishReason, InputError
 
 Kind = Literal["plain", "thought", "solution", "tag"]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlt_lightning import __version__
 from rlt_lightning.checkpoints import ALONE, STATE, WEIGHTS, checkpoints_in, read_state, whole_or_absent
-from rlt_lightning.datamodules.formats import ensure_pad_token
 from rlt_lightning.lora import (
     ADAPTER_FILE,
     LoRA,
@@ -19,7 +18,7 @@ from rlt_lightning.lora import (
     merged_weights,
     save_adapter_config,
 )
-from rlt_lightning.pretrained import WeightFiles, empty_model, load_tokenizer, resolve
+from rlt_lightning.pretrained import WeightFiles, empty_model, ensure_pad_token, load_tokenizer, resolve
 from rlt_lightning.sharding import SAFETENSORS, Deferred, Read, stored_once, trained, write_weights
 from rlt_lightning.types import InputError
 

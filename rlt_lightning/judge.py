@@ -27,8 +27,8 @@ from rlt_lightning.answers import (
     solution_block,
     solves_countdown,
 )
-from rlt_lightning.datamodules.formats import TagStyle, tag_style
 from rlt_lightning.judge_worker import enter_worker
+from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
 WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]  # no torch: they start in a second

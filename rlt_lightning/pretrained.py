@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ CHOICES = (
     "or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
 )
 
-
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that are all in tokenizer.json
+
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 def cache_folder() -> Path:
@@ -367,3 +368,31 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     digits = {"type": "Digits", "individual_digits": True}
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
     path.write_text(json.dumps(spec, ensure_ascii=False))
+
+
+def ensure_pad_token(tokenizer: Any) -> int:
+    """Give the tokenizer a padding token that is not its eos, out of its own vocabulary, and return its id.
+
+    We train packed, so no padding enters a loss; but whoever pads with the exported tokenizer and masks the
+    padding would mask the eos too, if they were the same.
+
+    Raises:
+        InputError: If the vocabulary has no token that could serve.
+    """
+    candidates = [
+        tokenizer.pad_token,
+        "<|endoftext|>",
+        tokenizer.unk_token,
+        "<pad>",
+        "<|finetune_right_pad_id|>",  # Llama 3.1 and later
+        "<|reserved_special_token_0|>",  # Llama 3
+    ]
+    vocabulary = tokenizer.get_vocab()
+    for token in candidates:
+        if token in vocabulary and vocabulary[token] != tokenizer.eos_token_id:
+            tokenizer.pad_token = token
+            return vocabulary[token]
+    raise InputError(
+        f"The tokenizer must have a padding token other than its eos {tokenizer.eos_token!r}, but its "
+        "vocabulary has no spare one. Set pad_token in its tokenizer_config.json."
+    )

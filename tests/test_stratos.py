@@ -15,8 +15,8 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.formats import R1, STRATOS
 from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, parse_row, read_rows
+from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import InputError, Problem, PromptBatch, SFTBatch, SFTExample
 
 MakeData = Callable[..., StratosDataModule]

@@ -20,11 +20,11 @@ from test_countdown import needs_reasoning_gym
 from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs, trainer
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.formats import R1, TagStyle
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 # One-letter tags, which a model with random weights writes now and then.

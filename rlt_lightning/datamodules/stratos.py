@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.formats import STRATOS, ChatFormat, TagStyle
+from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.rows import (
     ARITHMETIC,
@@ -28,6 +28,7 @@ from rlt_lightning.datamodules.rows import (
     with_solution,
     write_reports,
 )
+from rlt_lightning.tags import STRATOS, TagStyle
 from rlt_lightning.types import (
     Completion,
     InputError,

@@ -18,19 +18,11 @@ from rlt_lightning.lora import LoRA, add_adapter
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
 from rlt_lightning.modules.packed import HeadOptions, verified_layout
-from rlt_lightning.numerics.packing import (
-    Extent,
-    Layout,
-    MicroBatch,
-    micro_batches,
-    split_to,
-)
+from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.pretrained import empty_model, load_model
+from rlt_lightning.pretrained import Dtype, empty_model, load_model
 from rlt_lightning.sharding import Entry, Sharded, Whole, full_shape, sharding_of, trained_parameters
 from rlt_lightning.types import InputError
-
-Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class FrozenModel:

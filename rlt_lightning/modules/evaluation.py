@@ -13,8 +13,7 @@ from torchmetrics import MeanMetric
 from rlt_lightning.jsonl import Row
 from rlt_lightning.judge import Judge
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn
-from rlt_lightning.modules.base import Dtype
-from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model
+from rlt_lightning.pretrained import EMBEDDED_MODEL, Dtype, load_model
 from rlt_lightning.sharding import sharding_of
 from rlt_lightning.types import EvaluationBatch, InputError
 

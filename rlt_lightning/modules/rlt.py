@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlt_lightning.lora import LoRA, without_adapter
-from rlt_lightning.modules.base import Dtype, FrozenModel, OptimizerConfig, PolicyModule
+from rlt_lightning.modules.base import FrozenModel, OptimizerConfig, PolicyModule
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
@@ -23,7 +23,7 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
-from rlt_lightning.pretrained import EMBEDDED_MODEL
+from rlt_lightning.pretrained import EMBEDDED_MODEL, Dtype
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 

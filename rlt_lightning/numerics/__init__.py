@@ -33,7 +33,6 @@ from rlt_lightning.numerics.packing import (
 from rlt_lightning.numerics.rewards import (
     NonFiniteError,
     Reward,
-    RewardTerms,
     RLTReward,
     RLTRewardTerms,
     masked_mean,
@@ -41,6 +40,7 @@ from rlt_lightning.numerics.rewards import (
     student_kl_penalty,
     student_solution_reward,
 )
+from rlt_lightning.types import RewardTerms
 
 __all__ = [
     "AdvantageEstimator",
