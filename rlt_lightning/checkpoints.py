@@ -26,8 +26,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from rlt_lightning.pretrained import WeightFiles
-from rlt_lightning.sharding import NamedTensor, write_weights
+from rlt_lightning.models.weights import NamedTensor, WeightFiles, write_weights
 from rlt_lightning.types import InputError
 
 STATE, WEIGHTS, BEST = "state.pt", "weights", "best.json"

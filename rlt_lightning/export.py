@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlt_lightning import __version__
 from rlt_lightning.checkpoints import ALONE, STATE, WEIGHTS, checkpoints_in, read_state, whole_or_absent
-from rlt_lightning.lora import (
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.lora import (
     ADAPTER_FILE,
     LoRA,
     adapter_weights,
@@ -18,8 +19,16 @@ from rlt_lightning.lora import (
     merged_weights,
     save_adapter_config,
 )
-from rlt_lightning.pretrained import WeightFiles, empty_model, ensure_pad_token, load_tokenizer, resolve
-from rlt_lightning.sharding import SAFETENSORS, Deferred, Read, stored_once, trained, write_weights
+from rlt_lightning.models.weights import (
+    SAFETENSORS,
+    Deferred,
+    Read,
+    WeightFiles,
+    stored_once,
+    trained,
+    write_weights,
+)
+from rlt_lightning.pretrained import empty_model, ensure_pad_token, load_tokenizer
 from rlt_lightning.types import InputError
 
 Adapter = Literal["merged", "alone"]

@@ -24,10 +24,10 @@ from rlt_lightning.checkpoints import (
     split_moments,
     write_checkpoint,
 )
-from rlt_lightning.pretrained import WeightFiles
-from rlt_lightning.sharding import (
+from rlt_lightning.models.weights import (
     Deferred,
     Read,
+    WeightFiles,
     fill_in_place,
     full_shape,
     set_whole,

@@ -19,11 +19,11 @@ from rlt_lightning.checkpoints import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.export import Adapter
-from rlt_lightning.lora import LoRA
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.weights import gathered, stored_once
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
-from rlt_lightning.sharding import gathered, stored_once
 from rlt_lightning.strategies import FSDP2, DeepSpeed
 from rlt_lightning.types import Completion
 

@@ -13,7 +13,7 @@ from commands import ROOT, rlt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlt_lightning.lora import LoRA, add_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.planner import make_plan, memory, timing
 from rlt_lightning.planner.settings import count_devices, sharding_named

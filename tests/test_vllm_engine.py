@@ -44,7 +44,7 @@ from rlt_lightning.engines import (
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.vllm import disagreement
 from rlt_lightning.engines.weights import pieces
-from rlt_lightning.sharding import gathered_groups
+from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from rlt_lightning.checkpoints import whole_or_absent
 from rlt_lightning.export import Adapter, export_model, pretrained_tensors
-from rlt_lightning.sharding import trained
+from rlt_lightning.models.weights import trained
 from rlt_lightning.strategies import NamedCheckpoints
 
 

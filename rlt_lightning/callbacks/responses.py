@@ -21,11 +21,12 @@ from rlt_lightning.engines.base import (
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.lora import merged_weights
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.lora import merged_weights
+from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.base import mix_seed
 from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.modules.packed import sequence_log_probs
-from rlt_lightning.pretrained import context_length, resolve
+from rlt_lightning.pretrained import context_length
 from rlt_lightning.tags import decode
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
 

@@ -22,7 +22,7 @@ from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.sharding import gathered_groups
+from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import Completion, InputError
 
 T = TypeVar("T")

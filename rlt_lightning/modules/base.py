@@ -12,16 +12,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlt_lightning.lora import LoRA, add_adapter
+from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.models.packed import HeadOptions, disable_dropout
+from rlt_lightning.models.weights import full_shape, trained_parameters
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
-from rlt_lightning.modules.packed import HeadOptions, verified_layout
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.pretrained import Dtype, empty_model, load_model
-from rlt_lightning.sharding import Entry, Sharded, Whole, full_shape, sharding_of, trained_parameters
+from rlt_lightning.sharding import Entry, Sharded, Whole, sharding_of
 from rlt_lightning.types import InputError
 
 
@@ -457,15 +459,6 @@ def require_precision(precision: str) -> None:
             f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
             "precision set model.dtype to bfloat16."
         )
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to zero."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def mix_seed(*parts: int) -> int:

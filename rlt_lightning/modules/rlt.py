@@ -11,11 +11,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlt_lightning.lora import LoRA, without_adapter
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.lora import LoRA, without_adapter
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import FrozenModel, OptimizerConfig, PolicyModule
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
 from rlt_lightning.modules.scoring import StudentScorer, scored_end
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
@@ -23,7 +25,7 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
-from rlt_lightning.pretrained import EMBEDDED_MODEL, Dtype
+from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 

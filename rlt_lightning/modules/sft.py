@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from rlt_lightning.lora import LoRA
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import OptimizerConfig, PolicyModule
 from rlt_lightning.modules.meter import forward_flops
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
-from rlt_lightning.pretrained import EMBEDDED_MODEL, Dtype, context_length
+from rlt_lightning.pretrained import Dtype, context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 

@@ -14,7 +14,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.rows import EMBEDDED
 from rlt_lightning.engines import VLLMEngine
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.lora import LoRA, add_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.meter import GIB, flops, matmul_rate, resident_bytes

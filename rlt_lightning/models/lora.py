@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.sharding import NamedTensor, Read, full_shape, gathered
+from rlt_lightning.models.weights import NamedTensor, Read, full_shape, gathered
 from rlt_lightning.types import InputError
 
 ADAPTER = "default"  # peft's name for an only adapter
