@@ -31,11 +31,13 @@ from rlt_lightning import __version__, callbacks, next_steps, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.chat import chat
-from rlt_lightning.checkpoints import CHOICES, FolderCheckpointIO, checkpoints_in
+from rlt_lightning.checkpoints.choices import CHOICES, checkpoints_in
+from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
+from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
-from rlt_lightning.export import export_checkpoint
 from rlt_lightning.jsonl import append_rows
 from rlt_lightning.judge import refuse_while_imported
 from rlt_lightning.messages import one_line
@@ -46,7 +48,6 @@ from rlt_lightning.rank_failures import MISTAKES
 from rlt_lightning.redaction import without_secrets
 from rlt_lightning.report import report
 from rlt_lightning.run_folder import FINISHED_ROWS, open_run_folder, require_dead_start, require_same_run
-from rlt_lightning.strategies import NamedCheckpoints
 from rlt_lightning.types import InputError
 from rlt_lightning.workspace import dashboard
 

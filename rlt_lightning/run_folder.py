@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints import checkpoints_in
+from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.types import InputError
 
 # What may change when a prediction or evaluation goes on: at most it rounds the rows to come otherwise.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
 from rlt_lightning.callbacks.order import Order
-from rlt_lightning.checkpoints import FolderCheckpointIO
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule

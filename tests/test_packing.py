@@ -46,7 +46,7 @@ from rlt_lightning.numerics import (
     to_padded,
 )
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.sharding import Entry
+from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import InputError
 
 FAMILIES = {

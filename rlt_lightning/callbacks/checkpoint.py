@@ -13,13 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import (
-    checkpoint_of,
-    discard,
-    discard_unfinished,
-    read_best,
-    write_best,
-)
+from rlt_lightning.checkpoints.choices import checkpoint_of, read_best, write_best
+from rlt_lightning.checkpoints.folder import discard, discard_unfinished
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.types import InputError
 

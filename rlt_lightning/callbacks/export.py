@@ -8,10 +8,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import whole_or_absent
-from rlt_lightning.export import Adapter, export_model, pretrained_tensors
+from rlt_lightning.checkpoints.export import Adapter, export_model, pretrained_tensors
+from rlt_lightning.checkpoints.folder import whole_or_absent
+from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.models.weights import trained
-from rlt_lightning.strategies import NamedCheckpoints
 
 
 class ModelExporter(Callback):

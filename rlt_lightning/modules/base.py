@@ -23,7 +23,7 @@ from rlt_lightning.modules.meter import StepMeter, matmul_rate
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.pretrained import Dtype, empty_model, load_model
-from rlt_lightning.sharding import Entry, Sharded, Whole, sharding_of
+from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, sharding_of
 from rlt_lightning.types import InputError
 
 

@@ -15,7 +15,7 @@ from rlt_lightning.judge import Judge
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn
 from rlt_lightning.pretrained import Dtype, load_model
-from rlt_lightning.sharding import sharding_of
+from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import EvaluationBatch, InputError
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.sharding import blocks
+from rlt_lightning.strategies.sharding import blocks
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rlt_lightning import __version__
-from rlt_lightning.checkpoints import ALONE, STATE, WEIGHTS, checkpoints_in, read_state, whole_or_absent
+from rlt_lightning.checkpoints.choices import checkpoints_in
+from rlt_lightning.checkpoints.folder import ALONE, STATE, WEIGHTS, read_state, whole_or_absent
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
