@@ -24,8 +24,8 @@ from rlt_lightning.engines.vllm import VLLMEngine
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.modules.base import mix_seed
 from rlt_lightning.modules.evaluation import EvaluationModule
+from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.tags import decode
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response

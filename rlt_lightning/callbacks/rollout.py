@@ -26,10 +26,10 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.models.lora import adapter_weights, merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.modules.base import mix_seed
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
 

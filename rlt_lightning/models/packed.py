@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
+from rlt_lightning.numerics.head import LogitScale
 from rlt_lightning.numerics.kl import linear_exact_kl
-from rlt_lightning.numerics.log_probs import LogitScale, linear_log_probs
+from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.types import InputError
 

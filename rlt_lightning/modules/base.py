@@ -22,6 +22,7 @@ from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import Dtype, empty_model, load_model
 from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, sharding_of
 from rlt_lightning.types import InputError
@@ -459,12 +460,3 @@ def require_precision(precision: str) -> None:
             f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
             "precision set model.dtype to bfloat16."
         )
-
-
-def mix_seed(*parts: int) -> int:
-    """Hash integers to one 63-bit seed: neighbouring inputs give unrelated streams."""
-    seed = 0x9E3779B97F4A7C15
-    for part in parts:
-        seed = (seed ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        seed ^= seed >> 31
-    return seed & 0x7FFFFFFFFFFFFFFF

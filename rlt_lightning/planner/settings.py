@@ -18,7 +18,7 @@ from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.meter import GIB, flops, matmul_rate, resident_bytes
-from rlt_lightning.numerics.log_probs import block_size
+from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Sharding, Step, Worker
 from rlt_lightning.planner.shapes import Shape, activations
