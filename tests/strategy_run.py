@@ -22,7 +22,7 @@ from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import gathered, stored_once
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed

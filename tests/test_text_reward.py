@@ -21,7 +21,7 @@ from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_pro
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.modules import CorrectnessReward, RLTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.tags import R1, TagStyle

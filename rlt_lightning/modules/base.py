@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
 
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, add_adapter
@@ -20,98 +18,14 @@ from rlt_lightning.models.packed import HeadOptions, disable_dropout
 from rlt_lightning.models.weights import full_shape, trained_parameters
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.validated import Validated
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import Dtype, empty_model, load_model
 from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, sharding_of
 from rlt_lightning.types import InputError
-
-
-class FrozenModel:
-    """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
-
-    Args:
-        entry: The way into the model.
-        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `on`.
-    """
-
-    def __init__(self, entry: Entry, offload: bool = False) -> None:
-        self.model: Any = entry.model.eval().requires_grad_(False)
-        self.run: Callable[..., Any] = entry  # run(function, *arguments) is function(model, *arguments)
-        self.offload = offload
-
-    def place(self, device: torch.device, sharding: Whole) -> None:
-        """Get ready to be used on a device: move there or, when offloading to a GPU, pin the weights."""
-        self.run = sharding.freeze(self.run)
-        if sharding.sharded:
-            return
-        if not self.offload:
-            self.model.to(device)
-        elif device.type == "cuda":
-            for tensor in self.tensors():
-                tensor.data = tensor.data.pin_memory()
-
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[Callable[..., Any]]:
-        """The way into the model, on the device for the length of the block; nothing may write to it."""
-        if not self.offload:
-            yield self.run
-            return
-        kept = [(tensor, tensor.data) for tensor in self.tensors()]
-        for tensor, data in kept:
-            tensor.data = data.to(device, non_blocking=True)
-        try:
-            yield self.run
-        finally:
-            for tensor, data in kept:
-                tensor.data = data
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Parameters and buffers, each once."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW, its schedule and the clipping of gradients.
-
-    Args:
-        lr: Peak learning rate.
-        weight_decay: Decoupled weight decay of the matrices; vectors (norms, biases) are not decayed.
-        betas: Decay rates of the two moments.
-        scheduler: Shape of the learning rate after the warm-up: constant, linear or cosine to zero.
-        warmup_frac: Part of the run, in [0, 1), over which the learning rate rises linearly from 0.
-        max_grad_norm: Gradients are scaled down to this global L2 norm; 0 is off.
-    """
-
-    lr: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_frac: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.warmup_frac < 1:
-            raise InputError(
-                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of the "
-                "run."
-            )
-        if self.lr <= 0 or self.max_grad_norm < 0:
-            raise InputError(
-                f"optimizer.lr must be > 0 and max_grad_norm >= 0, but got {self}. Correct model.optimizer."
-            )
-
-
-@dataclass(frozen=True)
-class Validated:
-    """The figures of one held-out batch."""
-
-    means: dict[str, float]
-    count: int  # of what they are means over
-    largest: dict[str, float]
 
 
 class PolicyModule(LightningModule):

@@ -15,9 +15,11 @@ from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
-from rlt_lightning.modules.base import FrozenModel, OptimizerConfig, PolicyModule
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scoring import StudentScorer, scored_end
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages

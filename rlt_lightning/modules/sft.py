@@ -7,8 +7,9 @@ import torch
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
-from rlt_lightning.modules.base import OptimizerConfig, PolicyModule
+from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.meter import forward_flops
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import Dtype, context_length
