@@ -38,16 +38,21 @@ from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
-from rlt_lightning.jsonl import append_rows
 from rlt_lightning.judge import refuse_while_imported
 from rlt_lightning.messages import one_line
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
 from rlt_lightning.rank_failures import MISTAKES
+from rlt_lightning.records.jsonl import append_rows
+from rlt_lightning.records.run_folder import (
+    FINISHED_ROWS,
+    open_run_folder,
+    require_dead_start,
+    require_same_run,
+)
 from rlt_lightning.redaction import without_secrets
 from rlt_lightning.report import report
-from rlt_lightning.run_folder import FINISHED_ROWS, open_run_folder, require_dead_start, require_same_run
 from rlt_lightning.types import InputError
 from rlt_lightning.workspace import dashboard
 

@@ -13,11 +13,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.callbacks.recorder import rollout_rows, token_columns
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row, read_rows
 from rlt_lightning.datamodules.stratos import as_list
-from rlt_lightning.jsonl import Row, rows_in
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.records.jsonl import Row, rows_in
+from rlt_lightning.records.rows import rollout_rows, token_columns
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError, PromptBatch

@@ -10,11 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
-from rlt_lightning.jsonl import Row
 from rlt_lightning.judge import Judge
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn
 from rlt_lightning.pretrained import Dtype, load_model
+from rlt_lightning.records.jsonl import Row
 from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import EvaluationBatch, InputError
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.callbacks.completions import evenly_spread
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row
-from rlt_lightning.jsonl import Row, rows_in
-from rlt_lightning.run_folder import flat
+from rlt_lightning.records.jsonl import Row, rows_in
+from rlt_lightning.records.rows import evenly_spread
+from rlt_lightning.records.run_folder import flat
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import InputError
 

@@ -22,8 +22,14 @@ FREE_SETTINGS = (
 )
 # What a run may leave in its folder: all that --overwrite may delete.
 RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
+
+
 RUN_ENTRIES |= {"traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"}
+
+
 RUN_ENTRIES |= {"groups", "groups.json", "groups.svg", "comparison.jsonl", "comparison.md"}
+
+
 RUN_ENTRIES |= {
     "checkpoints",
     "validate",
@@ -44,6 +50,8 @@ RUN_ENTRIES |= {
     ".writable",
     "report.html",
 }
+
+
 RUN_ENTRIES |= {f"{Path(name).stem}.tmp" for name in RUN_ENTRIES if Path(name).suffix}  # half written
 
 FINISHED_ROWS = ("traces.jsonl", "scores.jsonl", "responses.jsonl")  # of runs that go on row by row

@@ -7,7 +7,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from rlt_lightning import __version__
-from rlt_lightning.jsonl import Row
+from rlt_lightning.records.jsonl import Row
 
 BINS, BAR = 12, 40  # of a histogram; characters of its longest bar
 

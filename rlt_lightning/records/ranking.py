@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlt_lightning.jsonl import Row, rewrite, to_line
+from rlt_lightning.records.jsonl import Row, rewrite, to_line
 from rlt_lightning.types import InputError, Rollout
 
 SHOWN, SHOWN_CHARACTERS = 5, 600  # problems per side of a comparison's page, and of each trace there
