@@ -28,7 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning import __version__, callbacks, next_steps, rank_failures
-from rlt_lightning.callbacks.metrics import MetricsCSV, MetricsResume
+from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.chat import chat
 from rlt_lightning.checkpoints.choices import CHOICES, checkpoints_in
@@ -39,6 +39,9 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
 from rlt_lightning.judge import refuse_while_imported
+from rlt_lightning.loggers.metrics_csv import MetricsCSV
+from rlt_lightning.loggers.redaction import without_secrets
+from rlt_lightning.loggers.workspace import dashboard
 from rlt_lightning.messages import one_line
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
@@ -51,10 +54,8 @@ from rlt_lightning.records.run_folder import (
     require_dead_start,
     require_same_run,
 )
-from rlt_lightning.redaction import without_secrets
 from rlt_lightning.report import report
 from rlt_lightning.types import InputError
-from rlt_lightning.workspace import dashboard
 
 VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},

@@ -13,6 +13,7 @@ from test_strategies import largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.models import weights
 from rlt_lightning.types import InputError
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.loggers import TABLE, WandbLogger
+from rlt_lightning.loggers.wandb_logger import TABLE, WandbLogger
 from rlt_lightning.records.jsonl import Row, append_rows, rewrite, whole_rows
 from rlt_lightning.records.rows import evenly_spread, gather_rows, rollout_rows
 from rlt_lightning.types import InputError, PromptBatch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.loggers import ITERATION, TABLE, account
+from rlt_lightning.loggers.wandb_files import ITERATION
+from rlt_lightning.loggers.wandb_logger import TABLE, account
 
 # Every panel of lines, by section: those that are to be compared share one.
 LINES: dict[str, tuple[tuple[str, ...], ...]] = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +14,11 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from rlt_lightning.redaction import without_secrets
+from rlt_lightning.loggers.redaction import without_secrets
+from rlt_lightning.loggers.wandb_files import ITERATION, iterations_in, kept_id
 from rlt_lightning.types import InputError
 
-ITERATION = "iteration"  # the x axis of everything: optimizer steps taken, `step` in metrics.csv
 TABLE = "completions"  # its name, and the tag of the texts in TensorBoard
-BLOCK = 32768  # bytes, of a .wandb file
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that wandb knows
 PREFIXES = ("reward/", "policy/", "student/", "rollout/", "perf/", "data/", "eval/")
@@ -222,44 +219,3 @@ def account() -> Iterator[Any]:
         yield wandb.Api()
     except (wandb.errors.Error, OSError, ValueError) as error:
         raise InputError(f"Weights & Biases must take the dashboard, but: {error}") from error
-
-
-def read_run(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file, as far as it was written.
-
-    It is made of blocks of 32 KiB with chunks, before each its checksum, length and kind.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if at % BLOCK > BLOCK - 7:  # no room for another chunk
-            at += BLOCK - at % BLOCK
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        if not length or at + 7 + length > len(data):
-            return
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
-            yield Record.FromString(record)
-            record = b""
-
-
-def iterations_in(path: Path) -> set[int]:
-    """Whose metrics a .wandb file holds."""
-    found: set[int] = set()
-    for record in read_run(path):
-        values = {".".join(item.nested_key): item.value_json for item in record.history.item}
-        if ITERATION in values and "perf/tokens_per_s" in values:  # a training step's, not a validation's
-            found.add(int(values[ITERATION]))
-    return found
-
-
-def kept_id(path: Path) -> str:
-    """The id of the run that a file names, or a new one that it names from now on."""
-    if not path.exists() or not path.read_text().strip():
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(secrets.token_hex(4) + "\n")
-        scratch.replace(path)
-    return path.read_text().strip()
