@@ -38,7 +38,7 @@ from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
-from rlt_lightning.judge import refuse_while_imported
+from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.loggers.workspace import dashboard

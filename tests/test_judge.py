@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from rlt_lightning.answers import arithmetic_expression, chosen_letter, marked_answer, reference_answer
-from rlt_lightning.judge import Judge, Verdict
+from rlt_lightning.judging.answers import (
+    arithmetic_expression,
+    chosen_letter,
+    marked_answer,
+    reference_answer,
+)
+from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.types import InputError
 
 COUNTDOWN = {"kind": "countdown", "numbers": [95, 21, 38], "target": 36}

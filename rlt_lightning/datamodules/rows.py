@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.answers import reference_answer
 from rlt_lightning.datamodules import chains, word_sums
 from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row, countdown_rows
+from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.tags import STRATOS, TagStyle
 from rlt_lightning.types import InputError
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
-from rlt_lightning.judge import Judge
+from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn
 from rlt_lightning.pretrained import Dtype, load_model

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlt_lightning.answers import require_reasoning_gym
-from rlt_lightning.judge import Judge
+from rlt_lightning.judging.answers import require_reasoning_gym
+from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.rewards import Reward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from rlt_lightning.answers import (
+from rlt_lightning.judging.answers import (
     ANSWER_CHARS,
     Kind,
     Reference,
@@ -27,7 +27,7 @@ from rlt_lightning.answers import (
     solution_block,
     solves_countdown,
 )
-from rlt_lightning.judge_worker import enter_worker
+from rlt_lightning.judging.worker import enter_worker
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 

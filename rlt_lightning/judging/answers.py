@@ -34,9 +34,6 @@ LETTER_NAMED = re.compile(
 ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
 
 
-# In responses
-
-
 def solution_block(response: str, solution_open: str, solution_close: str) -> str:
     """The text between the last solution tags, closed or not; without any, the whole response; its end."""
     _, opened, block = response.rpartition(solution_open)
@@ -96,9 +93,6 @@ def arithmetic_expression(text: str) -> str | None:
     return expression if usable else None
 
 
-# In rows of data
-
-
 def reference_answer(row: Mapping[str, Any]) -> str | None:
     """The right answer of a row: its `answer` or, without one, the marked answer of its `solution`.
 
@@ -143,9 +137,6 @@ def require_reasoning_gym() -> None:
             "Countdown needs the package reasoning-gym, but it is not installed. Run pip install -e "
             "'.[countdown]' (it needs a C compiler)."
         )
-
-
-# In processes of their own: these may hang, crash, or eat all memory
 
 
 def equals_reference(reference: str, answer: str, marked: bool) -> tuple[bool, str | None]:
