@@ -37,7 +37,6 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.explain import Explainer, ExplainOptions, rows_to_score
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.loggers.redaction import without_secrets
@@ -55,6 +54,7 @@ from rlt_lightning.records.run_folder import (
     require_same_run,
 )
 from rlt_lightning.report import report
+from rlt_lightning.report.explain import Explainer, ExplainOptions, rows_to_score
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {

@@ -8,7 +8,8 @@ from typing import Any
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.records.catalogue import PHASES, SECTIONS, base, described, held_out
 from rlt_lightning.records.results import HEADER, PAPER_ROWS, PAPER_SETS, result_row
-from rlt_lightning.report.collect import Curve, Run, Spread
+from rlt_lightning.report.collect import Curve, Run
+from rlt_lightning.report.completions import Spread
 
 Chart = dict[str, Any]
 OTHERS = "All other figures"
