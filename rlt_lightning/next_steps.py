@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from rlt_lightning.datamodules.rows import EMBEDDED
+from rlt_lightning.datamodules.sources import EMBEDDED
 from rlt_lightning.datamodules.stratos import as_list
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.recorder import require_one_process
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.datamodules.rows import row_list
+from rlt_lightning.datamodules.bad_rows import row_list
 from rlt_lightning.records.data_card import data_card
 from rlt_lightning.records.jsonl import Row, append_rows, rewrite, to_line, whole_rows
 from rlt_lightning.records.rows import score_rows

@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
-from rlt_lightning.datamodules.rows import BadRowError, read_rows
+from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.records.jsonl import Row, whole_rows
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response

@@ -6,28 +6,24 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, BadRowReport, Row, write_reports
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.items import Item, LongTraces, Task, longest_sequence, require_length
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.rows import (
-    ARITHMETIC,
     TRACE_COLUMN,
-    BadRowError,
-    BadRowReason,
-    BadRowReport,
     ParsedRow,
-    Row,
     check_columns,
     parse_row,
-    read_rows,
     require_judgeable,
     with_solution,
-    write_reports,
 )
+from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
 from rlt_lightning.tags import STRATOS, TagStyle
 from rlt_lightning.types import (
     Completion,
@@ -39,10 +35,6 @@ from rlt_lightning.types import (
     SFTBatch,
     SFTExample,
 )
-
-Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
-LongTraces = Literal["drop", "truncate"]
-Item = Problem | SFTExample
 
 
 class StratosDataModule(LightningDataModule):
@@ -404,18 +396,6 @@ class StratosDataModule(LightningDataModule):
 def as_list(sources: list[str] | str | None) -> list[str]:
     """Return no, one or several sources as a list."""
     return [sources] if isinstance(sources, str) else list(sources or [])
-
-
-def require_length(reason: BadRowReason, length: int, limit: int) -> None:
-    """Keep a row out that has more tokens than the limit."""
-    if length > limit:
-        raise BadRowError(reason, f"{length} tokens, limit {limit}")
-
-
-def longest_sequence(problem: Problem, num_completion: int) -> int:
-    """Tokens of the longer of the two sequences that a problem and a completion make."""
-    student = len(problem.student_prefix) + len(problem.think_prefix) + len(problem.student_suffix)
-    return num_completion + max(len(problem.teacher_prompt), student + len(problem.solution_ids))
 
 
 def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.rows import EMBEDDED
+from rlt_lightning.datamodules.sources import EMBEDDED
 from rlt_lightning.engines import VLLMEngine
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.models.lora import LoRA, add_adapter

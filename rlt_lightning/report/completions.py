@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row
+from rlt_lightning.datamodules.bad_rows import BadRowError
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.records.jsonl import Row
 from rlt_lightning.records.rows import evenly_spread
 from rlt_lightning.tags import R1, STRATOS

@@ -13,7 +13,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, BadRowError, parse_row, read_rows
+from rlt_lightning.datamodules.bad_rows import BadRowError
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
+from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import as_list
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
