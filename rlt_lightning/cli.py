@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rlt_lightning import __version__, callbacks, next_steps, rank_failures
 from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.chat import chat
+from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.choices import CHOICES, checkpoints_in
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
