@@ -23,7 +23,7 @@ from fake_worker import worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
-from rlt_lightning.cli import require_known_strategy
+from rlt_lightning.cli.stages import require_known_strategy
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError

@@ -32,7 +32,7 @@ from fake_worker import FakeWorker, worker_of
 from jsonargparse import ArgumentParser, capture_parser
 from tiny import TINY, tiny_options
 
-from rlt_lightning import cli
+from rlt_lightning.cli import stages as cli
 
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]

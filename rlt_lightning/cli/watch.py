@@ -1,10 +1,4 @@
-"""When a process of a run fails, all of them end within seconds, and rank 0 tells why as its last line.
-
-A thread of every rank holds a connection to rank 0's. The operating system closes it when a process ends in
-whatever way, so a rank that was killed is missed at once, also where collectives would wait for it for ever.
-Rank 0 judges which failure came first, tells all others, and is the last to end. A rank whose main thread
-does not come back from a collective is ended by its thread.
-"""
+"""Threads that see when another process of the run fails, and end this one."""
 
 from __future__ import annotations
 
@@ -20,24 +14,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import Popen
-from traceback import extract_stack, format_exception, print_exc
-from typing import Any, Literal, NoReturn
+from traceback import extract_stack, print_exc
+from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
-from rlt_lightning.engines import EngineError
+from rlt_lightning.cli.failure import Failure, end_process, gone
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.types import InputError
-
-MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)  # told in one line
 
 ADDRESS = "RLT_RANK_ZERO"  # host:port:token, in the environment that children inherit, and in the store
 POLL_S = 0.1
@@ -45,26 +32,6 @@ SETTLE_S = 1.5  # how long a broken connection waits for news of the failure tha
 GRACE_S = 4.0  # for the main thread to come back and clean up, once the run has failed
 FAREWELL_S = 60.0  # how long rank 0 waits at the end of a run until the others are done as well
 ASIDE_S = 3.0  # where there is no connection: a launcher that ends this rank because of another needs less
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed."""
-
-    rank: int
-    message: str  # one line
-    status: int  # of the processes
-    details: str = ""  # a traceback, or nothing
-    kind: Literal["own", "silent", "connection"] = "own"  # silent: gone; connection: another is gone, or late
-
-    def tell(self) -> None:
-        """Print it."""
-        print(f"{self.details}{self.line}", file=sys.stderr, flush=True)
-
-    @property
-    def line(self) -> str:
-        """What the user is told last."""
-        return f"rlt: error: rank {self.rank}: {self.message}"
 
 
 class Line:
@@ -335,77 +302,6 @@ class OtherRank(Watch):
                 self.leaving.set()
 
 
-class FailureReport(Callback):
-    """Tell the other ranks of an exception before anything is cleaned up, which may take a meeting."""
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # All ranks get an EngineError together, and may yet write a checkpoint together.
-        if watch is not None and not isinstance(exception, EngineError):
-            watch.reports.append(failure_of(exception, watch.rank))
-
-
-watch: Watch | None = None  # of this process; None where it is alone
-
-
-def join(rank: int) -> None:
-    """Start the watch of a rank that another process, or a launcher, has started; nothing on rank 0."""
-    global watch
-    if rank > 0:
-        watch = OtherRank(rank)
-        watch.start()
-
-
-def watch_over(trainer: Trainer) -> None:
-    """Start rank 0's watch, before it starts other processes; nothing if there will be none."""
-    global watch
-    if trainer.world_size == 1:
-        return
-    # Lightning's own observer kills rank 0 without a word when a child has failed.
-    subprocess_script._launch_process_observer = lambda child_processes: None
-    known = watch or RankZero(one_node=trainer.num_nodes == 1)
-    known.rank, known.world_size = trainer.global_rank, trainer.world_size
-    known.launcher = trainer.strategy.launcher
-    if watch is None:
-        watch = known
-        watch.start()
-
-
-def leave() -> None:
-    """End this process's part of a run that went well."""
-    if watch is not None:
-        watch.leave()
-
-
-def fail(error: BaseException) -> None:
-    """End the run on all ranks; returns where this process is alone."""
-    if watch is not None:
-        watch.fail(failure_of(error, watch.rank))
-
-
-def failure_of(error: BaseException, rank: int) -> Failure:
-    """What an exception means for the run."""
-    text = " ".join(str(error).split())
-    if isinstance(error, MISTAKES):
-        return Failure(rank, text, 2)
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        return Failure(rank, "It was told to end.", 1)
-    broken = isinstance(error, RuntimeError) and "gloo" in text
-    broken = broken or isinstance(error, torch.distributed.DistError)
-    name = type(error).__name__
-    details = "".join(format_exception(error))
-    return Failure(rank, f"{name}: {text}" if text else name, 1, details, "connection" if broken else "own")
-
-
-def gone(rank: int, how: str = "It was killed, or ran out of memory.") -> Failure:
-    """A rank has ended and has not said why."""
-    message = (
-        f"Every rank must stay to the end, but this one is gone without a word. {how} What it printed, if "
-    )
-    message += "anything, stands above or in its log. Go on with --resume true."
-    return Failure(rank, message, 1, kind="silent")
-
-
 def main_thread_place() -> tuple[str, bool]:
     """Our or the user's function that the main thread is in, and whether it waits for others there."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -419,13 +315,3 @@ def main_thread_place() -> tuple[str, bool]:
 def default_store() -> Any:
     """The store in which the process group has met."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def end_process(failure: Failure) -> NoReturn:
-    """End at once: cleaning up may take ranks that are gone. torchrun shows what its error file holds."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time())), "py_callstack": failure.line}
-        Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(failure.status)

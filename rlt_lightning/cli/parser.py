@@ -1,4 +1,4 @@
-"""What the parser of the command line complains of, told in one line."""
+"""Parse the command line; say what is wrong with it in one line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from lightning.pytorch.cli import LightningArgumentParser
+
+from rlt_lightning.cli.stages import ranks as rank_failures
 from rlt_lightning.engines import Engine
+from rlt_lightning.types import InputError
 
 CLASS_FAULTS = re.compile("does not implement protocol|is abstract")  # what the parser says, and not why
 
@@ -79,3 +83,19 @@ def class_fault(value: str) -> str | None:
 def parameters(function: Callable[..., Any]) -> list[str]:
     """Names of a method's parameters."""
     return list(inspect.signature(function).parameters)
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says what is wrong with an argument in one line, without the usage text."""
+
+    def error(self, message: str, *args: Any) -> NoReturn:
+        """Print the innermost reason and exit with status 2."""
+        sys.exit(fail(message))
+
+
+def fail(message: str) -> int:
+    """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
+    line = one_line(message)
+    rank_failures.fail(InputError(line))
+    print(f"rlt: error: {line}", file=sys.stderr)
+    return 2

@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import yaml
-from jsonargparse import Namespace, auto_cli
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlt_lightning import __version__, callbacks, next_steps, rank_failures
+from rlt_lightning import __version__, callbacks
 from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.choices import CHOICES, checkpoints_in
-from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.cli.stages import next_steps
+from rlt_lightning.cli.stages import ranks as rank_failures
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.loggers.redaction import without_secrets
-from rlt_lightning.loggers.workspace import dashboard
-from rlt_lightning.messages import one_line
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
-from rlt_lightning.rank_failures import MISTAKES
-from rlt_lightning.records.jsonl import append_rows
 from rlt_lightning.records.run_folder import (
     FINISHED_ROWS,
     open_run_folder,
     require_dead_start,
     require_same_run,
 )
-from rlt_lightning.report import report
-from rlt_lightning.report.explain import Explainer, ExplainOptions, rows_to_score
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -63,25 +44,8 @@ VERBS: dict[str, set[str]] = {
     "predict": {"model", "dataloaders", "datamodule"},
     "test": {"model", "dataloaders", "datamodule"},
 }
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trainer
-    "export": (
-        export_checkpoint,
-        "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
-    ),
-    "dashboard": (dashboard, "Save a W&B workspace that shows all metrics of a project's runs by iteration."),
-    "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
-    "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
-}
 SEEDS = ("seed_everything", "data.init_args.seed", "model.init_args.seed", "rollouts.seed")
 RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
-
-
-class OneLineParser(LightningArgumentParser):
-    """Says what is wrong with an argument in one line, without the usage text."""
-
-    def error(self, message: str, *args: Any) -> NoReturn:
-        """Print the innermost reason and exit with status 2."""
-        sys.exit(fail(message))
 
 
 class SaveConfig(SaveConfigCallback):
@@ -303,196 +267,6 @@ class RLTCommandLine(LightningCLI):
             print(f"Next: {following}")
 
 
-class BorrowingCommandLine(RLTCommandLine):
-    """A verb with the arguments of another one, and a group of its own."""
-
-    lender: str  # the other verb
-    group: tuple[type, str]  # class of the own options, and their name
-
-    @classmethod
-    def subcommands(cls) -> dict[str, set[str]]:
-        """The parser is the other verb's."""
-        return {cls.lender: VERBS[cls.lender]}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the own ones."""
-        super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(*self.group)
-
-    def _prepare_subcommand_parser(
-        self, klass: type, subcommand: str, **kwargs: Any
-    ) -> LightningArgumentParser:
-        self.borrowed = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        return self.borrowed
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the command line as the other verb's, under its own name."""
-        self.borrowed.prog = f"rlt {sys.argv[1]}"
-        self.config = parser.parse_args([self.lender, *sys.argv[2:]])
-        self.spread_seed()
-
-
-class PlanCommandLine(BorrowingCommandLine):
-    """`rlt plan`: what `rlt fit` with the same arguments would need. Nothing is loaded, no folder is made."""
-
-    lender, group = "fit", (PlanOptions, "plan")
-
-    def before_instantiate_classes(self) -> None:
-        """Make no run folder."""
-
-    def instantiate_classes(self) -> None:
-        """Make what loads nothing; of the trainer, whose devices may not be here, the settings will do."""
-        config = self.config.clone()
-        trainer = config["fit"].trainer.clone()
-        for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
-            config["fit"].trainer[name] = "auto" if name == "strategy" else None
-        made = self.parser.instantiate_classes(config)["fit"]
-        setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
-        plan = make_plan(setup)
-        print(page(plan))
-        if made.plan.json:
-            write_json(plan, made.plan.json)
-        self.status = 0 if plan.fits else 1
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing is run."""
-
-
-class ExplainCommandLine(BorrowingCommandLine):
-    """`rlt explain`: what `rlt predict` makes of one explanation, token by token. No run folder is made."""
-
-    lender, group = "predict", (ExplainOptions, "explain")
-
-    def before_instantiate_classes(self) -> None:
-        """Put the explanation in the place of the source, in a folder that is gone at the end."""
-        config = self.config["predict"]
-        self.folder = TemporaryDirectory(prefix="rlt-explain-")
-        warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")  # said below the figures
-        data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
-        options = ExplainOptions(**config.explain.as_dict())
-        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
-        rows = rows_to_score(options, data.as_dict(), score_given)
-        path.write_text("\n" * (options.row - 1))  # messages and the page name rows by their lines
-        append_rows(path, rows)
-        data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
-        data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
-        config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
-        config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto"))
-        config.ckpt_path = None  # a resumed run's config.yaml names what it went on from
-        config.scores.update(Namespace(rank_groups=None, per_token=False))
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Only what prints."""
-        trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(Explainer(self.config_init["predict"].explain))  # type: ignore[attr-defined]
-        trainer.progress_bar_callback.disable()  # type: ignore[union-attr]
-        return trainer
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        with self.folder:
-            super()._run_subcommand(subcommand)
-
-    def after_predict(self) -> None:
-        """The callback has said it."""
-
-
-COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine}
-
-
-def run() -> int:
-    """Run the command line; 2 after a mistake of the user's, which is told in one line."""
-    quiet_third_parties()
-    rank_failures.join(global_rank())
-    try:
-        refuse_while_imported()
-        if sys.argv[1] in COMMANDS:
-            return run_command(sys.argv[1])
-        command_line = COMMAND_LINES.get(sys.argv[1], RLTCommandLine)(
-            PolicyModule,
-            StratosDataModule,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False},
-            trainer_defaults={
-                "log_every_n_steps": 1,
-                "num_sanity_val_steps": 0,
-                "enable_model_summary": False,
-                "use_distributed_sampler": False,  # our loader shares the rows out itself
-            },
-            seed_everything_default=0,
-            parser_class=OneLineParser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and sys.argv[1] not in VERBS:
-            # Who reads the answer has enough; Python shall not try to write the rest.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        # A class that refuses its arguments is a ValueError: the parser wraps what it said.
-        refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
-        if refused or isinstance(error, MISTAKES):
-            return fail(str(error))
-        rank_failures.fail(error)
-        raise
-    except SystemExit as ending:
-        terminated = isinstance(ending, SIGTERMException)
-        if not terminated and ending.code != 1:
-            raise
-        rank_failures.fail(ending)
-        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_go_on()}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
-    rank_failures.leave()
-    return command_line.status
-
-
-def run_command(verb: str) -> int:
-    """Run a verb that has no trainer; returns the exit status."""
-    function, description = COMMANDS[verb]
-    words = sys.argv[2:]
-    auto_cli(
-        function,
-        args=named_folders(words) if verb == "report" else words,
-        as_positional=False,
-        parser_class=OneLineParser,
-        prog=f"rlt {verb}",
-        description=description,
-    )
-    return 0
-
-
-def named_folders(words: list[str]) -> list[str]:
-    """`A B --output FILE` as the parser reads it: words that belong to no option are one list of folders."""
-    folders, options = [], []
-    left = iter(words)
-    for word in left:
-        if not word.startswith("-"):
-            folders.append(word)
-        else:
-            options += [word, *([] if "=" in word else islice(left, 1))]
-    return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
-
-
-def how_to_go_on() -> str:
-    """What a stopped run has left, and the words that go on from it."""
-    folder = RLTCommandLine.run_folder
-    found = [] if folder is None else checkpoints_in(folder / "checkpoints")
-    if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
-        return f"What is finished is kept. To go on: --output_dir {folder} --resume true"
-    if not found:
-        return "No checkpoint was written."
-    return f"The newest checkpoint is {found[-1]}. To go on: --output_dir {folder} --resume true"
-
-
-def fail(message: str) -> int:
-    """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
-    line = one_line(message)
-    rank_failures.fail(InputError(line))
-    print(f"rlt: error: {line}", file=sys.stderr)
-    return 2
-
-
 def code_version() -> dict[str, Any]:
     """Of this package: its version and, in a checkout, the commit and whether files of it were changed."""
     folder = Path(__file__).parents[1]
@@ -543,26 +317,3 @@ def as_list(value: Any) -> list[Any]:
     if value is None or isinstance(value, bool):
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def quiet_third_parties() -> None:
-    """Silence what says nothing about the user's run: tips, hardware lists, warnings about workers."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it takes it
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    for pattern in (
-        ".*does not have many workers.*",  # the loaders make batches of lists: no workers wanted
-        ".*Using `?ModelCheckpoint`? with manual optimization.*",  # ours saves at the end of a step
-        ".*predict returned None.*",  # scores lie in the batch, for the writer
-        ".*exists and is not empty.*",  # a resumed run's folder is
-        ".*have overridden `transfer_batch_to_device`.*",
-        ".*Total length of `list` across ranks is zero.*",  # no validation set was asked for
-        ".*defined a `validation_step` but have no `val_dataloader`.*",
-        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
-        ".*gradient_checkpointing_enable` is deprecated.*",
-        ".*all_gather_into_tensor.*deprecated.*",  # DeepSpeed's calls
-        ".*reduce_scatter_tensor.*deprecated.*",
-    ):
-        warnings.filterwarnings("ignore", pattern)
