@@ -544,7 +544,7 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
     def run() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlt_lightning.cli.run", run)
+    monkeypatch.setattr("rlt_lightning.cli.main.run", run)
     monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the current folder
     with pytest.raises(SystemExit) as ending:

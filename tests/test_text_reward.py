@@ -115,7 +115,7 @@ def test_a_better_answer_may_not_earn_less() -> None:
 @needs_reasoning_gym
 def test_countdown_needs_its_checker_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     CorrectnessReward().check([answer("", kind="countdown").problem])
-    monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
+    monkeypatch.setattr("rlt_lightning.judging.answers.find_spec", lambda name: None)
     CorrectnessReward().check([answer("", answer="1").problem])
     with pytest.raises(InputError, match="needs the package reasoning-gym"):
         CorrectnessReward().check([answer("", kind="countdown").problem])

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.cli import ranks
 from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
 from rlt_lightning.cli.failure import MISTAKES
 from rlt_lightning.cli.parser import OneLineParser, fail
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig, global_rank
-from rlt_lightning.cli.stages import ranks as rank_failures
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.loggers.workspace import dashboard
@@ -46,7 +46,7 @@ COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine}
 def run() -> int:
     """Run the command line; 2 after a mistake of the user's, which is told in one line."""
     quiet_third_parties()
-    rank_failures.join(global_rank())
+    ranks.join(global_rank())
     try:
         refuse_while_imported()
         if sys.argv[1] in COMMANDS:
@@ -78,16 +78,16 @@ def run() -> int:
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
         if refused or isinstance(error, MISTAKES):
             return fail(str(error))
-        rank_failures.fail(error)
+        ranks.fail(error)
         raise
     except SystemExit as ending:
         terminated = isinstance(ending, SIGTERMException)
         if not terminated and ending.code != 1:
             raise
-        rank_failures.fail(ending)
+        ranks.fail(ending)
         print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_go_on()}", file=sys.stderr)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
-    rank_failures.leave()
+    ranks.leave()
     return command_line.status
 
 

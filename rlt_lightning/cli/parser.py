@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli.stages import ranks as rank_failures
+from rlt_lightning.cli import ranks
 from rlt_lightning.engines import Engine
 from rlt_lightning.types import InputError
 
@@ -96,6 +96,6 @@ class OneLineParser(LightningArgumentParser):
 def fail(message: str) -> int:
     """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
     line = one_line(message)
-    rank_failures.fail(InputError(line))
+    ranks.fail(InputError(line))
     print(f"rlt: error: {line}", file=sys.stderr)
     return 2

@@ -23,8 +23,7 @@ from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.choices import CHOICES, checkpoints_in
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.named import NamedCheckpoints
-from rlt_lightning.cli.stages import next_steps
-from rlt_lightning.cli.stages import ranks as rank_failures
+from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.loggers.redaction import without_secrets
@@ -203,9 +202,9 @@ class RLTCommandLine(LightningCLI):
         require_known_strategy(config["strategy"])
         config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
         config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
-        config["callbacks"] = [rank_failures.FailureReport(), *named, IterationBar(), MetricsResume()]
+        config["callbacks"] = [ranks.FailureReport(), *named, IterationBar(), MetricsResume()]
         trainer = super().instantiate_trainer(**kwargs)
-        rank_failures.watch_over(trainer)
+        ranks.watch_over(trainer)
         return trainer
 
     def _parse_ckpt_path(self) -> None:

@@ -1,6 +1,6 @@
 """Where the answer of a response is, and whether it is right: plain functions, bounded in what they look at.
 
-Light to import, since those that may hang or crash run in the processes of `rlt_lightning.judge`.
+Light to import, since those that may hang or crash run in the processes of `rlt_lightning.judging.judge`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from rlt_lightning.judging.worker import enter_worker
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
-WORKER_MODULES = ["math_verify", "rlt_lightning.answers"]  # no torch: they start in a second
+WORKER_MODULES = ["math_verify", "rlt_lightning.judging.answers"]  # no torch: they start in a second
 POLL_S = 1.0  # between two looks at whether the processes that a task waits for are still there
 MAX_POOLS = 2  # that may break under one task
 PROBE = "rlt-judge-probe"  # name of a process that only imports what the main script imports
@@ -63,7 +63,7 @@ class Judge:
     """Judge responses by the equivalence of their answers, never by equal text alone.
 
     Answers are compared by math_verify, in processes with a hard deadline: a signal interrupts no C code, and
-    so no power tower. Only bounded pieces of a response reach them; see `rlt_lightning.answers`. Processes
+    so no power tower. Only bounded pieces of a response reach them; see `rlt_lightning.judging.answers`. Processes
     that something else ends, such as a system short of memory, are replaced.
 
     Args:

@@ -20,7 +20,7 @@ from rlt_lightning.types import InputError
 
 # Pretrained by examples/finding/make_miniature.py on last-digit chains, 184,000 parameters each.
 MINIATURES = {
-    name: Path(__file__).parents[1] / "miniatures" / name
+    name: Path(__file__).parent / "miniatures" / name
     for name in ("miniature", "miniature-seed1", "miniature-qwen2")
 }
 EMBEDDED_MODEL = "smollm2-135m"
