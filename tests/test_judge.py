@@ -274,7 +274,8 @@ def test_a_script_without_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith("rlt_lightning.types.InputError: A script that starts")
     assert result.stderr.count("Traceback") == 1
     guarded = (
-        f"from rlt_lightning.judging.judge import Judge\nif __name__ == '__main__':\n    print({judging}.correct)"
+        "from rlt_lightning.judging.judge import Judge\n"
+        f"if __name__ == '__main__':\n    print({judging}.correct)"
     )
     assert run_script(tmp_path, guarded).stdout == "True\n"
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.responses import ResponseCallback
+from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.records.jsonl import append_rows, rewrite, whole_rows
@@ -24,7 +25,7 @@ class EvaluationWriter(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop what a kill has left half done: those problems are sampled again."""
         path = Path(trainer.default_root_dir) / "responses.jsonl"
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = evaluation_of(trainer)
         if isinstance(pl_module, EvaluationModule) and path.exists():
             done = {record["id"] for record in data.finished}
             rewrite(path, (line for line, record in whole_rows(path) if record["id"] in done))
@@ -58,7 +59,7 @@ class EvaluationWriter(Callback):
 
 def summarise(trainer: Trainer, module: EvaluationModule) -> dict[str, Any]:
     """The results of a run with all settings that they depend on, JSON-ready."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data = evaluation_of(trainer)
     sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]
     figures = module.figures()
     sets: dict[str, Any] = {}

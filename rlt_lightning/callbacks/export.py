@@ -11,6 +11,7 @@ from typing_extensions import override
 from rlt_lightning.checkpoints.export import Adapter, export_model, pretrained_tensors
 from rlt_lightning.checkpoints.folder import whole_or_absent
 from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.weights import trained
 
 
@@ -32,7 +33,7 @@ class ModelExporter(Callback):
             return
         module: Any = pl_module
         with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             facts, policy = module.facts(), module.policy
             # DeepSpeed computes with other weights than it trains, and rounds the frozen ones too.
             strategy: Any = trainer.strategy

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, append_rows, rewrite, whole_rows
 from rlt_lightning.records.ranking import equal_groups, write_comparison, write_groups
@@ -52,7 +53,7 @@ class RolloutRecorder(Callback):
         assert batch.rollouts is not None
         assert batch.scores is not None
         if batch.scores.kl:  # models were asked
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
                 rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, tokenizer)
         rows = gather_rows(rows, trainer)
@@ -88,7 +89,7 @@ class ScoreWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in the source's order."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if stage != "predict" or data.task != "score":
             return
         require_one_process(trainer)
@@ -108,7 +109,7 @@ class ScoreWriter(Callback):
         if path.exists():
             finished = list(whole_rows(path))
             rows = [row for _, row in finished]
-            if len(rows) > len(data.items) or not all(map(is_of, rows, data.items)):
+            if len(rows) > len(data.items) or not all(map(is_of, rows, data.problems)):
                 raise InputError(
                     f"A run that goes on must have the rows that it began with, but {path} has scores of "
                     "others. Restore data.source, or choose another --output_dir."
@@ -127,7 +128,7 @@ class ScoreWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if trainer.datamodule.task != "score":  # type: ignore[attr-defined]
+        if stratos_of(trainer).task != "score":
             return
         scores = batch.scores
         assert scores is not None
@@ -136,7 +137,7 @@ class ScoreWriter(Callback):
             for r, terms in zip(batch.rollouts.rollouts, score_rows(scores), strict=True)
         )
         if self.per_token:
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             rollouts = batch.rollouts.rollouts
             tokens = (token_columns(r, scores, i, tokenizer) for i, r in enumerate(rollouts))
             rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
@@ -145,7 +146,7 @@ class ScoreWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Rank and compare; not called where the run has failed."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if stage != "predict" or data.task != "score":
             return
         rows, folder = [row for _, row in whole_rows(self._path(trainer))], self._path(trainer).parent
@@ -153,7 +154,8 @@ class ScoreWriter(Callback):
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             write_groups(rows, self.rank_groups, terms, folder)
         if len(data.trace_columns) == 2:
-            rollouts = [data.rollout(item, item.given_completion) for item in data.items[: len(rows)]]
+            problems = data.problems[: len(rows)]
+            rollouts = [data.rollout(p, p.given_completion) for p in problems if p.given_completion]
             write_comparison(rows, rollouts, data.trace_columns, terms, folder)
 
     def _path(self, trainer: Trainer) -> Path:

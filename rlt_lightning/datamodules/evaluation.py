@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
@@ -119,6 +119,12 @@ class EvaluationDataModule(LightningDataModule):
 
     # Helpers
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Return the format in which questions are asked. There is none where responses are given."""
+        assert self.format is not None
+        return self.format
+
     def _load_format(self) -> ChatFormat:
         from rlt_lightning.pretrained import load_tokenizer
 
@@ -210,3 +216,8 @@ def given_response(source: str, number: int, row: Row | BadRowError) -> Response
         )
     text = row["response"].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
     return Response(text, num_tokens, reason, num_thinking)
+
+
+def evaluation_of(trainer: Trainer) -> EvaluationDataModule:
+    """Return a run's datamodule, which Lightning's types do not know."""
+    return cast(EvaluationDataModule, trainer.datamodule)  # type: ignore[attr-defined]

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, BadRowReport, Row, write_reports
@@ -258,6 +258,11 @@ class StratosDataModule(LightningDataModule):
         """All problems, the held-out ones last; empty in fine-tuning."""
         return [item for item in [*self.items, *self.val_items] if isinstance(item, Problem)]
 
+    @property
+    def examples(self) -> list[SFTExample]:
+        """All examples of fine-tuning, the held-out ones last; empty otherwise."""
+        return [item for item in [*self.items, *self.val_items] if isinstance(item, SFTExample)]
+
     # Helpers
 
     def _ordered(self, items: list[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
@@ -413,3 +418,8 @@ def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) ->
         f"{len(differing)} of the teacher's {len(teacher)} tokens differ, the first being {token!r} (teacher "
         f"{teacher[token]}, student {student.get(token)}). Choose models of one family, such as Qwen2.5."
     )
+
+
+def stratos_of(trainer: Trainer) -> StratosDataModule:
+    """Return a run's datamodule, which Lightning's types do not know."""
+    return cast(StratosDataModule, trainer.datamodule)  # type: ignore[attr-defined]

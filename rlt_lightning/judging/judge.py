@@ -63,7 +63,7 @@ class Judge:
     """Judge responses by the equivalence of their answers, never by equal text alone.
 
     Answers are compared by math_verify, in processes with a hard deadline: a signal interrupts no C code, and
-    so no power tower. Only bounded pieces of a response reach them; see `rlt_lightning.judging.answers`. Processes
+    so no power tower. Only bounded pieces of a response reach them; see `judging.answers`. Processes
     that something else ends, such as a system short of memory, are replaced.
 
     Args:

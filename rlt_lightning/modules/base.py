@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout
@@ -152,7 +153,7 @@ class PolicyModule(LightningModule):
 
     def facts(self) -> dict[str, Any]:
         """Plain values: how the trained model is loaded, and what there is to know of its training."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         return {
             "pretrained": self.pretrained,
             "tokenizer": data.tokenizer_name,
@@ -210,7 +211,7 @@ class PolicyModule(LightningModule):
 
     def require_even_batches(self) -> None:
         """Check that ranks which meet in every forward have equally many rows to score."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         rows = len(data.items if self.trainer.predicting else data.val_items)
         batch_size, world_size = data.val_batch_size, self.trainer.world_size
         if self.sharding.sharded and (rows % world_size or batch_size % world_size):
@@ -255,7 +256,7 @@ class PolicyModule(LightningModule):
         too early, and Lightning then never restores the loader's position.
         """
         trainer = self.trainer
-        steps_per_epoch = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+        steps_per_epoch = len(stratos_of(trainer).train_dataloader())
         limit = trainer.limit_train_batches
         if limit is not None:
             steps_per_epoch = (

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, without_adapter
@@ -135,7 +136,7 @@ class RLTModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge what the rows are made into."""
         super().setup(stage)
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         if stage == "predict" and data.task == "student_rl":
             raise InputError(
                 "`rlt predict` writes and scores explanations, but data.task is student_rl. Use `rlt "
@@ -338,7 +339,7 @@ class RLTModule(PolicyModule):
     def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
         """Compute the reward of every rollout, the RLT reward with the student."""
         if isinstance(self.reward, TextReward):
-            terms = self.reward(rollouts.rollouts, self.trainer.datamodule.format.tags)  # type: ignore[attr-defined]
+            terms = self.reward(rollouts.rollouts, stratos_of(self.trainer).format.tags)
             require_finite(terms.reward, "reward", [r.problem.row for r in rollouts.rollouts])
             return Scores(terms.to(self.device), [], [], [])
         assert isinstance(self.reward, RLTReward)

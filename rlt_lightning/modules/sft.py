@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
@@ -66,9 +67,9 @@ class SFTModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check too, before anything is loaded, that every example fits into the model's context."""
         super().setup(stage)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
-        for example in [*data.items, *data.val_items]:
+        for example in data.examples:
             if len(example.token_ids) > context:
                 raise InputError(
                     f"Examples must fit into the model's context of {context} tokens, but row "

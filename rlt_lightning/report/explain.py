@@ -16,7 +16,7 @@ from typing_extensions import override
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.stratos import as_list
+from rlt_lightning.datamodules.stratos import as_list, stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.rows import rollout_rows, token_columns
@@ -203,7 +203,7 @@ class Explainer(Callback):
     ) -> None:
         assert batch.rollouts is not None
         assert batch.scores is not None
-        tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+        tokenizer = stratos_of(trainer).format.tokenizer
         rows = list(rollout_rows(batch))
         for i, rollout in enumerate(batch.rollouts.rollouts):
             rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
