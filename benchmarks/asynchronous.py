@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.modules.packed import sequence_log_probs
+from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model
 
 ROOT = Path(__file__).parents[1]

@@ -21,9 +21,9 @@ from side_by_side import alternate, bars, measure, write
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlt_lightning.attention import SEGMENT_ATTENTION, register_segment_attention
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
+from rlt_lightning.models.packed import log_probs_of
 from rlt_lightning.modules.meter import forward_flops, matmul_rate
-from rlt_lightning.modules.packed import log_probs_of
 from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
 
 GOAL = 0.45

@@ -19,10 +19,11 @@ import torch
 from reward import one_group, scorer_of
 from side_by_side import measure, write
 
-from rlt_lightning.modules.packed import log_probs_of
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.packed import log_probs_of
 from rlt_lightning.numerics import PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
-from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model, load_tokenizer
+from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Rollouts
 
 GOAL = 0.99  # of the variance in time that a straight line explains

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from side_by_side import alternate, bars, measure, write
 
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.embedded import EMBEDDED_MODEL, resolve
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.numerics import (
     Extent,
     GroupNormalisedAdvantages,
@@ -32,7 +33,7 @@ from rlt_lightning.numerics import (
     micro_batches,
     to_padded,
 )
-from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model, load_tokenizer, resolve
+from rlt_lightning.pretrained import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
 TIME_GOAL, MEMORY_GOAL = 4.0, 0.4

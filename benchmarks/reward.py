@@ -20,10 +20,11 @@ from side_by_side import CPU, alternate, bars, measure, write
 from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import micro_batches
-from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model, load_tokenizer
+from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Problem, Rollout, Rollouts
 
 GOAL, TEMPERATURE = 5.0, 0.7

@@ -56,7 +56,7 @@ def main() -> None:
     # A class_path may name a module beside the configs, as with `python -m`. Last: it hides no installed one.
     sys.path.append(os.getcwd())
     try:
-        from rlt_lightning.cli import run
+        from rlt_lightning.cli.main import run
 
         status = run()
     except KeyboardInterrupt:  # of imports, or of a verb without a trainer; a trainer says how to go on

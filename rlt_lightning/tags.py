@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+from rlt_lightning.types import InputError
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
@@ -36,3 +39,81 @@ def start_of_tag(tokenizer: Any, token_ids: list[int], tag: str) -> int:
         f"A completion that finished with 'stop' must end with {tag}, but its last tokens read "
         f"{decode(tokenizer, token_ids[shortest:])!r}. Check the engine that sampled it."
     )
+
+
+@dataclass(frozen=True)
+class TagStyle:
+    """The tags around thoughts, solutions and explanations, and the separator between a tag and its content.
+
+    Raises:
+        InputError: If a tag is empty or occurs in another one.
+    """
+
+    thought_open: str
+    thought_close: str
+    solution_open: str
+    solution_close: str
+    explanation_open: str
+    explanation_close: str
+    separator: str = "\n\n"
+
+    def __post_init__(self) -> None:
+        tags = self.tags()
+        if empty := [name for name, tag in tags.items() if not tag.strip()]:
+            raise InputError(
+                f"Every tag must have text, but {', '.join(empty)} is empty. Fill it in data.tags."
+            )
+        for name, tag in tags.items():
+            for other, text in tags.items():
+                if name != other and tag in text:
+                    raise InputError(
+                        f"No tag may occur in another one, but {name} '{tag}' is in {other} '{text}'. "
+                        "Choose six different tags in data.tags."
+                    )
+
+    def tags(self) -> dict[str, str]:
+        """Return the six tags by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "separator"}
+
+    def fill(self, text: str) -> str:
+        """Put the tags in place of placeholders such as {thought_open}; other braces stay."""
+        for name, tag in self.tags().items():
+            text = text.replace("{" + name + "}", tag)
+        return text
+
+    def occur_in(self, text: str) -> bool:
+        """Whether a text holds any of the tags."""
+        return any(tag in text for tag in self.tags().values())
+
+    def wrap(self, text: str) -> str:
+        """Put the separator on both sides of a text, instead of the white space that it has there."""
+        return self.separator + text.strip() + self.separator
+
+
+STRATOS = TagStyle(
+    "<|begin_of_thought|>",
+    "<|end_of_thought|>",
+    "<|begin_of_solution|>",
+    "<|end_of_solution|>",
+    "<|begin_of_explanation|>",
+    "<|end_of_explanation|>",
+    separator="\n\n",
+)
+
+R1 = TagStyle(
+    "<think>", "</think>", "<solution>", "</solution>", "<explanation>", "</explanation>", separator="\n"
+)
+
+TAG_STYLES = {"stratos": STRATOS, "r1": R1}
+
+
+def tag_style(tags: str | TagStyle) -> TagStyle:
+    """Look up a built-in tag style; a style of one's own is passed through."""
+    if isinstance(tags, TagStyle):
+        return tags
+    if tags not in TAG_STYLES:
+        raise InputError(
+            f"data.tags must be {' or '.join(TAG_STYLES)} or a mapping with the fields of TagStyle, "
+            f"but got '{tags}'. Choose one of them."
+        )
+    return TAG_STYLES[tags]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlt_lightning.numerics.rewards import RewardTerms
+import torch
+from torch import Tensor
 
 FinishReason = Literal["stop", "eos", "length"]  # end tag sampled | end-of-sequence token | token limit
 
@@ -165,3 +163,26 @@ class EvaluationBatch:
     problems: list[EvaluationProblem]
     responses: list[list[Response]] | None = None  # equally many of each problem
     records: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RewardTerms:
+    """The reward of each completion; a subclass adds what it is made of. All (N,)."""
+
+    reward: Tensor
+
+    def parts(self) -> dict[str, Tensor]:
+        """What is logged beside the reward, as means, in training and validation: reward/NAME."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+    def details(self) -> dict[str, Tensor]:
+        """What is logged in training alone, as means, by its whole name."""
+        return {}
+
+    def recorded(self) -> dict[str, Tensor]:
+        """What is written down for every completion."""
+        return {"reward": self.reward, **self.parts()}
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})

@@ -77,7 +77,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
     import transformers  # noqa: F401
 
-    import rlt_lightning.cli  # noqa: F401
+    import rlt_lightning.cli.main  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)

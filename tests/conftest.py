@@ -35,7 +35,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Folder of the embedded default model: SmolLM2-135M, fetched and converted once."""
-    from rlt_lightning.pretrained import embedded_model
+    from rlt_lightning.models.embedded import embedded_model
 
     return str(embedded_model())
 
@@ -43,7 +43,7 @@ def smollm2() -> str:
 @pytest.fixture(scope="session")
 def miniature() -> str:
     """Folder of the embedded tiny model, pretrained on last-digit chains; `tiny.CHAINS` gives it its task."""
-    from rlt_lightning.pretrained import MINIATURES
+    from rlt_lightning.models.embedded import MINIATURES
 
     return str(MINIATURES["miniature"])
 

@@ -15,16 +15,17 @@ from ranks import STEPS, done_file
 from safetensors.torch import save_file
 
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, ReferenceSync, RolloutCallback
-from rlt_lightning.checkpoints import FolderCheckpointIO
+from rlt_lightning.checkpoints.export import Adapter
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Sampling
-from rlt_lightning.export import Adapter
-from rlt_lightning.lora import LoRA
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.weights import gathered, stored_once
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
-from rlt_lightning.sharding import gathered, stored_once
-from rlt_lightning.strategies import FSDP2, DeepSpeed
+from rlt_lightning.strategies.fsdp2 import FSDP2
+from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import Completion
 
 STRATEGIES: dict[str, Any] = {

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
 from rlt_lightning.callbacks.order import Order
-from rlt_lightning.checkpoints import FolderCheckpointIO
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

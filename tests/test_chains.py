@@ -22,9 +22,10 @@ from rlt_lightning.datamodules.chains import (
     random_chain,
     split_of,
 )
-from rlt_lightning.datamodules.rows import read_rows
+from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.uneven import Mixture, broken_off, uneven_trace
-from rlt_lightning.pretrained import MINIATURES, load_model, load_tokenizer
+from rlt_lightning.models.embedded import MINIATURES
+from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 FINDING = Path(__file__).parents[1] / "examples" / "finding"

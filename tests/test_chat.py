@@ -19,10 +19,13 @@ from typing import Any
 
 import pytest
 
-from rlt_lightning.chat import ChatModel, LocalSpeaker, Screen, TagSplitter, TextOfTokens, chat
-from rlt_lightning.datamodules.formats import R1, ChatFormat, encode
+from rlt_lightning.chat.conversation import chat
+from rlt_lightning.chat.screen import Screen, TagSplitter
+from rlt_lightning.chat.speakers import ChatModel, LocalSpeaker, TextOfTokens
+from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
 from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]

@@ -23,8 +23,9 @@ from fake_worker import worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
-from rlt_lightning.cli import require_known_strategy
-from rlt_lightning.strategies import FSDP2, DeepSpeed
+from rlt_lightning.cli.stages import require_known_strategy
+from rlt_lightning.strategies.fsdp2 import FSDP2
+from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError
 
 RLT = [sys.executable, "-m", "rlt_lightning"]
@@ -204,7 +205,7 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
-    from rlt_lightning.checkpoints import best_checkpoint, newest_checkpoint, write_best
+    from rlt_lightning.checkpoints.choices import best_checkpoint, newest_checkpoint, write_best
     from rlt_lightning.types import InputError
 
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
@@ -543,7 +544,7 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
     def run() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlt_lightning.cli.run", run)
+    monkeypatch.setattr("rlt_lightning.cli.main.run", run)
     monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the current folder
     with pytest.raises(SystemExit) as ending:
@@ -585,7 +586,7 @@ def test_a_strategy_of_lightnings_is_refused_in_one_line(tmp_path: Path) -> None
 
 
 def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlt_lightning.strategies.find_spec", lambda name: None)
+    monkeypatch.setattr("rlt_lightning.strategies.zero.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install -e '\.\[deepspeed\]'"):
         DeepSpeed()
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.countdown import countdown_row, countdown_rows, solve
-from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, read_rows
+from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.types import InputError
 
 needs_reasoning_gym = pytest.mark.skipif(

@@ -21,12 +21,13 @@ from test_evaluation import gpqa_like
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
-from rlt_lightning.callbacks.completions import evenly_spread
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.loggers import WandbLogger, read_run
-from rlt_lightning.redaction import without_secrets
+from rlt_lightning.loggers.redaction import without_secrets
+from rlt_lightning.loggers.wandb_files import read_run
+from rlt_lightning.loggers.wandb_logger import WandbLogger
+from rlt_lightning.loggers.workspace import dashboard, workspace
+from rlt_lightning.records.rows import evenly_spread
 from rlt_lightning.types import InputError
-from rlt_lightning.workspace import dashboard, workspace
 
 OVERLAYS = [f"--config=configs/overlays/{name}.yaml" for name in ("wandb", "tensorboard")]
 COMPLETIONS = 3  # shown of each iteration's 8

@@ -17,10 +17,10 @@ import pytest
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
-from rlt_lightning.answers import reference_answer
 from rlt_lightning.datamodules.arithmetic import arithmetic_rows
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
-from rlt_lightning.judge import Judge, Verdict
+from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn, majority_accuracy
 
 Row = dict[str, Any]
@@ -157,7 +157,7 @@ def test_math500_takes_the_equivalent_answers_for_each_other(judge: Judge) -> No
 
 def test_countdown_problems_are_judged_by_their_own_solutions(judge: Judge) -> None:
     pytest.importorskip("reasoning_gym", reason="needs the extra countdown")
-    from rlt_lightning.datamodules.rows import read_rows
+    from rlt_lightning.datamodules.sources import read_rows
 
     questions = read_set("countdown", None, 5, 0)
     rows = [row for _, row in read_rows("countdown", "test", 5, 0)]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT, rlt
 
-from rlt_lightning.explain import ExplainOptions, page, rows_to_score
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.report.explain import ExplainOptions, page, rows_to_score
 from rlt_lightning.types import InputError
 
 DATA = {"source": "arithmetic", "split": "train", "num_embedded_rows": 5, "seed": 0, "max_rows": None}

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from test_strategies import largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlt_lightning import sharding
-from rlt_lightning.export import export_checkpoint
+from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.models import weights
 from rlt_lightning.types import InputError
 
 
@@ -49,7 +49,7 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(runs: dict[str, Path], tm
 def test_weights_are_written_in_several_files_in_the_type_that_is_asked_for(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharding, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(weights, "FILE_BYTES", 100_000)
     export_checkpoint(str(runs["single"]), str(tmp_path / "model"), dtype="bfloat16")
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")

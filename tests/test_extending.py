@@ -28,7 +28,7 @@ from test_docs_metrics import names_of
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import Engine, EngineError, HFEngine, Sampling
-from rlt_lightning.modules.packed import sequence_log_probs
+from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import NonFiniteError, RLTReward
 from rlt_lightning.numerics.rewards import TAKEN_NAMES

@@ -13,17 +13,9 @@ import pytest
 from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules.formats import (
-    R1,
-    STRATOS,
-    ChatFormat,
-    TagStyle,
-    encode,
-    encode_pieces,
-    ensure_pad_token,
-    tag_style,
-)
-from rlt_lightning.tags import token_texts
+from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
+from rlt_lightning.pretrained import ensure_pad_token
+from rlt_lightning.tags import R1, STRATOS, TagStyle, tag_style, token_texts
 from rlt_lightning.types import Completion, InputError
 
 # The token layouts of four model families, in our own words.

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from rlt_lightning.answers import arithmetic_expression, chosen_letter, marked_answer, reference_answer
-from rlt_lightning.judge import Judge, Verdict
+from rlt_lightning.judging.answers import (
+    arithmetic_expression,
+    chosen_letter,
+    marked_answer,
+    reference_answer,
+)
+from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.types import InputError
 
 COUNTDOWN = {"kind": "countdown", "numbers": [95, 21, 38], "target": 36}
@@ -171,7 +176,7 @@ def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> N
 def test_countdown_without_its_extra_says_how_to_install_it(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
+    monkeypatch.setattr("rlt_lightning.judging.answers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install -e '\.\[countdown\]'"):
         judge.judge("1", COUNTDOWN)
 
@@ -265,11 +270,12 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_script_without_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     judging = "Judge().judge('5', {'answer': '5'})"
-    result = run_script(tmp_path, f"from rlt_lightning.judge import Judge\n{judging}")
+    result = run_script(tmp_path, f"from rlt_lightning.judging.judge import Judge\n{judging}")
     assert result.stderr.splitlines()[-1].startswith("rlt_lightning.types.InputError: A script that starts")
     assert result.stderr.count("Traceback") == 1
     guarded = (
-        f"from rlt_lightning.judge import Judge\nif __name__ == '__main__':\n    print({judging}.correct)"
+        "from rlt_lightning.judging.judge import Judge\n"
+        f"if __name__ == '__main__':\n    print({judging}.correct)"
     )
     assert run_script(tmp_path, guarded).stdout == "True\n"
 
@@ -311,7 +317,7 @@ def test_a_judge_closes_twice_starts_again_and_can_be_sent_to_other_processes() 
 
 KILLED = """
 import os, signal, time
-from rlt_lightning.judge import Judge
+from rlt_lightning.judging.judge import Judge
 judge = Judge(num_workers=1)
 judge.judge("5", {"answer": "5"})
 print(*judge._pool._pool_manager.worker_manager.workers, flush=True)

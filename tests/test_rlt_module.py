@@ -15,10 +15,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
+from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.base import FrozenModel, OptimizerConfig
+from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.meter import forward_flops
-from rlt_lightning.modules.packed import HeadOptions
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence

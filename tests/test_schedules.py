@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MambaConf
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.types import InputError
 
 

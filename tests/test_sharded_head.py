@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlt_lightning.engines.weights import free_port
-from rlt_lightning.modules.packed import HeadOptions, head_log_probs
+from rlt_lightning.models.packed import HeadOptions, head_log_probs
 from rlt_lightning.numerics import token_log_probs
 
 NUM_WORDS, SIZE = 1100, 6

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from rlt_lightning.engines import DiskPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import free_port
+from rlt_lightning.models.weights import full_shape, gathered_groups
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.sharding import full_shape, gathered_groups
 
 VERSION = "0123abcd-000007"
 

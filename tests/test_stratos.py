@@ -15,8 +15,10 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.formats import R1, STRATOS
-from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, parse_row, read_rows
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
+from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import InputError, Problem, PromptBatch, SFTBatch, SFTExample
 
 MakeData = Callable[..., StratosDataModule]

@@ -20,11 +20,11 @@ from test_countdown import needs_reasoning_gym
 from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs, trainer
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.formats import R1, TagStyle
 from rlt_lightning.modules import CorrectnessReward, RLTModule
-from rlt_lightning.modules.base import OptimizerConfig
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 # One-letter tags, which a model with random weights writes now and then.
@@ -115,7 +115,7 @@ def test_a_better_answer_may_not_earn_less() -> None:
 @needs_reasoning_gym
 def test_countdown_needs_its_checker_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     CorrectnessReward().check([answer("", kind="countdown").problem])
-    monkeypatch.setattr("rlt_lightning.answers.find_spec", lambda name: None)
+    monkeypatch.setattr("rlt_lightning.judging.answers.find_spec", lambda name: None)
     CorrectnessReward().check([answer("", answer="1").problem])
     with pytest.raises(InputError, match="needs the package reasoning-gym"):
         CorrectnessReward().check([answer("", kind="countdown").problem])

@@ -42,9 +42,9 @@ from rlt_lightning.engines import (
     generate_patiently,
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
-from rlt_lightning.engines.vllm import disagreement
+from rlt_lightning.engines.verification import disagreement
 from rlt_lightning.engines.weights import pieces
-from rlt_lightning.sharding import gathered_groups
+from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")

@@ -37,7 +37,7 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.engines.weights import free_port
-from rlt_lightning.modules.packed import sequence_log_probs
+from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]

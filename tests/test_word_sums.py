@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from rlt_lightning.datamodules import uneven, word_sums
-from rlt_lightning.datamodules.rows import EMBEDDED
+from rlt_lightning.datamodules.sources import EMBEDDED
 from rlt_lightning.datamodules.word_sums import (
     word_sum,
     word_sum_kind,

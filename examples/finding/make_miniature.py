@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 
 from rlt_lightning.datamodules import uneven
 from rlt_lightning.datamodules.chains import WORDING, random_chain
-from rlt_lightning.datamodules.formats import R1, ChatFormat
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.tags import R1
 from rlt_lightning.types import SFTExample
 
 MAX_STEPS = 5  # of a chain

@@ -93,7 +93,7 @@ class Stages:
 
 def run_rlt(words: list[str], log: Path) -> None:
     """Be `rlt` with these words, in a process of its own that ends with the one that started it."""
-    from rlt_lightning.judge_worker import end_with_run
+    from rlt_lightning.judging.worker import end_with_run
 
     threading.Thread(target=end_with_run, daemon=True).start()
     os.chdir(ROOT)

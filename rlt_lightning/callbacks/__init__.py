@@ -6,11 +6,11 @@ from rlt_lightning.callbacks.completions import CompletionsTable
 from rlt_lightning.callbacks.distillation import DistillationWriter
 from rlt_lightning.callbacks.evaluation import EvaluationWriter
 from rlt_lightning.callbacks.export import ModelExporter
-from rlt_lightning.callbacks.metrics import MetricsCSV
 from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
 from rlt_lightning.callbacks.reference import ReferenceSync
 from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.loggers.metrics_csv import MetricsCSV
 
 __all__ = [
     "Alarms",

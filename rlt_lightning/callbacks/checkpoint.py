@@ -13,13 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import (
-    checkpoint_of,
-    discard,
-    discard_unfinished,
-    read_best,
-    write_best,
-)
+from rlt_lightning.checkpoints.choices import checkpoint_of, read_best, write_best
+from rlt_lightning.checkpoints.folder import discard, discard_unfinished
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.types import InputError
 
@@ -77,7 +73,7 @@ class Checkpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what an earlier run left: `last` must not find it once this run has checkpoints."""
         super().on_train_start(trainer, pl_module)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if self.best_metric is not None and not data.val_items:
             raise InputError(
                 f"checkpoint.monitor {self.best_metric} needs held-out rows, but there are none. Set "

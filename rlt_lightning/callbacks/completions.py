@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.callbacks.recorder import gather_rows, rollout_rows
-from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
-from rlt_lightning.loggers import TABLE, WandbLogger
+from rlt_lightning.loggers.wandb_logger import TABLE, WandbLogger
+from rlt_lightning.records.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.records.rows import evenly_spread, gather_rows, rollout_rows
 from rlt_lightning.types import InputError, PromptBatch
 
-T = TypeVar("T")
 TEXTS = ("question", "solution", "explanation")
 NOT_SHOWN = ("policy_version", "seed", "worker")
 GROWTH = 1.1  # by which the table in W&B has grown when it is sent again: all sendings together stay small
@@ -111,12 +110,6 @@ def table_rows(batch: PromptBatch) -> list[Row]:
         }
         rows.append({"problem": shown.pop("row"), **shown, **lengths})
     return rows
-
-
-def evenly_spread(items: list[T], number: int) -> list[T]:
-    """So many of them at equal distances, the same whatever they hold; all if they are fewer."""
-    number = max(0, min(number, len(items)))
-    return [items[i * len(items) // number] for i in range(number)]
 
 
 def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:

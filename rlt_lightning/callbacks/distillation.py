@@ -11,11 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.callbacks.recorder import require_one_process, score_rows
+from rlt_lightning.callbacks.recorder import require_one_process
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.data_card import data_card
-from rlt_lightning.datamodules.rows import row_list
-from rlt_lightning.jsonl import Row, append_rows, rewrite, to_line, whole_rows
+from rlt_lightning.datamodules.bad_rows import row_list
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.records.data_card import data_card
+from rlt_lightning.records.jsonl import Row, append_rows, rewrite, to_line, whole_rows
+from rlt_lightning.records.rows import score_rows
 from rlt_lightning.types import InputError, PromptBatch
 
 Selection = Literal["first", "best_reward", "all", "fits_context"]
@@ -40,7 +42,7 @@ class DistillationWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if stage != "predict" or data.task != "rlt":
             return
         require_one_process(trainer)
@@ -51,7 +53,7 @@ class DistillationWriter(Callback):
             lines.append(line)
             written.append((row["row"], row["question"], row["solution"]))
         num_finished = len(lines) // num_traces
-        expected = [(p.row, p.question, p.solution.strip()) for p in data.items[:num_finished]]
+        expected = [(p.row, p.question, p.solution.strip()) for p in data.problems[:num_finished]]
         if written[::num_traces][:num_finished] != expected:
             raise InputError(
                 f"A run that goes on must have the rows that it began with, but {path} has traces of others. "
@@ -71,7 +73,7 @@ class DistillationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if data.task == "rlt":
             teacher = pl_module.pretrained
             append_rows(self._folder(trainer) / TRACES, trace_rows(batch, data, str(teacher)))
@@ -79,7 +81,7 @@ class DistillationWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the set; not called where the run has failed."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if stage != "predict" or data.task != "rlt":
             return
         folder = self._folder(trainer)

@@ -8,10 +8,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import whole_or_absent
-from rlt_lightning.export import Adapter, export_model, pretrained_tensors
-from rlt_lightning.sharding import trained
-from rlt_lightning.strategies import NamedCheckpoints
+from rlt_lightning.checkpoints.export import Adapter, export_model, pretrained_tensors
+from rlt_lightning.checkpoints.folder import whole_or_absent
+from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.weights import trained
 
 
 class ModelExporter(Callback):
@@ -32,7 +33,7 @@ class ModelExporter(Callback):
             return
         module: Any = pl_module
         with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             facts, policy = module.facts(), module.policy
             # DeepSpeed computes with other weights than it trains, and rounds the frozen ones too.
             strategy: Any = trainer.strategy

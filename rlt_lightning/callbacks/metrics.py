@@ -2,91 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.loggers import WandbLogger
-
-
-class MetricsCSV(Logger):
-    """Write each step's metrics to `metrics.csv`, one row per step, columns added as metrics appear.
-
-    Lightning's CSVLogger deletes an existing file, so a resumed run would lose its past; this one goes on.
-
-    Args:
-        folder: The run folder.
-    """
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.path = Path(folder) / "metrics.csv"
-        self.rows: dict[int, dict[str, str]] = {}  # step -> metrics
-        self.columns: list[str] = []  # of the file as it stands
-        self.saved: set[int] = set()
-        self.unsaved: set[int] = set()  # steps that the file lacks or has in an older form
-
-    @property
-    @override
-    def name(self) -> str:
-        return "metrics"
-
-    @property
-    @override
-    def version(self) -> str:
-        return ""
-
-    @override
-    @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """The resolved configuration lies in config.yaml."""
-
-    @override
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row = self.rows.setdefault(int(step or 0), {})
-        row.update({name: repr(float(value)) for name, value in metrics.items()})
-        self.unsaved.add(int(step or 0))
-
-    @override
-    @rank_zero_only
-    def save(self) -> None:
-        """Append the new rows; rewrite the file when a column is new or an old row has grown."""
-        names = {name for step in self.unsaved for name in self.rows[step]}
-        if names <= set(self.columns) and not self.unsaved & self.saved:
-            with open(self.path, "a", newline="") as file:
-                rows = ({"step": step, **self.rows[step]} for step in sorted(self.unsaved))
-                csv.DictWriter(file, self.columns).writerows(rows)
-        else:
-            self.columns = ["step", *sorted(names | set(self.columns) - {"step"})]
-            scratch = self.path.with_suffix(".tmp")
-            with open(scratch, "w", newline="") as file:
-                writer = csv.DictWriter(file, self.columns)
-                writer.writeheader()
-                writer.writerows({"step": step, **row} for step, row in sorted(self.rows.items()))
-            scratch.replace(self.path)
-        self.saved |= self.unsaved
-        self.unsaved = set()
-
-    @rank_zero_only
-    def resume_after(self, step: int, last_row: dict[str, float]) -> None:
-        """Read what an earlier run wrote, up to a step; `last_row` is that step's, from the checkpoint."""
-        if self.path.exists():
-            with open(self.path, newline="") as file:
-                for row in csv.DictReader(file):
-                    number = int(row.pop("step"))
-                    if number <= step:
-                        self.rows[number] = {name: value for name, value in row.items() if value}
-        if step not in self.rows:
-            self.log_metrics(last_row, step)
-        self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
-        self.save()  # now: the next checkpoint will not carry this step's row
+from rlt_lightning.loggers.metrics_csv import MetricsCSV
+from rlt_lightning.loggers.wandb_logger import WandbLogger
 
 
 class MetricsResume(Callback):

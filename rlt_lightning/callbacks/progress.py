@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 from typing_extensions import override
 
+from rlt_lightning.datamodules.stratos import stratos_of
+
 
 class IterationBar(ProgressBar):
     """One bar per run: iteration, phase (generate / score / train), reward or loss, tokens/s and ETA.
@@ -102,8 +104,8 @@ class IterationBar(ProgressBar):
     ) -> None:
         total = trainer.num_predict_batches[dataloader_idx]
         if self.enabled and trainer.is_global_zero:
-            source = trainer.datamodule.source  # type: ignore[attr-defined]
-            done = "generated" if trainer.datamodule.task == "rlt" else "scored"  # type: ignore[attr-defined]
+            source = stratos_of(trainer).source
+            done = "generated" if stratos_of(trainer).task == "rlt" else "scored"
             print(f"{done} batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)
 
     @override

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.ranking import equal_groups, write_comparison, write_groups
-from rlt_lightning.tags import token_texts
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
+from rlt_lightning.records.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.records.ranking import equal_groups, write_comparison, write_groups
+from rlt_lightning.records.rows import gather_rows, rollout_rows, score_rows, token_columns
+from rlt_lightning.types import InputError, Problem, PromptBatch
 
 
 class RolloutRecorder(Callback):
@@ -54,7 +53,7 @@ class RolloutRecorder(Callback):
         assert batch.rollouts is not None
         assert batch.scores is not None
         if batch.scores.kl:  # models were asked
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
                 rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, tokenizer)
         rows = gather_rows(rows, trainer)
@@ -90,7 +89,7 @@ class ScoreWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in the source's order."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if stage != "predict" or data.task != "score":
             return
         require_one_process(trainer)
@@ -110,7 +109,7 @@ class ScoreWriter(Callback):
         if path.exists():
             finished = list(whole_rows(path))
             rows = [row for _, row in finished]
-            if len(rows) > len(data.items) or not all(map(is_of, rows, data.items)):
+            if len(rows) > len(data.items) or not all(map(is_of, rows, data.problems)):
                 raise InputError(
                     f"A run that goes on must have the rows that it began with, but {path} has scores of "
                     "others. Restore data.source, or choose another --output_dir."
@@ -129,7 +128,7 @@ class ScoreWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if trainer.datamodule.task != "score":  # type: ignore[attr-defined]
+        if stratos_of(trainer).task != "score":
             return
         scores = batch.scores
         assert scores is not None
@@ -138,7 +137,7 @@ class ScoreWriter(Callback):
             for r, terms in zip(batch.rollouts.rollouts, score_rows(scores), strict=True)
         )
         if self.per_token:
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             rollouts = batch.rollouts.rollouts
             tokens = (token_columns(r, scores, i, tokenizer) for i, r in enumerate(rollouts))
             rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
@@ -147,7 +146,7 @@ class ScoreWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Rank and compare; not called where the run has failed."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if stage != "predict" or data.task != "score":
             return
         rows, folder = [row for _, row in whole_rows(self._path(trainer))], self._path(trainer).parent
@@ -155,7 +154,8 @@ class ScoreWriter(Callback):
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             write_groups(rows, self.rank_groups, terms, folder)
         if len(data.trace_columns) == 2:
-            rollouts = [data.rollout(item, item.given_completion) for item in data.items[: len(rows)]]
+            problems = data.problems[: len(rows)]
+            rollouts = [data.rollout(p, p.given_completion) for p in problems if p.given_completion]
             write_comparison(rows, rollouts, data.trace_columns, terms, folder)
 
     def _path(self, trainer: Trainer) -> Path:
@@ -197,61 +197,3 @@ def require_one_process(trainer: Trainer) -> None:
             "`rlt predict` must run in one process, so that rows keep their order, but got "
             f"{trainer.world_size}. Set --trainer.devices 1."
         )
-
-
-def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
-    """One JSON-ready row per completion."""
-    assert batch.rollouts is not None
-    assert batch.scores is not None
-    for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
-        yield {
-            "row": rollout.problem.row,
-            "completion": i % batch.rollouts.group_size,
-            "policy_version": batch.rollouts.policy_version,
-            "question": rollout.problem.question,
-            "solution": rollout.problem.solution,
-            "explanation": rollout.text,
-            "finish_reason": rollout.completion.finish_reason,
-            "num_tokens": len(rollout.completion.token_ids),
-            "seed": rollout.completion.seed,
-            "worker": rollout.completion.worker,
-            **terms,
-        }
-
-
-def score_rows(scores: Scores) -> list[dict[str, float]]:
-    """The reward and its terms, one dictionary per rollout."""
-    columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: Any) -> Row:
-    """The tokens that the reward is made of, each with its value before clipping and normalisation, nats.
-
-    Args:
-        rollout: A scored completion.
-        scores: Of its batch.
-        position: Its place there.
-        tokenizer: Of its token ids.
-
-    Returns:
-        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`. Values are
-        rounded to 1e-6.
-    """
-    columns: Row = {"thought_tokens": token_texts(tokenizer, scores.think_tokens[position])}
-    columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
-    columns["solution_tokens"] = token_texts(tokenizer, rollout.problem.solution_ids)
-    values = scores.solution_log_probs[position].tolist()
-    columns["solution_log_probs"] = [round(value, 6) for value in values]
-    return columns
-
-
-def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
-    """Bring the rows of all ranks together on rank 0."""
-    if trainer.world_size == 1:
-        return rows
-    gathered: list[list[Row]] | None = (
-        [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-    )
-    torch.distributed.gather_object(rows, gathered, dst=0)
-    return [row for part in gathered or [] for row in part]

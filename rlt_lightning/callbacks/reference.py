@@ -8,11 +8,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.checkpoints import whole_or_absent
-from rlt_lightning.lora import merged_weights
+from rlt_lightning.checkpoints.folder import whole_or_absent
+from rlt_lightning.models.lora import merged_weights
+from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.pretrained import WeightFiles
-from rlt_lightning.sharding import fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.types import InputError
 
 

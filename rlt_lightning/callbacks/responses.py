@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
@@ -21,11 +22,12 @@ from rlt_lightning.engines.base import (
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.lora import merged_weights
-from rlt_lightning.modules.base import mix_seed
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.lora import merged_weights
+from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.modules.packed import sequence_log_probs
-from rlt_lightning.pretrained import context_length, resolve
+from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.pretrained import context_length
 from rlt_lightning.tags import decode
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
 
@@ -72,7 +74,7 @@ class ResponseCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that responses fit; say whether one must be loaded."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = evaluation_of(trainer)
         if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
             return
         if self.budget is not None:
@@ -95,7 +97,7 @@ class ResponseCallback(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = evaluation_of(trainer)
         if not isinstance(pl_module, EvaluationModule) or data.format is None or not data.left:
             return
         self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
@@ -131,7 +133,7 @@ class ResponseCallback(Callback):
 
     def _num_opening(self, trainer: Trainer) -> int:
         """Tokens that a forced budget adds to the prompt: the opened thought."""
-        return len(trainer.datamodule.format.thought_opening) if self.budget else 0  # type: ignore[attr-defined]
+        return len(evaluation_of(trainer).chat_format.thought_opening) if self.budget else 0
 
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
         """Bring the weights to workers that do not serve them by themselves."""
@@ -142,12 +144,12 @@ class ResponseCallback(Callback):
         while self.engine.policy_version != 0:
             self.engine.update_weights(merged_weights(module.policy, tensors), 0)
             self.engine.health()
-        text = trainer.datamodule.problems[0].prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
+        text = evaluation_of(trainer).problems[0].prompt[:PROBE_TOKENS]
         self.engine.verify(text, {0: sequence_log_probs(module.policy, text).tolist()})
 
     def _sample(self, trainer: Trainer, problems: list[EvaluationProblem]) -> list[list[Response]]:
         """Sample `num_samples` responses to each problem."""
-        chat_format = trainer.datamodule.format  # type: ignore[attr-defined]
+        chat_format = evaluation_of(trainer).chat_format
         tokenizer = chat_format.tokenizer
         prompts = [problem.prompt for problem in problems]
         seeds = [mix_seed(self.seed, zlib.crc32(problem.id.encode())) for problem in problems]

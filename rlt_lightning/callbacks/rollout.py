@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.order import Order
+from rlt_lightning.callbacks.rollout_checks import require_room
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
@@ -24,12 +26,12 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.weights import in_background
-from rlt_lightning.lora import adapter_weights, merged_weights
-from rlt_lightning.modules.base import mix_seed
+from rlt_lightning.models.lora import adapter_weights, merged_weights
+from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.meter import PhaseCost
-from rlt_lightning.modules.packed import sequence_log_probs
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
 
@@ -165,7 +167,7 @@ class RolloutCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
         self.trainer = trainer
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         if not isinstance(pl_module, RLTModule):
             return
         if stage == "fit":
@@ -210,7 +212,7 @@ class RolloutCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         sizes = (len(data.val_items), data.val_batch_size)
         if not self.engine.in_process and any(size % trainer.world_size for size in sizes):
             raise InputError(
@@ -258,7 +260,7 @@ class RolloutCallback(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.datamodule.task != "score":  # type: ignore[attr-defined]
+        if stratos_of(trainer).task != "score":
             self._start_engine(trainer, pl_module)
 
     @override
@@ -277,7 +279,7 @@ class RolloutCallback(Callback):
         order.num_completions = self.num_traces
         self._attach(trainer, pl_module, batch, order)
         assert batch.rollouts is not None
-        data: Any = trainer.datamodule
+        data = stratos_of(trainer)
         rollouts = batch.rollouts.rollouts
         for attempt in range(1, self.max_resamples + 1):
             misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
@@ -345,11 +347,11 @@ class RolloutCallback(Callback):
             return
 
         def start() -> None:
-            tokenizer = trainer.datamodule.format.tokenizer  # type: ignore[attr-defined]
+            tokenizer = stratos_of(trainer).format.tokenizer
             self.engine.start(pl_module.policy, tokenizer, Path(trainer.default_root_dir))
             if isinstance(self.engine, HFEngine) and pl_module.sharding.sharded:
                 self.engine.share(pl_module.run, pl_module.on_any_rank)
-            longest = max(len(p.teacher_prompt) for p in trainer.datamodule.problems)  # type: ignore[attr-defined]
+            longest = max(len(p.teacher_prompt) for p in stratos_of(trainer).problems)
             limits = (self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             require_context(longest + max(limits), self.engine.max_model_len)
 
@@ -364,7 +366,7 @@ class RolloutCallback(Callback):
             torch.distributed.all_gather_object(parts, jobs)
             jobs = [job for part in parts for job in part]
         rows, prompts, seeds = (list(column) for column in zip(*jobs, strict=True))
-        stop = trainer.datamodule.stop  # type: ignore[attr-defined]
+        stop = stratos_of(trainer).stop
         version, sampling = module.global_step, self.sampling if step < 0 else self.sampling_at(step)
         return Order(rows, prompts, seeds, version, sampling, module.group_size, stop)
 
@@ -392,7 +394,7 @@ class RolloutCallback(Callback):
             with module.phase("generate"):
                 self._on_rank_zero(trainer, self.engine.rest)  # no rank trains before all workers sleep
         order.finished = self._on_rank_zero(trainer, lambda: order.finished)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(trainer)
         rollouts = [
             data.rollout(problem, completion)
             for i, problem in zip(own, problems, strict=True)
@@ -463,7 +465,7 @@ class RolloutCallback(Callback):
         """Let the engine compare the workers' log-probs of a text with the trainer's."""
         if self.engine.in_process:
             return
-        text = trainer.datamodule.problems[0].teacher_prompt[:PROBE_TOKENS]  # type: ignore[attr-defined]
+        text = stratos_of(trainer).problems[0].teacher_prompt[:PROBE_TOKENS]
         log_probs = module.run(sequence_log_probs, text)
         self.verified_at = module.global_step
         latest = list(self.probe_log_probs.items())[-1:]
@@ -489,29 +491,3 @@ class RolloutCallback(Callback):
         if problem is not None:
             raise failure or (InputError if problem[0] else EngineError)(problem[1])
         return result
-
-
-def require_room(problems: list[Problem], role: str, context: int, max_completion_length: int) -> None:
-    """Check that every problem and its completion, given or of full length, fit into a context, in tokens.
-
-    Raises:
-        InputError: Naming the row, the lengths and the settings that would make room.
-    """
-    for problem in problems:
-        fixed = len(problem.teacher_prompt)
-        if role == "student":
-            fixed = sum(map(len, (problem.student_prefix, problem.think_prefix, problem.student_suffix)))
-            fixed += len(problem.solution_ids)
-        given = problem.given_completion
-        if given and fixed + len(given.token_ids) > context:
-            raise InputError(
-                f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{problem.row} needs {fixed + len(given.token_ids)}. Lower data.max_length: longer rows are "
-                "counted and kept out."
-            )
-        if not given and fixed + max_completion_length > context:
-            raise InputError(
-                f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{problem.row} needs {fixed} + max_completion_length {max_completion_length}. Lower "
-                "sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
-            )

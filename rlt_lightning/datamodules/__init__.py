@@ -1,7 +1,8 @@
 """Rows from any source, tokenised into the contexts of teacher and student; evaluation sets."""
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
-from rlt_lightning.datamodules.formats import ChatFormat, TagStyle
+from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.tags import TagStyle
 
 __all__ = ["ChatFormat", "EvaluationDataModule", "StratosDataModule", "TagStyle"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 
+from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
-from rlt_lightning.datamodules.formats import ChatFormat, TagStyle, encode
+from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
-from rlt_lightning.datamodules.rows import BadRowError, read_rows
-from rlt_lightning.jsonl import Row, whole_rows
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.records.jsonl import Row, whole_rows
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
@@ -117,6 +119,12 @@ class EvaluationDataModule(LightningDataModule):
 
     # Helpers
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Return the format in which questions are asked. There is none where responses are given."""
+        assert self.format is not None
+        return self.format
+
     def _load_format(self) -> ChatFormat:
         from rlt_lightning.pretrained import load_tokenizer
 
@@ -208,3 +216,8 @@ def given_response(source: str, number: int, row: Row | BadRowError) -> Response
         )
     text = row["response"].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
     return Response(text, num_tokens, reason, num_thinking)
+
+
+def evaluation_of(trainer: Trainer) -> EvaluationDataModule:
+    """Return a run's datamodule, which Lightning's types do not know."""
+    return cast(EvaluationDataModule, trainer.datamodule)  # type: ignore[attr-defined]

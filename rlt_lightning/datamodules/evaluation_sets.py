@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
-from rlt_lightning.datamodules.rows import BadRowError, BadRowReason, Row, read_rows, row_list
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row, row_list
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.judging.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
 from rlt_lightning.types import InputError
 
 IN_A_BOX = "Return your final response within \\boxed{}. "  # before a question, as Bespoke-Stratos-17k has it

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
-from rlt_lightning.tags import decode, start_of_tag
+from rlt_lightning.tags import STRATOS, TagStyle, decode, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
@@ -29,82 +28,6 @@ STUDENT_SYSTEM_PROMPT = (
     "and {thought_close}. Then write the final solution, short and complete, between {solution_open} and "
     "{solution_close}."
 )
-
-
-@dataclass(frozen=True)
-class TagStyle:
-    """The tags around thoughts, solutions and explanations, and the separator between a tag and its content.
-
-    Raises:
-        InputError: If a tag is empty or occurs in another one.
-    """
-
-    thought_open: str
-    thought_close: str
-    solution_open: str
-    solution_close: str
-    explanation_open: str
-    explanation_close: str
-    separator: str = "\n\n"
-
-    def __post_init__(self) -> None:
-        tags = self.tags()
-        if empty := [name for name, tag in tags.items() if not tag.strip()]:
-            raise InputError(
-                f"Every tag must have text, but {', '.join(empty)} is empty. Fill it in data.tags."
-            )
-        for name, tag in tags.items():
-            for other, text in tags.items():
-                if name != other and tag in text:
-                    raise InputError(
-                        f"No tag may occur in another one, but {name} '{tag}' is in {other} '{text}'. "
-                        "Choose six different tags in data.tags."
-                    )
-
-    def tags(self) -> dict[str, str]:
-        """Return the six tags by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "separator"}
-
-    def fill(self, text: str) -> str:
-        """Put the tags in place of placeholders such as {thought_open}; other braces stay."""
-        for name, tag in self.tags().items():
-            text = text.replace("{" + name + "}", tag)
-        return text
-
-    def occur_in(self, text: str) -> bool:
-        """Whether a text holds any of the tags."""
-        return any(tag in text for tag in self.tags().values())
-
-    def wrap(self, text: str) -> str:
-        """Put the separator on both sides of a text, instead of the white space that it has there."""
-        return self.separator + text.strip() + self.separator
-
-
-STRATOS = TagStyle(
-    "<|begin_of_thought|>",
-    "<|end_of_thought|>",
-    "<|begin_of_solution|>",
-    "<|end_of_solution|>",
-    "<|begin_of_explanation|>",
-    "<|end_of_explanation|>",
-    separator="\n\n",
-)
-R1 = TagStyle(
-    "<think>", "</think>", "<solution>", "</solution>", "<explanation>", "</explanation>", separator="\n"
-)
-TAG_STYLES = {"stratos": STRATOS, "r1": R1}
-
-
-def tag_style(tags: str | TagStyle) -> TagStyle:
-    """Look up a built-in tag style; a style of one's own is passed through."""
-    if isinstance(tags, TagStyle):
-        return tags
-    if tags not in TAG_STYLES:
-        raise InputError(
-            f"data.tags must be {' or '.join(TAG_STYLES)} or a mapping with the fields of TagStyle, "
-            f"but got '{tags}'. Choose one of them."
-        )
-    return TAG_STYLES[tags]
 
 
 def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
@@ -451,31 +374,3 @@ class ChatFormat:
 def masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:
     """Join prompt and completion; the loss counts the completion."""
     return SFTExample(row, prompt + completion, [False] * len(prompt) + [True] * len(completion))
-
-
-def ensure_pad_token(tokenizer: Any) -> int:
-    """Give the tokenizer a padding token that is not its eos, out of its own vocabulary, and return its id.
-
-    We train packed, so no padding enters a loss; but whoever pads with the exported tokenizer and masks the
-    padding would mask the eos too, if they were the same.
-
-    Raises:
-        InputError: If the vocabulary has no token that could serve.
-    """
-    candidates = [
-        tokenizer.pad_token,
-        "<|endoftext|>",
-        tokenizer.unk_token,
-        "<pad>",
-        "<|finetune_right_pad_id|>",  # Llama 3.1 and later
-        "<|reserved_special_token_0|>",  # Llama 3
-    ]
-    vocabulary = tokenizer.get_vocab()
-    for token in candidates:
-        if token in vocabulary and vocabulary[token] != tokenizer.eos_token_id:
-            tokenizer.pad_token = token
-            return vocabulary[token]
-    raise InputError(
-        f"The tokenizer must have a padding token other than its eos {tokenizer.eos_token!r}, but its "
-        "vocabulary has no spare one. Set pad_token in its tokenizer_config.json."
-    )

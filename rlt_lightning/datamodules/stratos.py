@@ -6,28 +6,25 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.formats import STRATOS, ChatFormat, TagStyle
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, BadRowReport, Row, write_reports
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.items import Item, LongTraces, Task, longest_sequence, require_length
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.rows import (
-    ARITHMETIC,
     TRACE_COLUMN,
-    BadRowError,
-    BadRowReason,
-    BadRowReport,
     ParsedRow,
-    Row,
     check_columns,
     parse_row,
-    read_rows,
     require_judgeable,
     with_solution,
-    write_reports,
 )
+from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
+from rlt_lightning.tags import STRATOS, TagStyle
 from rlt_lightning.types import (
     Completion,
     InputError,
@@ -38,10 +35,6 @@ from rlt_lightning.types import (
     SFTBatch,
     SFTExample,
 )
-
-Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
-LongTraces = Literal["drop", "truncate"]
-Item = Problem | SFTExample
 
 
 class StratosDataModule(LightningDataModule):
@@ -265,6 +258,11 @@ class StratosDataModule(LightningDataModule):
         """All problems, the held-out ones last; empty in fine-tuning."""
         return [item for item in [*self.items, *self.val_items] if isinstance(item, Problem)]
 
+    @property
+    def examples(self) -> list[SFTExample]:
+        """All examples of fine-tuning, the held-out ones last; empty otherwise."""
+        return [item for item in [*self.items, *self.val_items] if isinstance(item, SFTExample)]
+
     # Helpers
 
     def _ordered(self, items: list[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
@@ -405,18 +403,6 @@ def as_list(sources: list[str] | str | None) -> list[str]:
     return [sources] if isinstance(sources, str) else list(sources or [])
 
 
-def require_length(reason: BadRowReason, length: int, limit: int) -> None:
-    """Keep a row out that has more tokens than the limit."""
-    if length > limit:
-        raise BadRowError(reason, f"{length} tokens, limit {limit}")
-
-
-def longest_sequence(problem: Problem, num_completion: int) -> int:
-    """Tokens of the longer of the two sequences that a problem and a completion make."""
-    student = len(problem.student_prefix) + len(problem.think_prefix) + len(problem.student_suffix)
-    return num_completion + max(len(problem.teacher_prompt), student + len(problem.solution_ids))
-
-
 def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:
     """Check that every token of the teacher has the same id in the student's vocabulary.
 
@@ -432,3 +418,8 @@ def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) ->
         f"{len(differing)} of the teacher's {len(teacher)} tokens differ, the first being {token!r} (teacher "
         f"{teacher[token]}, student {student.get(token)}). Choose models of one family, such as Qwen2.5."
     )
+
+
+def stratos_of(trainer: Trainer) -> StratosDataModule:
+    """Return a run's datamodule, which Lightning's types do not know."""
+    return cast(StratosDataModule, trainer.datamodule)  # type: ignore[attr-defined]

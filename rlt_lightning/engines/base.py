@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
-
+from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.types import Completion, InputError
 
-NamedTensor = tuple[str, Tensor]  # a parameter's name, and the parameter, which may be sharded over ranks
 PROBE_TOKENS = 64  # of a prompt, by which workers are verified
+SEED_MASK = 2**62 - 1  # vLLM takes signed 64-bit seeds and adds the number of the completion
 
 
 class EngineError(RuntimeError):

@@ -11,8 +11,8 @@ from typing import Any
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import Failures, WeightPush, on_each
-from rlt_lightning.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
-from rlt_lightning.sharding import gathered_groups
+from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
+from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import InputError
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes

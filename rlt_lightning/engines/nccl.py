@@ -13,7 +13,7 @@ from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.engines.weights import Failures, WeightPush, free_port, in_background, on_each
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.sharding import full_shape, gathered, gathered_groups
+from rlt_lightning.models.weights import full_shape, gathered, gathered_groups
 
 
 class NCCLPush(WeightPush):

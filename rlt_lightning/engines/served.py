@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, require_context
+from rlt_lightning.engines.base import SEED_MASK, EngineError, NamedTensor, Sampling, require_context
 from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
-from rlt_lightning.engines.vllm import AGREEMENT, SEED_MASK, disagreement
+from rlt_lightning.engines.verification import AGREEMENT, disagreement
 from rlt_lightning.types import Completion, InputError
 
 

@@ -16,24 +16,26 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling, WorkersLost, require_context
+from rlt_lightning.engines.base import (
+    SEED_MASK,
+    EngineError,
+    NamedTensor,
+    Sampling,
+    WorkersLost,
+    require_context,
+)
 from rlt_lightning.engines.client import ADDRESS, Request, WorkerClient, WorkerError, key_from
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
+from rlt_lightning.engines.verification import AGREEMENT, disagreement
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.sharding import gathered_groups
+from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import Completion, InputError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-SEED_MASK = 2**62 - 1  # vLLM takes signed 64-bit seeds and adds the number of the completion
 GREETING_S = 5.0  # deadline of the first call to a worker that may not be there
-AGREEMENT = {
-    "float32": 5e-4,
-    "float16": 0.02,
-    "bfloat16": 0.1,
-}  # nats, mean over a text, by worker's data type
 
 
 class VLLMEngine:
@@ -542,34 +544,6 @@ class VLLMEngine:
         except RuntimeError:
             return asyncio.run(work)
         return in_background(lambda: asyncio.run(work)).result()
-
-
-def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: float) -> str | None:
-    """Say how a worker's log-probs differ from the trainer's of the latest version; None if they do not.
-
-    They are also stale when they are within the bound, but four times as near to an earlier version: a small
-    step moves log-probs by less than the bound, yet by more than rounding does.
-    """
-    distances = {version: mean_distance(scores, values) for version, values in log_probs.items()}
-    latest = max(distances)
-    nearest = min(distances, key=distances.__getitem__)
-    error = distances[latest]
-    if nearest != latest and distances[nearest] < error / 4:
-        return (
-            f"its log-probs differ by {error:.2g} nats per token from those of step {latest} and by "
-            f"{distances[nearest]:.2g} from those of step {nearest}: later pushes have not arrived."
-        )
-    if not error <= bound:
-        return (
-            f"its log-probs differ by {error:.2g} nats per token (at most {bound:g} is rounding) and fit no "
-            "earlier step either."
-        )
-    return None
-
-
-def mean_distance(a: list[float], b: list[float]) -> float:
-    """Mean absolute difference."""
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
 
 
 class WaitingLine:

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
-from rlt_lightning.sharding import full_shape, gathered_groups
+from rlt_lightning.models.weights import full_shape, gathered_groups
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")

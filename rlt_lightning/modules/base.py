@@ -2,121 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
 
-from rlt_lightning.lora import LoRA, add_adapter
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.models.packed import HeadOptions, disable_dropout
+from rlt_lightning.models.weights import full_shape, trained_parameters
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
-from rlt_lightning.modules.packed import HeadOptions, verified_layout
-from rlt_lightning.numerics.packing import (
-    Extent,
-    Layout,
-    MicroBatch,
-    micro_batches,
-    split_to,
-)
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.validated import Validated
+from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.pretrained import empty_model, load_model
-from rlt_lightning.sharding import Entry, Sharded, Whole, full_shape, sharding_of, trained_parameters
+from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.pretrained import Dtype, empty_model, load_model
+from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, sharding_of
 from rlt_lightning.types import InputError
-
-Dtype = Literal["float32", "bfloat16", "float16", "auto"]
-
-
-class FrozenModel:
-    """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
-
-    Args:
-        entry: The way into the model.
-        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `on`.
-    """
-
-    def __init__(self, entry: Entry, offload: bool = False) -> None:
-        self.model: Any = entry.model.eval().requires_grad_(False)
-        self.run: Callable[..., Any] = entry  # run(function, *arguments) is function(model, *arguments)
-        self.offload = offload
-
-    def place(self, device: torch.device, sharding: Whole) -> None:
-        """Get ready to be used on a device: move there or, when offloading to a GPU, pin the weights."""
-        self.run = sharding.freeze(self.run)
-        if sharding.sharded:
-            return
-        if not self.offload:
-            self.model.to(device)
-        elif device.type == "cuda":
-            for tensor in self.tensors():
-                tensor.data = tensor.data.pin_memory()
-
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[Callable[..., Any]]:
-        """The way into the model, on the device for the length of the block; nothing may write to it."""
-        if not self.offload:
-            yield self.run
-            return
-        kept = [(tensor, tensor.data) for tensor in self.tensors()]
-        for tensor, data in kept:
-            tensor.data = data.to(device, non_blocking=True)
-        try:
-            yield self.run
-        finally:
-            for tensor, data in kept:
-                tensor.data = data
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Parameters and buffers, each once."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW, its schedule and the clipping of gradients.
-
-    Args:
-        lr: Peak learning rate.
-        weight_decay: Decoupled weight decay of the matrices; vectors (norms, biases) are not decayed.
-        betas: Decay rates of the two moments.
-        scheduler: Shape of the learning rate after the warm-up: constant, linear or cosine to zero.
-        warmup_frac: Part of the run, in [0, 1), over which the learning rate rises linearly from 0.
-        max_grad_norm: Gradients are scaled down to this global L2 norm; 0 is off.
-    """
-
-    lr: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_frac: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.warmup_frac < 1:
-            raise InputError(
-                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of the "
-                "run."
-            )
-        if self.lr <= 0 or self.max_grad_norm < 0:
-            raise InputError(
-                f"optimizer.lr must be > 0 and max_grad_norm >= 0, but got {self}. Correct model.optimizer."
-            )
-
-
-@dataclass(frozen=True)
-class Validated:
-    """The figures of one held-out batch."""
-
-    means: dict[str, float]
-    count: int  # of what they are means over
-    largest: dict[str, float]
 
 
 class PolicyModule(LightningModule):
@@ -243,7 +153,7 @@ class PolicyModule(LightningModule):
 
     def facts(self) -> dict[str, Any]:
         """Plain values: how the trained model is loaded, and what there is to know of its training."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         return {
             "pretrained": self.pretrained,
             "tokenizer": data.tokenizer_name,
@@ -301,7 +211,7 @@ class PolicyModule(LightningModule):
 
     def require_even_batches(self) -> None:
         """Check that ranks which meet in every forward have equally many rows to score."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         rows = len(data.items if self.trainer.predicting else data.val_items)
         batch_size, world_size = data.val_batch_size, self.trainer.world_size
         if self.sharding.sharded and (rows % world_size or batch_size % world_size):
@@ -346,7 +256,7 @@ class PolicyModule(LightningModule):
         too early, and Lightning then never restores the loader's position.
         """
         trainer = self.trainer
-        steps_per_epoch = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+        steps_per_epoch = len(stratos_of(trainer).train_dataloader())
         limit = trainer.limit_train_batches
         if limit is not None:
             steps_per_epoch = (
@@ -465,21 +375,3 @@ def require_precision(precision: str) -> None:
             f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
             "precision set model.dtype to bfloat16."
         )
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to zero."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def mix_seed(*parts: int) -> int:
-    """Hash integers to one 63-bit seed: neighbouring inputs give unrelated streams."""
-    seed = 0x9E3779B97F4A7C15
-    for part in parts:
-        seed = (seed ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        seed ^= seed >> 31
-    return seed & 0x7FFFFFFFFFFFFFFF

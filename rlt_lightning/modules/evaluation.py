@@ -10,12 +10,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
-from rlt_lightning.jsonl import Row
-from rlt_lightning.judge import Judge
+from rlt_lightning.datamodules.evaluation import evaluation_of
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn
-from rlt_lightning.modules.base import Dtype
-from rlt_lightning.pretrained import EMBEDDED_MODEL, load_model
-from rlt_lightning.sharding import sharding_of
+from rlt_lightning.pretrained import Dtype, load_model
+from rlt_lightning.records.jsonl import Row
+from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import EvaluationBatch, InputError
 
 
@@ -71,7 +72,7 @@ class EvaluationModule(LightningModule):
 
     def on_test_start(self) -> None:
         """Start counting, with what an earlier part of the run has recorded."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = evaluation_of(self.trainer)
         self.judge = Judge(data.tags, self.judge_deadline_s)
         self.sets = nn.ModuleDict({name: SetMetrics(data.num_samples) for name in data.sets})
         by_problem: dict[str, list[Row]] = {}

@@ -6,8 +6,7 @@ from typing import Any
 
 from rlt_lightning.modules.meter import GIB, PhaseCost
 from rlt_lightning.numerics.advantages import zero_std_groups
-from rlt_lightning.numerics.rewards import RewardTerms
-from rlt_lightning.types import Rollouts
+from rlt_lightning.types import RewardTerms, Rollouts
 
 
 def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:

@@ -11,11 +11,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlt_lightning.lora import LoRA, without_adapter
-from rlt_lightning.modules.base import Dtype, FrozenModel, OptimizerConfig, PolicyModule
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.lora import LoRA, without_adapter
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of, verified_layout
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scoring import StudentScorer, scored_end
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
@@ -23,7 +28,7 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
-from rlt_lightning.pretrained import EMBEDDED_MODEL
+from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 
@@ -131,7 +136,7 @@ class RLTModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge what the rows are made into."""
         super().setup(stage)
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         if stage == "predict" and data.task == "student_rl":
             raise InputError(
                 "`rlt predict` writes and scores explanations, but data.task is student_rl. Use `rlt "
@@ -334,7 +339,7 @@ class RLTModule(PolicyModule):
     def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
         """Compute the reward of every rollout, the RLT reward with the student."""
         if isinstance(self.reward, TextReward):
-            terms = self.reward(rollouts.rollouts, self.trainer.datamodule.format.tags)  # type: ignore[attr-defined]
+            terms = self.reward(rollouts.rollouts, stratos_of(self.trainer).format.tags)
             require_finite(terms.reward, "reward", [r.problem.row for r in rollouts.rollouts])
             return Scores(terms.to(self.device), [], [], [])
         assert isinstance(self.reward, RLTReward)

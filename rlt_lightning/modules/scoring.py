@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.meter import PhaseCost
-from rlt_lightning.modules.packed import (
+from rlt_lightning.models.packed import (
     HeadOptions,
     head_exact_kl,
     log_probs_of,
     scored_hidden_states,
     states_and_log_probs,
 )
+from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,

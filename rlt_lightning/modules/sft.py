@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from rlt_lightning.lora import LoRA
-from rlt_lightning.modules.base import Dtype, OptimizerConfig, PolicyModule
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.meter import forward_flops
-from rlt_lightning.modules.packed import HeadOptions, log_probs_of
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
-from rlt_lightning.pretrained import EMBEDDED_MODEL, context_length
+from rlt_lightning.pretrained import Dtype, context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 
@@ -64,9 +67,9 @@ class SFTModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check too, before anything is loaded, that every example fits into the model's context."""
         super().setup(stage)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = stratos_of(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
-        for example in [*data.items, *data.val_items]:
+        for example in data.examples:
             if len(example.token_ids) > context:
                 raise InputError(
                     f"Examples must fit into the model's context of {context} tokens, but row "

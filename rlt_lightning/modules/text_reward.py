@@ -5,18 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.answers import require_reasoning_gym
-from rlt_lightning.judge import Judge
-from rlt_lightning.numerics.rewards import Reward, RewardTerms
-from rlt_lightning.types import InputError, Problem, Rollout
-
-if TYPE_CHECKING:
-    from rlt_lightning.datamodules.formats import TagStyle
+from rlt_lightning.judging.answers import require_reasoning_gym
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.numerics.rewards import Reward
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout
 
 
 class TextReward(Reward, ABC):

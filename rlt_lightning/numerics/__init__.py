@@ -9,9 +9,10 @@ from rlt_lightning.numerics.advantages import (
     zero_std_groups,
 )
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
+from rlt_lightning.numerics.head import LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.kl import exact_kl, linear_exact_kl, log_ratio_kl, schulman_kl
-from rlt_lightning.numerics.log_probs import LogitScale, linear_log_probs, token_entropy, token_log_probs
+from rlt_lightning.numerics.log_probs import linear_log_probs, token_entropy, token_log_probs
 from rlt_lightning.numerics.losses import (
     BNPOLoss,
     CISPOLoss,
@@ -33,7 +34,6 @@ from rlt_lightning.numerics.packing import (
 from rlt_lightning.numerics.rewards import (
     NonFiniteError,
     Reward,
-    RewardTerms,
     RLTReward,
     RLTRewardTerms,
     masked_mean,
@@ -41,6 +41,7 @@ from rlt_lightning.numerics.rewards import (
     student_kl_penalty,
     student_solution_reward,
 )
+from rlt_lightning.types import RewardTerms
 
 __all__ = [
     "AdvantageEstimator",

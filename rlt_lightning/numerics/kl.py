@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlt_lightning.numerics.log_probs import (
+from rlt_lightning.numerics.head import (
     HeadBlock,
     HeadGradients,
     LogitScale,
     add_block,
     as_autocast,
     block_size,
-    check_temperature,
     new_sums,
-    scaled_log_softmax,
     tiles,
     wide,
     without_autocast,
 )
+from rlt_lightning.numerics.log_probs import check_temperature, scaled_log_softmax
 
 
 def log_ratio_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

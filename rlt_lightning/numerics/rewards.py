@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
-
-if TYPE_CHECKING:
-    from rlt_lightning.types import Rollout
+from rlt_lightning.types import RewardTerms, Rollout
 
 # Names under reward/, and columns of records without their _reward, that a term of one's own may not take.
 TAKEN_NAMES = frozenset({"mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format"})
+
+
 TAKEN_NAMES |= {"solution_log_prob", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"}
 
 
@@ -86,29 +86,6 @@ def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -
     """
     kl, token_mask = with_zero_for_empty_rows(kl, token_mask)
     return masked_mean(kl, token_mask) + max_coef * masked_max(kl, token_mask)
-
-
-@dataclass(frozen=True)
-class RewardTerms:
-    """The reward of each completion; a subclass adds what it is made of. All (N,)."""
-
-    reward: Tensor
-
-    def parts(self) -> dict[str, Tensor]:
-        """What is logged beside the reward, as means, in training and validation: reward/NAME."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-
-    def details(self) -> dict[str, Tensor]:
-        """What is logged in training alone, as means, by its whole name."""
-        return {}
-
-    def recorded(self) -> dict[str, Tensor]:
-        """What is written down for every completion."""
-        return {"reward": self.reward, **self.parts()}
-
-    def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules.meter import GIB
-from rlt_lightning.planner.setup import LanguageModel, Setup, Worker
-from rlt_lightning.sharding import FILE_BYTES
+from rlt_lightning.planner.inputs import LanguageModel, Setup, Worker
 
 Sizes = dict[str, float]  # part -> bytes on one device
 HEAD_TILES = 4  # logits, and what is made of them, that the head holds at a time

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlt_lightning.modules.meter import GIB
-from rlt_lightning.planner.setup import Setup
+from rlt_lightning.planner.inputs import Setup
 from rlt_lightning.planner.timing import kv_capacity, rows_at_once
 from rlt_lightning.planner.verdict import Plan
 

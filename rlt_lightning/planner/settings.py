@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,93 +10,24 @@ import torch
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.rows import EMBEDDED
+from rlt_lightning.datamodules.sources import EMBEDDED
 from rlt_lightning.engines import VLLMEngine
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.lora import LoRA, add_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.meter import GIB, flops, matmul_rate, resident_bytes
-from rlt_lightning.numerics.log_probs import block_size
+from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.planner.setup import Device, LanguageModel, Setup, Sharding, Step, Worker
+from rlt_lightning.planner.inputs import Device, LanguageModel, Setup, Sharding, Step
+from rlt_lightning.planner.options import CPU_BANDWIDTH, CUDA_GIB, GPUS, PlanOptions
 from rlt_lightning.planner.shapes import Shape, activations
+from rlt_lightning.planner.workers import PUSH_GB_S, count_devices, push_backend, worker_of
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError, SFTExample
 
-# Memory as the driver shows it, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s: NVIDIA's data
-# sheets of the SXM cards.
-GPUS = {
-    "A100": (79.3, 312e12, 2.0e12),
-    "H100": (79.6, 989e12, 3.35e12),
-    "H200": (140.4, 989e12, 4.8e12),
-    "B200": (178.4, 2250e12, 7.7e12),
-}
-CUDA_GIB = 2.0  # stated: CUDA context, libraries' workspaces, NCCL, and what fragmentation wastes
-CPU_BANDWIDTH = 20e9  # stated, bytes/s
-PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}  # stated; gloo and disk by benchmarks/push.py
 ZERO: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
 REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12  # Lightning's defaults
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a plan needs to know beside the settings of the run.
-
-    Args:
-        device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
-        device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
-        tflops: Its peak of matrix products, TFLOP/s; None: the device's, or measured on this CPU.
-        bandwidth_gb_s: Of its memory, GB/s; None: the device's.
-        mfu: Part of the peak that products reach, those included that gradient checkpointing repeats.
-        prompt_length: Longest prompt, tokens; None: data.max_prompt_length, in fine-tuning 0.
-        completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning
-            data.max_length less the prompt.
-        mean_frac: Mean length as a part of the longest: memory is for the longest, time for the mean.
-        gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments win.
-        tensor_parallel_size: GPUs that share a copy, of workers that are named by URL.
-        decode_tokens_per_s: Of one copy; None: from its memory bandwidth and mfu.
-        push_gb_s: Rate at which weights reach workers, GB/s; None: 1 by gloo or disk, 50 by NCCL.
-        json: File to write the plan to as well.
-    """
-
-    device: str = "auto"
-    device_gib: float | None = None
-    tflops: float | None = None
-    bandwidth_gb_s: float | None = None
-    mfu: float = 0.4
-    prompt_length: int | None = None
-    completion_length: int | None = None
-    mean_frac: float = 0.5
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    decode_tokens_per_s: float | None = None
-    push_gb_s: float | None = None
-    json: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.device not in ("auto", "cpu", *GPUS):
-            raise InputError(f"plan.device must be auto, cpu, {', '.join(GPUS)}, but is {self.device}.")
-        numbers = (
-            "device_gib",
-            "tflops",
-            "bandwidth_gb_s",
-            "prompt_length",
-            "completion_length",
-            "push_gb_s",
-        )
-        for name in (*numbers, "decode_tokens_per_s", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"plan.{name} must be above 0, but is {value}.")
-        if self.json is not None and not Path(self.json).resolve().parent.is_dir():
-            raise InputError(f"plan.json must lie in a folder that exists, but is {self.json}.")
-        parts = {"mfu": self.mfu, "mean_frac": self.mean_frac}
-        parts["gpu_memory_utilization"] = self.gpu_memory_utilization
-        for name, value in parts.items():
-            if not 0 < value <= 1:
-                raise InputError(f"plan.{name} must be above 0 and at most 1, but is {value}.")
 
 
 def read_setup(
@@ -206,23 +136,6 @@ def read_setup(
     )
 
 
-def count_devices(devices: Any, on_cpu: bool, notes: list[str]) -> int:
-    """Processes on one machine, as trainer.devices says it."""
-    if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
-        devices = int(devices)
-    if devices in ("auto", -1):
-        found = 1 if on_cpu else max(1, torch.cuda.device_count())
-        notes.append(f"trainer.devices is {devices}: planned for {found}, set it for another number")
-        return found
-    return devices if isinstance(devices, int) else len(gpu_ids(devices))
-
-
-def gpu_ids(devices: Any) -> list[int]:
-    """The ids of a list, or of a text such as "0,1"."""
-    words = devices.split(",") if isinstance(devices, str) else devices
-    return [int(word) for word in words if str(word).strip()]
-
-
 def sharding_named(strategy: Any, num_processes: int) -> tuple[Sharding, dict[str, Any]]:
     """How a strategy lays weights out, and its settings.
 
@@ -322,48 +235,4 @@ def recomputes(module: RLTModule, rollouts: RolloutCallback) -> bool:
         or not rollouts.engine.reports_log_probs
         or rollouts.sampling.truncates
         or rollouts.sampling.temperature != reward.teacher_temperature
-    )
-
-
-def push_backend(engine: Any) -> str:
-    """How weights travel to the engine."""
-    return engine.push.backend or "" if isinstance(engine, VLLMEngine) else ""
-
-
-def worker_of(
-    engine: VLLMEngine, policy: LanguageModel, devices: Any, options: PlanOptions, notes: list[str]
-) -> Worker:
-    """The vLLM workers, as far as they are known."""
-    launch, push = engine.launch, engine.push
-    push_dtype = getattr(push, "dtype", None)
-    push_bytes = policy.weight_bytes if push_dtype is None else push_dtype.itemsize
-    utilization = options.gpu_memory_utilization
-    if launch is None:
-        size = options.tensor_parallel_size
-        num_gpus, weight_bytes, colocated = len(engine.workers) * size, 2, False
-        notes.append(
-            f"{len(engine.workers)} workers by URL, each on {size} GPUs of its own, all alike, in bfloat16"
-        )
-    else:
-        size = launch.tensor_parallel_size
-        num_gpus = launch.num_workers * size * launch.data_parallel_size
-        weight_bytes = DTYPE_BYTES.get(launch.dtype, 2)
-        words = [word for argument in launch.arguments for word in argument.split("=")]
-        if "--gpu-memory-utilization" in words:
-            utilization = float(words[words.index("--gpu-memory-utilization") + 1])
-        own = set(gpu_ids(devices)) if not isinstance(devices, int) and "," in str(devices) else None
-        taken = {gpu for ids in launch.gpus or [[0]] for gpu in ids}
-        trained_on = own if own is not None else set(range(count_devices(devices, False, [])))
-        colocated = bool(taken & trained_on)
-    return Worker(
-        num_gpus=num_gpus,
-        tensor_parallel_size=size,
-        weight_bytes=weight_bytes,
-        gpu_memory_utilization=utilization,
-        max_sequences=engine.max_sequences,
-        push_bytes=push_bytes,
-        only_adapter=engine.takes_adapters,
-        bucket_bytes=push.gather_bytes,
-        colocated=colocated,
-        sleeps=engine.takes_turns,
     )

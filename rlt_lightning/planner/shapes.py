@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlt_lightning.modules.base import disable_dropout
-from rlt_lightning.modules.packed import scored_hidden_states
+from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.sharding import blocks
+from rlt_lightning.strategies.sharding import blocks
 
 
 @dataclass(frozen=True)

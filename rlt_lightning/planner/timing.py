@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlt_lightning.modules.meter import GIB
 from rlt_lightning.numerics.packing import Extent, MicroBatch
+from rlt_lightning.planner.inputs import LanguageModel, Setup, Worker
 from rlt_lightning.planner.memory import pushed
-from rlt_lightning.planner.setup import LanguageModel, Setup, Worker
 
 WORKER_OVERHEAD = 3 * GIB  # stated: vLLM's own activations and graphs, per GPU
 HOST_BANDWIDTH = 20e9  # stated, bytes per second and process: offloaded states, and the way there

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlt_lightning.modules.meter import GIB
+from rlt_lightning.planner.inputs import Setup
 from rlt_lightning.planner.memory import Phase, phases
-from rlt_lightning.planner.setup import Setup
 from rlt_lightning.planner.timing import Timing, rows_at_once, timings
 
 

@@ -1,0 +1,167 @@
+"""A trained model as an ordinary Hugging Face folder: from a run, or from any checkpoint, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rlt_lightning import __version__
+from rlt_lightning.checkpoints.choices import checkpoints_in
+from rlt_lightning.checkpoints.folder import ALONE, STATE, WEIGHTS, read_state, whole_or_absent
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.lora import (
+    ADAPTER_FILE,
+    LoRA,
+    adapter_weights,
+    add_adapter,
+    merged_weights,
+    save_adapter_config,
+)
+from rlt_lightning.models.weights import (
+    SAFETENSORS,
+    Deferred,
+    Read,
+    WeightFiles,
+    stored_once,
+    trained,
+    write_weights,
+)
+from rlt_lightning.pretrained import empty_model, ensure_pad_token, load_tokenizer
+from rlt_lightning.types import InputError
+
+Adapter = Literal["merged", "alone"]
+
+
+def export_model(
+    model: Any,
+    tensors: dict[str, Any],
+    tokenizer: Any,
+    facts: dict[str, Any],
+    folder: Path,
+    adapter: Adapter = "merged",
+    strategy: Any = ALONE,
+) -> None:
+    """Write weights, configuration, tokenizer with chat template and model card; all ranks meet.
+
+    Args:
+        model: Whose configuration it is; its weights may be empty.
+        tensors: Its stored weights by name, or what stands for them.
+        tokenizer: Its pad token will differ from eos.
+        facts: As `PolicyModule.facts`.
+        folder: Where to; it exists.
+        adapter: Of an adapted model: merged into the weights, or alone, as peft and vLLM read it.
+        strategy: Whose ranks these are.
+    """
+    if strategy.global_rank == 0:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(model_card(facts))
+        if adapter == "merged":
+            model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(folder)
+            generation = copy.deepcopy(model.generation_config)
+            if any(getattr(generation, name, None) is not None for name in ("temperature", "top_p", "top_k")):
+                generation.do_sample = True  # else transformers refuses to write what some models come with
+            generation.save_pretrained(folder)
+        else:
+            save_adapter_config(model, resolve(facts["pretrained"]), folder)
+    if adapter == "merged":
+        named_tensors, file_name = merged_weights(model, tensors), SAFETENSORS
+    else:
+        named_tensors, file_name = adapter_weights(tensors), ADAPTER_FILE
+    write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
+
+
+def export_checkpoint(
+    ckpt_path: str,
+    output_dir: str,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    adapter: Adapter = "merged",
+    overwrite: bool = False,
+) -> None:
+    """Make a Hugging Face folder from a checkpoint of any strategy. Holds at most 4 GiB of weights at a time.
+
+    Args:
+        ckpt_path: A checkpoint, or a run's folder for its newest.
+        output_dir: The folder to make.
+        dtype: Of the weights; none: that of the run's model.dtype.
+        adapter: Of a LoRA: merged into the weights it was trained for, or alone, as peft and vLLM read it.
+        overwrite: Replace what lies in output_dir.
+    """
+    path, folder = Path(ckpt_path), Path(output_dir).resolve()
+    if not (path / STATE).exists():
+        if not (found := checkpoints_in(path / "checkpoints")):
+            raise InputError(f"--ckpt_path must be a checkpoint, or a run's folder with one, but is {path}.")
+        path = found[-1]
+    for beside in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".tmp", ".old")):
+        if beside.exists():
+            raise InputError(f"{beside} is in the way: an export writes there first. Move it, or delete it.")
+    if folder.is_file():
+        raise InputError(f"--output_dir must be a folder, but {folder} is a file. Choose another.")
+    made = folder.exists() and any(folder.iterdir())
+    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    if made and not (overwrite and is_model):
+        raise InputError(
+            f"--output_dir must be empty or new, but {folder} is not. Choose another, or replace a model "
+            "that is there with --overwrite true."
+        )
+    facts = read_state(path)["model"]
+    facts["dtype"] = dtype or facts["dtype"]
+    if adapter == "alone" and facts["lora"] is None:
+        raise InputError(
+            f"--adapter alone needs a run with model.lora, but {path} is of one without. Drop it."
+        )
+    model, tensors = pretrained_tensors(facts)
+    files = WeightFiles(str(path / WEIGHTS))
+    tensors |= {name: deferred(files, name, tensor) for name, tensor in trained(model).items()}
+    tokenizer = load_tokenizer(facts["tokenizer"], facts["trust_remote_code"])
+    with whole_or_absent(folder, ALONE) as scratch:
+        export_model(model, tensors, tokenizer, facts, scratch, adapter)
+    print(f"Done: {folder}, of {path}")
+
+
+def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model before its training, empty, and what stands for its weights, which are in files."""
+    model, read = empty_model(facts["pretrained"], facts["dtype"], None, facts["trust_remote_code"])
+    if facts["lora"] is not None:
+        read = add_adapter(model, LoRA(**facts["lora"]), 0, read)
+    return model, {name: deferred(read, name, tensor) for name, tensor in stored_once(model).items()}
+
+
+def deferred(read: Read, name: str, like: Tensor) -> Deferred:
+    """A tensor in a file, to be read when it is written."""
+    return Deferred(like.shape, like.dtype, lambda: read(name).to(like.dtype))
+
+
+def model_card(facts: dict[str, Any]) -> str:
+    """Say what the model is, what it was trained on and how, from the run itself."""
+    pretrained, training = facts["pretrained"], dict(facts["training"])
+    method = "Supervised fine-tuning"
+    if "frozen student" in training:
+        method = "Reinforcement-Learned Teacher (arXiv:2506.08388)"
+    elif "reward" in training:
+        method = f"{training['reward']} and GRPO (arXiv:2402.03300)"
+    if facts["lora"] is not None:
+        training["LoRA"] = ", ".join(f"{key} {value}" for key, value in facts["lora"].items())
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"base_model: {pretrained}",
+        "tags: [rlt_lightning, reasoning]",
+        "---",
+        f"# {method} from {pretrained}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in training.items()),
+        f"| made with | rlt_lightning {__version__} |",
+        "",
+        "The resolved configuration is `config.yaml` in the run folder; the figures of every step are in "
+        "`metrics.csv`.",
+    ]
+    return "\n".join(lines) + "\n"

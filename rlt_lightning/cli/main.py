@@ -1,0 +1,152 @@
+"""Run a verb; turn what went wrong into one line and an exit status."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+from jsonargparse import auto_cli
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from rlt_lightning.chat.conversation import chat
+from rlt_lightning.checkpoints.choices import checkpoints_in
+from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.cli import ranks
+from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
+from rlt_lightning.cli.failure import MISTAKES
+from rlt_lightning.cli.parser import OneLineParser, fail
+from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig, global_rank
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.judging.judge import refuse_while_imported
+from rlt_lightning.loggers.workspace import dashboard
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.records.run_folder import FINISHED_ROWS
+from rlt_lightning.report import report
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trainer
+    "export": (
+        export_checkpoint,
+        "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
+    ),
+    "dashboard": (dashboard, "Save a W&B workspace that shows all metrics of a project's runs by iteration."),
+    "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
+    "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
+}
+
+COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine}
+
+
+def run() -> int:
+    """Run the command line; 2 after a mistake of the user's, which is told in one line."""
+    quiet_third_parties()
+    ranks.join(global_rank())
+    try:
+        refuse_while_imported()
+        if sys.argv[1] in COMMANDS:
+            return run_command(sys.argv[1])
+        command_line = COMMAND_LINES.get(sys.argv[1], RLTCommandLine)(
+            PolicyModule,
+            StratosDataModule,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults={
+                "log_every_n_steps": 1,
+                "num_sanity_val_steps": 0,
+                "enable_model_summary": False,
+                "use_distributed_sampler": False,  # our loader shares the rows out itself
+            },
+            seed_everything_default=0,
+            parser_class=OneLineParser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and sys.argv[1] not in VERBS:
+            # Who reads the answer has enough; Python shall not try to write the rest.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        # A class that refuses its arguments is a ValueError: the parser wraps what it said.
+        refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
+        if refused or isinstance(error, MISTAKES):
+            return fail(str(error))
+        ranks.fail(error)
+        raise
+    except SystemExit as ending:
+        terminated = isinstance(ending, SIGTERMException)
+        if not terminated and ending.code != 1:
+            raise
+        ranks.fail(ending)
+        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_go_on()}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+    ranks.leave()
+    return command_line.status
+
+
+def run_command(verb: str) -> int:
+    """Run a verb that has no trainer; returns the exit status."""
+    function, description = COMMANDS[verb]
+    words = sys.argv[2:]
+    auto_cli(
+        function,
+        args=named_folders(words) if verb == "report" else words,
+        as_positional=False,
+        parser_class=OneLineParser,
+        prog=f"rlt {verb}",
+        description=description,
+    )
+    return 0
+
+
+def named_folders(words: list[str]) -> list[str]:
+    """`A B --output FILE` as the parser reads it: words that belong to no option are one list of folders."""
+    folders, options = [], []
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            folders.append(word)
+        else:
+            options += [word, *([] if "=" in word else islice(left, 1))]
+    return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
+
+
+def how_to_go_on() -> str:
+    """What a stopped run has left, and the words that go on from it."""
+    folder = RLTCommandLine.run_folder
+    found = [] if folder is None else checkpoints_in(folder / "checkpoints")
+    if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
+        return f"What is finished is kept. To go on: --output_dir {folder} --resume true"
+    if not found:
+        return "No checkpoint was written."
+    return f"The newest checkpoint is {found[-1]}. To go on: --output_dir {folder} --resume true"
+
+
+def quiet_third_parties() -> None:
+    """Silence what says nothing about the user's run: tips, hardware lists, warnings about workers."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it takes it
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for pattern in (
+        ".*does not have many workers.*",  # the loaders make batches of lists: no workers wanted
+        ".*Using `?ModelCheckpoint`? with manual optimization.*",  # ours saves at the end of a step
+        ".*predict returned None.*",  # scores lie in the batch, for the writer
+        ".*exists and is not empty.*",  # a resumed run's folder is
+        ".*have overridden `transfer_batch_to_device`.*",
+        ".*Total length of `list` across ranks is zero.*",  # no validation set was asked for
+        ".*defined a `validation_step` but have no `val_dataloader`.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+        ".*gradient_checkpointing_enable` is deprecated.*",
+        ".*all_gather_into_tensor.*deprecated.*",  # DeepSpeed's calls
+        ".*reduce_scatter_tensor.*deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", pattern)

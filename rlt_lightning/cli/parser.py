@@ -1,0 +1,101 @@
+"""Parse the command line; say what is wrong with it in one line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from rlt_lightning.cli import ranks
+from rlt_lightning.engines import Engine
+from rlt_lightning.types import InputError
+
+CLASS_FAULTS = re.compile("does not implement protocol|is abstract")  # what the parser says, and not why
+
+
+def one_line(message: str) -> str:
+    """Put a message into one line; of a parser's nested alternatives, tell the reason and not the dump."""
+    reasons = re.findall(  # each with the deeper lines that go on with it
+        r"^\s*- (?!Expected a <class 'NoneType'>|Does not validate)(.+(?:\n {8,}(?!- )\S.*)*)$",
+        message,
+        re.MULTILINE,
+    )
+    if "Does not validate against any of the Union subtypes" in message and reasons:
+        place = re.match(r'Parser key "[^"]+":', message)
+        value = re.search(r"Given value: (.+)$", message)
+        plain = reasons[-1].startswith(
+            ("Expected a", "Import path does")
+        )  # else a class says itself what came
+        got = f". Got value: {value.group(1)}" if plain and value else ""
+        fault = class_fault(value.group(1)) if value and CLASS_FAULTS.search(reasons[-1]) else None
+        message = (f"{place.group()} " if place else "") + (fault or reasons[-1] + got)
+    text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
+    text = re.sub(r" - Expected a path but \S+ either not accessible or invalid - ", " ", text)
+    if "arguments are required" in text and sys.argv[1:2] == ["report"]:
+        return (
+            "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
+        )
+    if "arguments are required" in text and sys.argv[1:2] != ["chat"]:
+        text += ". Name an experiment, such as --config configs/quickstart.yaml."
+    if "is not accepted" in text or "unrecognized arguments" in text:
+        text += ". Check the spelling; `rlt fit --help` lists the settings"
+        text += ", `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class."
+    return text
+
+
+def class_fault(value: str) -> str | None:
+    """Say why a class of one's own cannot be used where a setting names it; None if that is not known.
+
+    Args:
+        value: The setting as a message shows it: a class path, or a mapping with one.
+    """
+    path = re.search(r"class_path\W+([\w.]+)", value) or re.match(r"([\w.]+)$", value)
+    if path is None:
+        return None
+    module, _, name = path.group(1).rpartition(".")
+    found = getattr(sys.modules.get(module), name, None)
+    if not isinstance(found, type):
+        return None
+    if abstract := getattr(found, "__abstractmethods__", None):
+        return (
+            f"{path.group(1)} must have its base class's method(s) {', '.join(sorted(abstract))}. Write them."
+        )
+    wanted = {n: parameters(f) for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
+    missing = [n for n in wanted if not callable(getattr(found, n, None))]
+    other = [n for n in wanted if n not in missing and parameters(getattr(found, n)) != wanted[n]]
+    parts = [f"has no {', '.join(missing)}"] if missing else []
+    parts += [f"has other parameters of {', '.join(other)}"] if other else []
+    if parts:
+        return (
+            f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but "
+            f"{' and '.join(parts)}. Write them, or derive it from rlt_lightning.engines.ServedEngine."
+        )
+    return (  # the parser compares annotations, and resolves only those that are postponed
+        f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. "
+        "Copy the annotations, and put `from __future__ import annotations` on top of its file."
+    )
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of a method's parameters."""
+    return list(inspect.signature(function).parameters)
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says what is wrong with an argument in one line, without the usage text."""
+
+    def error(self, message: str, *args: Any) -> NoReturn:
+        """Print the innermost reason and exit with status 2."""
+        sys.exit(fail(message))
+
+
+def fail(message: str) -> int:
+    """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
+    line = one_line(message)
+    ranks.fail(InputError(line))
+    print(f"rlt: error: {line}", file=sys.stderr)
+    return 2

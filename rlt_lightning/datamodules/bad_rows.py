@@ -1,0 +1,126 @@
+"""Rows that cannot be used: why, how many, and what is written about them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rlt_lightning.types import InputError
+
+SHOWN_ROWS = 5  # row numbers per reason in messages
+
+
+class BadRowReason(StrEnum):
+    """Why a row cannot be used."""
+
+    BROKEN_JSON = "broken_json"
+    WRONG_TYPE = "wrong_type"
+    MISSING_COLUMN = "missing_column"
+    MISSING_TAGS = "missing_tags"
+    EMPTY_QUESTION = "empty_question"
+    EMPTY_SOLUTION = "empty_solution"
+    EMPTY_TRACE = "empty_trace"
+    NO_ANSWER = "no_answer"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    SOLUTION_TOO_LONG = "solution_too_long"
+    TOO_LONG = "too_long"
+    UNSOLVABLE = "unsolvable"
+
+
+class BadRowError(Exception):
+    """This row cannot be used. Caught where rows are counted; it never reaches the user."""
+
+    def __init__(self, reason: BadRowReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+Row = tuple[int, "dict[str, Any] | BadRowError"]  # its number from 1, and its columns or why there are none
+
+
+@dataclass
+class BadRowReport:
+    """The rows of one source that cannot be used, by number and reason."""
+
+    source: str
+    num_rows: int
+    first_row: int = 1  # what row 1 of this source is called in a run that reads several
+    bad: list[tuple[int, BadRowError]] = field(default_factory=list)
+    truncated: list[int] = field(default_factory=list)  # rows that are used without their end
+
+    def add(self, row: int, error: BadRowError) -> None:
+        """Count a bad row, numbered as in its source."""
+        self.bad.append((row, error))
+
+    @property
+    def frac(self) -> float:
+        """Part of the rows that cannot be used."""
+        return len(self.bad) / max(1, self.num_rows)
+
+    def rows_by_reason(self) -> dict[str, list[int]]:
+        """Row numbers by reason, the most frequent reason first."""
+        rows: dict[str, list[int]] = {}
+        for row, error in self.bad:
+            rows.setdefault(str(error.reason), []).append(row)
+        return dict(sorted(rows.items(), key=lambda item: -len(item[1])))
+
+    def summary(self) -> str:
+        """Counts by reason and the first row numbers, in one line."""
+        reasons = []
+        for reason, rows in self.rows_by_reason().items():
+            reasons.append(f"{reason} {len(rows)} ({row_list(rows)})")
+        return f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used" + (
+            f": {', '.join(reasons)}" if reasons else ""
+        )
+
+    def lines(self) -> list[str]:
+        """What a user should know: a line for rows that cannot be used, and one for those cut off."""
+        lines = [self.summary()] if self.bad else []
+        if self.truncated:
+            lines.append(
+                f"{len(self.truncated)} of {self.num_rows} rows of '{self.source}' are cut off at "
+                f"data.max_length ({row_list(self.truncated)})"
+            )
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts, and every bad row with its reason and detail."""
+        return {
+            "source": self.source,
+            "first_row": self.first_row,
+            "num_rows": self.num_rows,
+            "num_used": self.num_rows - len(self.bad),
+            "num_bad": len(self.bad),
+            "num_truncated": len(self.truncated),
+            "reasons": {reason: len(rows) for reason, rows in self.rows_by_reason().items()},
+            "bad_rows": [
+                {"row": row, "reason": str(error.reason), "detail": error.detail} for row, error in self.bad
+            ],
+            "truncated_rows": self.truncated,
+        }
+
+    def check(self, max_bad_frac: float, report_path: Path | None) -> None:
+        """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used."""
+        if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
+            return
+        where = f" All of them are listed in {report_path}." if report_path else ""
+        raise InputError(
+            f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
+            f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
+        )
+
+
+def row_list(rows: list[int]) -> str:
+    """Name the first of some rows."""
+    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
+    return f"row{'s' if len(rows) > 1 else ''} {shown}"
+
+
+def write_reports(path: Path, reports: list[BadRowReport]) -> None:
+    """Write the reports of a run's sources to one JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"sources": [report.as_dict() for report in reports]}, indent=1) + "\n")

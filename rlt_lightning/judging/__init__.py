@@ -1,0 +1,1 @@
+"""Decide whether an answer is right, in processes that can be killed."""

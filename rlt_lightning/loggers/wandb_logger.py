@@ -1,0 +1,221 @@
+"""Weights & Biases: one run per run folder, online with an account and offline without."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch import loggers
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+from rlt_lightning.loggers.redaction import without_secrets
+from rlt_lightning.loggers.wandb_files import ITERATION, iterations_in, kept_id
+from rlt_lightning.types import InputError
+
+TABLE = "completions"  # its name, and the tag of the texts in TensorBoard
+TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that wandb knows
+PREFIXES = ("reward/", "policy/", "student/", "rollout/", "perf/", "data/", "eval/")
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Log to Weights & Biases: online where there is an account, else offline, for `wandb sync`.
+
+    The run's files lie in `wandb/` in the run folder, its id too, so that a resumed run goes on in the same.
+
+    Args:
+        project: By default WANDB_PROJECT or rlt_lightning.
+        entity: User or team; None: the account's default.
+        name: Of the run; None: the run folder's.
+        group: Runs that belong together.
+        tags: Of the run.
+        offline: Stay offline even with an account.
+        save_dir: "." is the run folder.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        offline: bool = False,
+        save_dir: str = ".",
+    ) -> None:
+        project = project or os.environ.get("WANDB_PROJECT", "rlt_lightning")
+        super().__init__(
+            name, save_dir, offline=offline, project=project, entity=entity, group=group, tags=tags
+        )
+        del self._wandb_init["anonymous"]  # wandb warns of it, even where it is None
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `wandb.Run`, begun when it is first used."""
+        if self._experiment is None:
+            self._experiment = self._begin()
+        return self._experiment
+
+    def _begin(self) -> Any:
+        """Start the run, or go on with the run folder's, and say where it is."""
+        import wandb
+
+        folder = Path(self._wandb_init["dir"]).resolve()
+        files = folder / "wandb"
+        files.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_DATA_DIR", str(files / "data"))  # else tables are staged in the home
+        mode, reason = self._mode()
+        self._wandb_init |= {
+            "dir": str(folder),
+            "id": kept_id(files / "run_id"),
+            "name": self._wandb_init["name"] or folder.name,
+            "mode": mode,
+        }
+        # No terminal output, command line, host or git remote: any of them may hold what is not to be told.
+        settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, x_disable_meta=True, save_code=False, host="-"
+        )
+        try:
+            run = wandb.init(**self._wandb_init, settings=settings)
+        except wandb.errors.Error as error:
+            raise InputError(
+                f"Weights & Biases must be reached to log online, but: {error}. Set WANDB_MODE=offline, and "
+                "upload later."
+            ) from error
+        self._id = run.id
+        run.define_metric(ITERATION, hidden=True)
+        for prefix in PREFIXES:
+            run.define_metric(f"{prefix}*", step_metric=ITERATION)
+        where = str(run.url) if mode == "online" else f"{mode} ({reason})"
+        where += f"; upload: wandb sync {files}/offline-run-*-{run.id}" if mode == "offline" else ""
+        print(f"Weights & Biases: {where}", file=sys.stderr, flush=True)
+        return run
+
+    def _mode(self) -> tuple[str, str]:
+        """Where to log, and why there.
+
+        Raises:
+            InputError: If WANDB_MODE asks for an account that there is not.
+        """
+        mode, reason = mode_set()
+        if mode != "online":
+            return mode, reason
+        if self._offline:
+            return "offline", "the logger's offline is true"
+        if logged_in():
+            return "online", "there is an account"
+        if "WANDB_MODE" in os.environ:
+            raise InputError(f"{reason}, which needs an account. {TO_LOG_IN}, or unset it to log offline.")
+        return "offline", "there is no account"
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        super().log_hyperparams(without_secrets(params))
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log at an iteration; wandb counts its own steps, so that an iteration may come again."""
+        axis = {} if step is None else {ITERATION: step}
+        self.experiment.log({**metrics, **axis})
+
+    @rank_zero_only
+    def catch_up(self, rows: Mapping[int, Mapping[str, str]]) -> None:
+        """Log the iterations that a killed run did not come to write: wandb writes in blocks.
+
+        Args:
+            rows: Metrics by iteration, as `metrics.csv` has them, up to that which the run goes on from.
+        """
+        run = self.experiment
+        files = Path(self._wandb_init["dir"]) / "wandb"
+        held = {i for path in files.glob("offline-run-*/*.wandb") for i in iterations_in(path)}
+        last = run.summary.get(ITERATION, 0) if self._wandb_init["mode"] == "online" else 0  # on the server
+        for iteration, row in sorted(rows.items()):
+            if iteration > last and iteration not in held:
+                self.log_metrics({name: float(value) for name, value in row.items()}, iteration)
+
+    @rank_zero_only
+    def log_rows(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Log a table in place of that which has this name; all rows have the first one's columns."""
+        import wandb
+
+        wandb.Table.MAX_ROWS = wandb.Table.MAX_ARTIFACT_ROWS  # else rows are dropped from 10,000 on
+        columns: list[Any] = list(rows[0])
+        data = [[row.get(column) for column in columns] for row in rows]
+        self.log_metrics({name: wandb.Table(columns=columns, data=data)}, step)
+
+    @rank_zero_only
+    def alert(self, title: str, text: str, is_error: bool) -> None:
+        """Send an alert to whoever has subscribed to them."""
+        if self._experiment is not None:  # not where it could not begin
+            self._experiment.alert(title, text, level="ERROR" if is_error else "WARN")
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Finish the run; what is logged later goes on in it."""
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=0 if status == "success" else 1)
+            self._experiment = None
+
+
+def mode_set() -> tuple[str, str]:
+    """What wandb's own settings say: online, offline or disabled, and what set it so.
+
+    Raises:
+        InputError: If WANDB_MODE is something else.
+    """
+    import wandb
+
+    named = os.environ.get("WANDB_MODE")
+    if named is not None and named not in MODES:  # wandb takes no empty one either
+        raise InputError(
+            f"WANDB_MODE must be one of {', '.join(MODES)}, but is {named!r}. Correct it, or unset it."
+        )
+    asked = named or wandb.setup().settings.mode
+    mode = {"dryrun": "offline", "run": "online"}.get(asked, asked)
+    return mode, f"WANDB_MODE is {asked}" if "WANDB_MODE" in os.environ else f"`wandb {asked}` was called"
+
+
+def logged_in() -> bool:
+    """Whether wandb finds an account: in WANDB_API_KEY, a netrc file or its settings. Nothing is sent."""
+    import wandb
+    from wandb.sdk.lib import wbauth  # wandb.login() would ask the server who it is
+
+    host = wandb.setup().settings.base_url
+    try:
+        found = wbauth.authenticate_session(host=host, source="rlt", prompt=False, update_session=False)
+        return found is not None
+    except wandb.errors.Error as error:
+        raise InputError(f"The account of Weights & Biases must be usable, but: {error}") from error
+
+
+@contextmanager
+def account() -> Iterator[Any]:
+    """The account's `wandb.Api`; what goes wrong with it is told in one line.
+
+    Raises:
+        InputError: If there is no account, or the server refuses.
+    """
+    import wandb
+
+    mode, reason = mode_set()
+    if mode != "online":
+        raise InputError(f"A dashboard is saved in an account of Weights & Biases, but {reason}. Unset it.")
+    if not logged_in():
+        raise InputError(
+            f"A dashboard is saved in an account of Weights & Biases, but there is none. {TO_LOG_IN}."
+        )
+    try:
+        yield wandb.Api()
+    except (wandb.errors.Error, OSError, ValueError) as error:
+        raise InputError(f"Weights & Biases must take the dashboard, but: {error}") from error

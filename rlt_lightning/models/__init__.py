@@ -1,0 +1,1 @@
+"""Language models: their weights, attention, adapters, and how they run packed rows."""

@@ -1,0 +1,206 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) in a model of any sharding: peft's layers, our weights.
+
+An adapted layer computes W x + (alpha / rank) B A x, Eq. 3, where A and B alone are trained. peft puts its
+layers in the place of the model's own, so the model keeps its class, its configuration and its blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlt_lightning.models.weights import NamedTensor, Read, full_shape, gathered
+from rlt_lightning.types import InputError
+
+ADAPTER = "default"  # peft's name for an only adapter
+ADAPTER_FILE = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of names in adapter files
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What is adapted, and how much of it.
+
+    Args:
+        rank: Rows of A and columns of B.
+        alpha: Updates are scaled by alpha / rank.
+        targets: Names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear: all but the head.
+    """
+
+    rank: int = 32
+    alpha: float = 64.0
+    targets: list[str] | str = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not self.targets:
+            raise InputError(
+                f"model.lora needs rank >= 1, alpha > 0 and targets, but got {self}. Correct it."
+            )
+
+
+def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> Read:
+    """Adapt a model in place and freeze all else; A and B are in fp32, whatever type the model has.
+
+    Args:
+        model: With weights, or empty, on the meta device.
+        lora: What is adapted.
+        seed: Of A's first values. They depend on it and on the layer's name, not on ranks or sharding.
+        read: Of an empty model: the value of a weight by its name.
+
+    Returns:
+        The same for the adapted model; of one with weights, of A and B alone, which have them already.
+
+    Raises:
+        InputError: If a target is no linear layer of the model, or its head.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        target_modules=lora.targets,
+        task_type="CAUSAL_LM",
+    )
+    empty = next(model.parameters()).is_meta
+    try:
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
+    except ValueError as error:
+        raise InputError(
+            "model.lora.targets must be all-linear or names of linear layers of the model, but is "
+            f"{lora.targets} ({str(error).splitlines()[0][:150]}). Correct it."
+        ) from error
+    if isinstance(model.get_output_embeddings(), adapted_layer_class()):
+        raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
+    layers: dict[str, Any] = dict(model.named_modules())
+    for name, layer in layers.items():
+        adapted = isinstance(layer, adapted_layer_class())
+        if adapted and not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
+            raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
+            shapes[name] = parameter.shape
+
+    def value(name: str) -> Tensor:
+        if name not in shapes:
+            assert read is not None
+            return read(plain_name(name))
+        if ".lora_B." in name:
+            return torch.zeros(shapes[name])
+        bound = 1 / sqrt(shapes[name][1])  # peft's: Kaiming uniform with a = sqrt(5)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        return torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)
+
+    if not empty:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if is_adapter(name):
+                    parameter.copy_(value(name))
+    return value
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of an adapted model is an A or a B."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """A weight's name in the model before it was adapted."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapted_layer_class() -> type:
+    """What peft puts in a layer's place."""
+    from peft.tuners.lora import LoraLayer
+
+    return LoraLayer
+
+
+@dataclass
+class Merged:
+    """W + scale * B A, made when it is asked for, as a tensor is that is gathered from shards."""
+
+    weight: Tensor
+    a: Tensor  # (rank, in)
+    b: Tensor  # (out, rank)
+    scale: float
+    transposed: bool  # whether W is stored as (in, out)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """W's."""
+        return self.weight.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """W's, whole."""
+        return torch.Size(full_shape(self.weight))
+
+    def element_size(self) -> int:
+        """Bytes of a number."""
+        return self.weight.element_size()
+
+    @torch.no_grad()
+    def full_tensor(self) -> Tensor:
+        """Make it; a meeting of all ranks wherever weights are sharded. The sum is taken in fp32."""
+        with gathered([self.weight, self.a, self.b]) as [weight, a, b]:
+            update = self.scale * (b.float() @ a.float())
+            return (weight.float() + (update.T if self.transposed else update)).to(weight.dtype)
+
+
+def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor]:
+    """All weights as they are without an adapter, under the names of then; of a plain model, unchanged.
+
+    Args:
+        model: Which layers are adapted, and how.
+        tensors: Its weights by name, or what stands for them until it is gathered.
+    """
+    layers: dict[str, Any] = dict(model.named_modules())
+    merged: list[NamedTensor] = []
+    for name, tensor in tensors.items():
+        layer_name, is_adapted, rest = name.partition(".base_layer.")
+        if is_adapted and rest == "weight":
+            layer = layers[layer_name]
+            a, b = (tensors[f"{layer_name}.lora_{matrix}.{ADAPTER}.weight"] for matrix in "AB")
+            tensor = Merged(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
+        if not is_adapter(name):
+            merged.append((plain_name(name), tensor))
+    return merged
+
+
+def without_adapter(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(model, *arguments)` of the model that was adapted."""
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, adapted_layer_class())]
+    for layer in layers:
+        layer._disable_adapters = True  # its enable_adapters would freeze A and B as well
+    try:
+        return function(model, *arguments)
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def adapter_weights(tensors: dict[str, Any]) -> list[NamedTensor]:
+    """A's and B's under the names that peft's files have."""
+    return [
+        (PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."), tensor)
+        for name, tensor in tensors.items()
+        if is_adapter(name)
+    ]
+
+
+def save_adapter_config(model: Any, base: str, folder: Path) -> None:
+    """Write what peft and vLLM read beside the weights; `base` is the model that they belong to."""
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(folder)

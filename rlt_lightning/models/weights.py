@@ -1,0 +1,224 @@
+"""A model's weights by name: read from files, filled in, gathered from shards, written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.types import InputError
+
+NamedTensor = tuple[str, Tensor]  # a parameter's name, and the parameter, which may be sharded over ranks
+Read = Callable[[str], Tensor]  # a parameter's name -> its whole value, in main memory
+FILE_BYTES = 4 * 2**30  # of weights, most of them in one file
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+GROUP_NUMEL = 2**27  # numbers that a process holds whole while a model is filled, or one tensor
+
+
+def full_shape(tensor: Any) -> tuple[int, ...]:
+    """The whole tensor's shape, however it is sharded; nothing is gathered."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+@dataclass
+class Deferred:
+    """Stands for a whole tensor that is made when it is asked for, from a file or from all ranks' shards."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    full_tensor: Callable[[], Tensor]
+
+    def element_size(self) -> int:
+        """Bytes of a number."""
+        return self.dtype.itemsize
+
+
+@contextmanager
+def gathered(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Hold whole tensors for a while: those of DeepSpeed ZeRO-3 and FSDP are collected from all ranks.
+
+    A meeting of all ranks of the trainer wherever a tensor is sharded.
+    """
+    with gathering([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
+        yield [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.data for tensor in tensors]
+
+
+def gathering(partitioned: list[Tensor]) -> AbstractContextManager[Any]:
+    """Inside, parameters of DeepSpeed ZeRO-3 are whole."""
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(partitioned)
+
+
+def gathered_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield all tensors in groups of at most `group_bytes`, or of one; each is released before the next."""
+    group: list[Tensor] = []
+    size = 0
+    for _, tensor in named_tensors:
+        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+        if group and size + num_bytes > group_bytes:
+            yield from held(group)
+            group, size = [], 0
+        group.append(tensor)
+        size += num_bytes
+    if group:
+        yield from held(group)
+
+
+def held(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield whole tensors once; whoever took the list finds it empty afterwards, so that nothing is kept."""
+    with gathered(tensors) as whole:
+        yield whole
+        whole.clear()
+
+
+@torch.no_grad()
+def fill_in_place(tensors: dict[str, Tensor], read: Read) -> None:
+    """Give weights, sharded or not, other values."""
+    for name, tensor in tensors.items():
+        set_whole(tensor, read(name))
+
+
+@torch.no_grad()
+def set_whole(tensor: Any, whole: Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into one that may be sharded."""
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+            tensor.data.copy_(whole)
+    elif hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = whole.to(tensor.device, tensor.dtype)
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(part.to_local())
+    else:
+        tensor.copy_(whole)
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those that the optimizer has, by name."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes of the stored weights: all but what is frozen."""
+    once = stored_once(model).items()
+    return {
+        name: tensor for name, tensor in once if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
+
+
+def stored_once(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; tied ones under their first name alone."""
+    once: dict[str, Tensor] = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(name, recurse=False):
+            if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                once.setdefault(key, buffer)
+    return once
+
+
+def write_weights(
+    named_tensors: list[NamedTensor],
+    folder: Path,
+    rank: int = 0,
+    world_size: int = 1,
+    file_name: str = SAFETENSORS,
+) -> None:
+    """Write whole tensors as safetensors, in one file or in several with an index, as from_pretrained reads.
+
+    A meeting of all ranks wherever a tensor is sharded; each rank writes some of the files, and holds one
+    file's tensors at a time.
+
+    Args:
+        named_tensors: The same on every rank.
+        folder: Where to; it exists.
+        rank: Of this process.
+        world_size: Number of processes.
+        file_name: If one file is enough.
+    """
+    files: list[list[NamedTensor]] = [[]]
+    size = 0
+    for name, tensor in named_tensors:
+        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+        if files[-1] and size + num_bytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append((name, tensor))
+        size += num_bytes
+    places: dict[str, str] = {}
+    for number, file in enumerate(files):
+        if len(files) > 1:
+            file_name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        places |= {name: file_name for name, _ in file}
+        held = {}
+        for name, tensor in file:
+            with gathered([tensor]) as [whole]:
+                if number % world_size == rank:
+                    held[name] = whole.detach().to("cpu", copy=True).contiguous()
+        if held:
+            save_file(held, folder / file_name, metadata={"format": "pt"})
+            with open(folder / file_name, "rb") as written:
+                os.fsync(written.fileno())
+    if len(files) > 1 and rank == 0:
+        (folder / SAFETENSORS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@torch.no_grad()
+def move_towards(ours: nn.Module, theirs: dict[str, Any], alpha: float) -> None:
+    """In place: ours <- alpha * theirs + (1 - alpha) * ours, parameter by parameter, sharded alike or not."""
+    for name, own in ours.named_parameters():
+        with gathered([own, theirs[name]]) as [whole, other]:
+            moved = torch.lerp(whole, other.to(whole), alpha)
+        set_whole(own, moved)
+
+
+class WeightFiles:
+    """The safetensors files of a model, read tensor by tensor.
+
+    Args:
+        name: Embedded default, local folder or hub id.
+        prefix: Of names of the model's that some files leave out: those of the model without a head.
+    """
+
+    def __init__(self, name: str, prefix: str = "") -> None:
+        from safetensors import SafetensorError, safe_open
+        from transformers.utils.hub import cached_file
+
+        self.name = name
+        self.prefix = prefix
+        try:
+            index = cached_file(resolve(name), SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
+            names = [SAFETENSORS]
+            if index is not None:
+                names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            files = [safe_open(cached_file(resolve(name), file), framework="pt") for file in names]
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"The weights of '{name}' must be whole safetensors files, but cannot be read "
+                f"({str(error).splitlines()[0][:150]}). Choose another model or checkpoint."
+            ) from error
+        self.file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118  (no mapping)
+
+    def __call__(self, key: str) -> Tensor:
+        """Read one tensor whole, in the type that it is stored in."""
+        key = key if key in self.file_of else key.removeprefix(self.prefix)
+        if key not in self.file_of:
+            raise InputError(
+                f"Files that are read tensor by tensor must have every weight under its name, but those of "
+                f"'{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
+            )
+        return self.file_of[key].get_tensor(key)

@@ -1,0 +1,78 @@
+"""What a user tells `rlt plan`: the GPU, its memory, expected lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlt_lightning.types import InputError
+
+# Memory as the driver shows it, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s: NVIDIA's data
+# sheets of the SXM cards.
+GPUS = {
+    "A100": (79.3, 312e12, 2.0e12),
+    "H100": (79.6, 989e12, 3.35e12),
+    "H200": (140.4, 989e12, 4.8e12),
+    "B200": (178.4, 2250e12, 7.7e12),
+}
+CUDA_GIB = 2.0  # stated: CUDA context, libraries' workspaces, NCCL, and what fragmentation wastes
+CPU_BANDWIDTH = 20e9  # stated, bytes/s
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan needs to know beside the settings of the run.
+
+    Args:
+        device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
+        device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
+        tflops: Its peak of matrix products, TFLOP/s; None: the device's, or measured on this CPU.
+        bandwidth_gb_s: Of its memory, GB/s; None: the device's.
+        mfu: Part of the peak that products reach, those included that gradient checkpointing repeats.
+        prompt_length: Longest prompt, tokens; None: data.max_prompt_length, in fine-tuning 0.
+        completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning
+            data.max_length less the prompt.
+        mean_frac: Mean length as a part of the longest: memory is for the longest, time for the mean.
+        gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments win.
+        tensor_parallel_size: GPUs that share a copy, of workers that are named by URL.
+        decode_tokens_per_s: Of one copy; None: from its memory bandwidth and mfu.
+        push_gb_s: Rate at which weights reach workers, GB/s; None: 1 by gloo or disk, 50 by NCCL.
+        json: File to write the plan to as well.
+    """
+
+    device: str = "auto"
+    device_gib: float | None = None
+    tflops: float | None = None
+    bandwidth_gb_s: float | None = None
+    mfu: float = 0.4
+    prompt_length: int | None = None
+    completion_length: int | None = None
+    mean_frac: float = 0.5
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    decode_tokens_per_s: float | None = None
+    push_gb_s: float | None = None
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", *GPUS):
+            raise InputError(f"plan.device must be auto, cpu, {', '.join(GPUS)}, but is {self.device}.")
+        numbers = (
+            "device_gib",
+            "tflops",
+            "bandwidth_gb_s",
+            "prompt_length",
+            "completion_length",
+            "push_gb_s",
+        )
+        for name in (*numbers, "decode_tokens_per_s", "tensor_parallel_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"plan.{name} must be above 0, but is {value}.")
+        if self.json is not None and not Path(self.json).resolve().parent.is_dir():
+            raise InputError(f"plan.json must lie in a folder that exists, but is {self.json}.")
+        parts = {"mfu": self.mfu, "mean_frac": self.mean_frac}
+        parts["gpu_memory_utilization"] = self.gpu_memory_utilization
+        for name, value in parts.items():
+            if not 0 < value <= 1:
+                raise InputError(f"plan.{name} must be above 0 and at most 1, but is {value}.")

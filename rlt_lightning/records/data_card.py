@@ -1,0 +1,91 @@
+"""The card of a distillation set: how it was made, what is in it, and how its figures are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from rlt_lightning import __version__
+from rlt_lightning.records.jsonl import Row
+
+BINS, BAR = 12, 40  # of a histogram; characters of its longest bar
+
+
+def data_card(
+    recipe: dict[str, Any],
+    traces: list[Row],
+    selected: list[Row],
+    terms: Sequence[str],
+    file_name: str,
+    num_problems: int,
+) -> str:
+    """Return the card as Markdown, with the header by which `datasets.load_dataset(FOLDER)` finds the rows.
+
+    Args:
+        recipe: What the traces were made with, by name.
+        traces: All of them.
+        selected: Those in the set.
+        terms: The reward and its terms, columns of the traces.
+        file_name: Of the set, beside the card.
+        num_problems: Usable rows of the source.
+    """
+    done = len({row["row"] for row in traces})
+    counts = {
+        "problems": f"{done} of {num_problems}",
+        "traces sampled": len(traces),
+        "traces in this set": len(selected),
+        "closed by the teacher": f"{sum(row['closed'] for row in selected)} of {len(selected)}",
+        "fit a student as a whole": f"{sum(row['fits'] for row in selected)} of {len(selected)}",
+    }
+    lines = [
+        "---",
+        "configs:",
+        "  - config_name: default",
+        f"    data_files: {file_name}",
+        "tags: [rlt_lightning, reasoning, distillation]",
+        "---",
+        "# Explanations of a Reinforcement-Learned Teacher",
+        "",
+        "Each row has a `question`, its `solution` and the teacher's `reasoning_trace`, with the terms of "
+        "its reward (RLT, arXiv:2506.08388, section 3.3), and the same text as `system` and "
+        "`conversations` in the form of Bespoke-Stratos-17k. Rows with the same `row` are of one problem.",
+        "",
+        "## Recipe",
+        "",
+        *table({**recipe, "made with": f"rlt_lightning {__version__}"}),
+        "",
+        "## Counts",
+        "",
+        *table(counts),
+        "",
+        "## Figures of this set",
+        "",
+        "| | mean | standard deviation | least | median | most |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in (*terms, "num_tokens", "student_tokens"):
+        values = [row[name] for row in selected]
+        figures = fmean(values), pstdev(values), min(values), median(values), max(values)
+        lines.append(f"| `{name}` | " + " | ".join(f"{value:.4g}" for value in figures) + " |")
+    for name, title in (("reward", "Reward"), ("student_tokens", "Length for the student, tokens")):
+        lines += ["", f"## {title}", "", "```text", *histogram([row[name] for row in selected]), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def table(entries: dict[str, Any]) -> list[str]:
+    """Two columns of Markdown."""
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in entries.items())]
+
+
+def histogram(values: list[float]) -> list[str]:
+    """Equal bins from the least to the largest value: lower bound, bar, count."""
+    least, width = min(values), (max(values) - min(values)) / BINS or 1.0
+    counts = [0] * BINS
+    for value in values:
+        counts[min(BINS - 1, int((value - least) / width))] += 1
+    bars = ["█" * round(BAR * count / max(counts)) or "▏" * bool(count) for count in counts]
+    return [
+        f"{least + i * width:>10.4g}  {bar:<{BAR}} {count}"
+        for i, (bar, count) in enumerate(zip(bars, counts, strict=True))
+    ]

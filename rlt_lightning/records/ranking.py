@@ -1,0 +1,134 @@
+"""A scored data set in groups of equal size by reward, and two traces of the same problems compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rlt_lightning.records.jsonl import Row, rewrite, to_line
+from rlt_lightning.types import InputError, Rollout
+
+SHOWN, SHOWN_CHARACTERS = 5, 600  # problems per side of a comparison's page, and of each trace there
+
+
+def equal_groups(rewards: list[float], num_groups: int) -> list[list[int]]:
+    """Divide rows by reward into groups whose sizes differ by one at most (RLT, arXiv:2506.08388, figure 4).
+
+    Args:
+        rewards: One per row, N.
+        num_groups: How many.
+
+    Returns:
+        Row positions, best group first, each by descending reward; equal rewards in the order of the rows.
+
+    Raises:
+        InputError: If there are fewer rows than groups.
+    """
+    if not 1 <= num_groups <= len(rewards):
+        raise InputError(
+            f"scores.rank_groups must be between 1 and the number of scored rows, {len(rewards)}, but is "
+            f"{num_groups}. Lower it, or score more rows."
+        )
+    order = sorted(range(len(rewards)), key=lambda i: -rewards[i])
+    bounds = [round(i * len(order) / num_groups) for i in range(num_groups + 1)]
+    return [order[begin:end] for begin, end in pairwise(bounds)]
+
+
+def write_groups(rows: list[Row], num_groups: int, terms: Sequence[str], folder: Path) -> None:
+    """Write each group's rows, means of the terms and a plot: `groups/`, `groups.json`, `groups.svg`."""
+    groups = [[rows[i] for i in group] for group in equal_groups([row["reward"] for row in rows], num_groups)]
+    (folder / "groups").mkdir(exist_ok=True)
+    for stale in (folder / "groups").glob("group-*.jsonl"):  # of an earlier division
+        stale.unlink()
+    figures = []
+    for number, group in enumerate(groups, start=1):
+        name = f"groups/group-{number:02d}.jsonl"
+        rewrite(folder / name, map(to_line, group))
+        means = {name: fmean(row[name] for row in group) for name in terms}
+        rewards = [row["reward"] for row in group]
+        bounds = {"reward_min": min(rewards), "reward_max": max(rewards)}
+        figures.append({"group": number, "file": name, "num_rows": len(group), **means, **bounds})
+    (folder / "groups.json").write_text(json.dumps(figures, indent=1) + "\n")
+    plot_groups(figures, terms, folder / "groups.svg")
+
+
+def plot_groups(figures: list[dict[str, Any]], terms: Sequence[str], path: Path) -> None:
+    """Draw the mean reward of every group, with its range and its terms."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    numbers = [row["group"] for row in figures]
+    low, high = ([row[name] for row in figures] for name in ("reward_min", "reward_max"))
+    axes.fill_between(numbers, low, high, color="C0", alpha=0.2, label="reward, range", linewidth=0)
+    for name in terms:
+        style = "o-" if name == "reward" else "s--"
+        axes.plot(numbers, [row[name] for row in figures], style, label=f"{name}, mean", markersize=4)
+    sizes = " or ".join(map(str, sorted({row["num_rows"] for row in figures})))
+    axes.set_xlabel(f"group by reward, best first ({sizes} rows each)")
+    axes.set_ylabel("reward, nats")
+    axes.set_xticks(numbers)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def write_comparison(
+    rows: list[Row], rollouts: list[Rollout], columns: list[str], terms: Sequence[str], folder: Path
+) -> None:
+    """Compare two traces of each problem: `comparison.jsonl`, best for the first on top, and a page.
+
+    Args:
+        rows: Scored ones. `trace_column` says which trace it is; each problem has both, one after another.
+        rollouts: What was scored, one per row.
+        columns: The two columns.
+        terms: The reward and its terms, columns of the scored rows.
+        folder: Where to write.
+    """
+    scored = list(zip(rows, rollouts, strict=True))
+    pairs = []
+    for both in zip(scored[::2], scored[1::2], strict=False):  # a limited run may lack the last one
+        assert [row["trace_column"] for row, _ in both] == columns
+        problem = both[0][1].problem
+        pair: Row = {"question": problem.question, "solution": problem.solution.strip()}
+        pair["difference"] = both[0][0]["reward"] - both[1][0]["reward"]
+        for column, (row, rollout) in zip(columns, both, strict=True):
+            pair[column] = {name: row[name] for name in terms} | {"trace": rollout.text}
+        pairs.append(pair)
+    pairs.sort(key=lambda pair: -pair["difference"])
+    rewrite(folder / "comparison.jsonl", map(to_line, pairs))
+    (folder / "comparison.md").write_text(comparison_page(pairs, columns, terms))
+
+
+def comparison_page(pairs: list[Row], columns: list[str], terms: Sequence[str]) -> str:
+    """Say which trace is ahead, and show the problems where each is ahead the most (RLT, figure 5)."""
+    differences = [pair["difference"] for pair in pairs]
+    error = stdev(differences) / len(differences) ** 0.5 if len(pairs) > 1 else float("nan")
+    ahead = sum(difference > 0 for difference in differences)
+    lines = [
+        f"# `{columns[0]}` against `{columns[1]}`",
+        "",
+        f"{len(pairs)} problems. Reward of `{columns[0]}` minus reward of `{columns[1]}`: "
+        f"{fmean(differences):+.3f} ± {error:.3f} (standard error); `{columns[0]}` is ahead in {ahead}.",
+    ]
+    sides = ((columns[0], pairs[:SHOWN]), (columns[1], pairs[: -SHOWN - 1 : -1]))
+    for column, shown in sides:
+        lines += ["", f"## Where `{column}` is ahead the most"]
+        for pair in shown:
+            if (pair["difference"] > 0) != (column == columns[0]):
+                continue
+            lines += ["", f"### {pair['difference']:+.3f}", "", *quoted(pair["question"])]
+            for name in columns:
+                figures = ", ".join(f"{term} {pair[name][term]:.3f}" for term in terms)
+                lines += ["", f"`{name}`: {figures}", "", *quoted(pair[name]["trace"])]
+    return "\n".join(lines) + "\n"
+
+
+def quoted(text: str) -> list[str]:
+    """A text as a Markdown quotation, cut where it is long."""
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " …"
+    return [f"> {line}" for line in shown.strip().splitlines()]

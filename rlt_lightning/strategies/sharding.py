@@ -1,0 +1,189 @@
+"""How a model's weights lie on the processes of a run: whole, or in shards (FSDP2, DeepSpeed ZeRO-3).
+
+A sharded model is built empty and filled tensor by tensor, so no process ever holds all of it. Every call of
+a model goes through its `Entry`, whose forward is what the sharding libraries hook to gather weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
+
+
+class Entry(nn.Module):
+    """The one way into a model: `entry(function, *arguments)` returns `function(model, *arguments)`.
+
+    Args:
+        model: The model.
+    """
+
+    read: Read | None = None  # what weights were at the start, where they were read tensor by tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function of the model."""
+        return function(self.model, *arguments)
+
+
+class Whole:
+    """Every process holds all weights: a single one, or DDP."""
+
+    sharded = False  # whether a forward is a meeting of all ranks
+    steps_on_cpu = False  # whether the optimizer's states are kept, and stepped, in main memory
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def freeze(self, entry: Any) -> Callable[..., Any]:
+        """Make a model that is not trained ready to be called."""
+        return entry
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around a micro-batch's forward and backward: ranks exchange gradients after the last of a step."""
+        model = self.strategy.model
+        return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
+    def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip (0: never), step the optimizer, and return the norm that the gradient had."""
+        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2
+        if norm.isfinite():
+            optimizer.step()
+        return norm
+
+
+class Sharded(ABC):
+    """Every process holds a part of each weight."""
+
+    sharded = True
+
+    @abstractmethod
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Give an empty model its weights, in shards."""
+
+
+class FullyShard(Sharded, Whole):
+    """PyTorch's FSDP2: every transformer block, and what is left, lies in shards of its own."""
+
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Shard the empty model, then keep this rank's part of each tensor."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options: dict[str, Any] = {"mesh": self.strategy.device_mesh["data_parallel"]}
+        if self.strategy.precision_plugin.precision == "bf16-mixed":
+            # Autocast alone would gather fp32 weights, and keep a copy of all of them in half precision.
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        buffers = dict(model.named_buffers())
+        for block in blocks(model):
+            fully_shard(block, **options)
+        # A root keeps its weights whole after a forward by default, and frozen ones would stay so.
+        entry: Any = fully_shard(Entry(model), reshard_after_forward=True, **options)
+        entry.to_empty(device=self.strategy.root_device)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        fill_in_place(stored_once(model), read)
+        return entry
+
+
+class DeepSpeedZeRO(Whole):
+    """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states, and gradients, lie in shards."""
+
+    @property
+    def steps_on_cpu(self) -> bool:  # type: ignore[override]
+        """Whether the strategy has offload_optimizer."""
+        return "offload_optimizer" in self.strategy.config["zero_optimization"]
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether models run in bfloat16: DeepSpeed casts weights, where others have autocast."""
+        return "bf16" in self.strategy.config
+
+    def freeze(self, entry: Any) -> Callable[..., Any]:
+        """Cast the model as DeepSpeed does with the trained one: weights, but no buffers."""
+        if self.half_precision:
+            for parameter in entry.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return entry
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Tell the engine before the forward: it takes every backward for the last one otherwise."""
+        self.strategy.model.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Let the engine clip, to the norm in its configuration, and step."""
+        optimizer.step()
+        norm = float(self.strategy.model.get_global_grad_norm())
+        return torch.tensor(norm if norm >= 0 else torch.nan)  # DeepSpeed calls one that is not finite -1
+
+
+class ZeRO3(Sharded, DeepSpeedZeRO):
+    """DeepSpeed ZeRO-3: weights lie in shards too."""
+
+    def fill(self, model: nn.Module, read: Read) -> Entry:
+        """Let rank 0 read the tensors, a group at a time; the group is broadcast and sharded."""
+        import deepspeed
+
+        filled: dict[Any, nn.Parameter] = {}  # by the empty one
+        group = nn.ParameterList()
+
+        def shard() -> None:
+            deepspeed.zero.Init(module=group, config_dict_or_path=self.strategy.config)
+
+        for name, tensor in stored_once(model).items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(read(name))
+                continue
+            # Its engine casts what it is given whole, but not what lies in shards.
+            dtype = torch.bfloat16 if self.half_precision else tensor.dtype
+            reads = self.strategy.is_global_zero
+            whole = read(name).to(dtype) if reads else torch.empty_like(tensor, dtype=dtype, device="cpu")
+            filled[tensor] = nn.Parameter(whole, tensor.requires_grad)
+            if sum(p.numel() for p in [*group, whole]) > GROUP_NUMEL:
+                shard()
+                group = nn.ParameterList()
+            group.append(filled[tensor])
+        shard()
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, filled[parameter])
+        return Entry(model)
+
+    def freeze(self, entry: Any) -> Callable[..., Any]:
+        """Give the model an engine of its own, which gathers weights as they are needed."""
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1}
+        config |= {
+            key: self.strategy.config[key]
+            for key in ("zero_optimization", "bf16", "fp16")
+            if key in self.strategy.config
+        }
+        engine, *_ = deepspeed.initialize(model=entry, config=config, dist_init_required=False)
+        return engine
+
+
+def sharding_of(strategy: Any) -> Whole:
+    """How the trainer's strategy lays weights out."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)
+    return (FullyShard if isinstance(strategy, ModelParallelStrategy) else Whole)(strategy)
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The transformer's layers, as transformers names those that must stay in one piece."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
