@@ -21,7 +21,7 @@ from side_by_side import measure, write
 
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
 from rlt_lightning.models.packed import log_probs_of
-from rlt_lightning.numerics import PackedSequences, RLTReward, ScoredSequence, linear_log_probs
+from rlt_lightning.numerics import Head, PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Rollouts
@@ -52,7 +52,7 @@ def head_by_tokens(model: Any, rounds: int) -> dict[int, dict[str, float]]:
     for number in (512, 1024, 2048, 4096, 8192):
         hidden = torch.randn(number, weight.shape[1], requires_grad=True)
         targets = torch.randint(len(weight), (number,))
-        step = lambda h=hidden, t=targets: linear_log_probs(h, weight, None, t)[0].sum().backward()  # noqa: E731
+        step = lambda h=hidden, t=targets: linear_log_probs(h, Head(weight), t)[0].sum().backward()  # noqa: E731
         series[number] = median_of(step, rounds)
         print(f"head on {number} tokens {series[number]}", flush=True)
     return series

@@ -17,7 +17,7 @@ import torch
 from side_by_side import alternate, bars, measure, write
 from torch import Tensor
 
-from rlt_lightning.numerics import linear_log_probs
+from rlt_lightning.numerics import Head, linear_log_probs
 
 MEMORY_GOAL, TIME_GOAL = 1 / 8, 1.05
 
@@ -27,7 +27,7 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def in_blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return linear_log_probs(hidden, weight, None, targets)[0]
+    return linear_log_probs(hidden, Head(weight), targets)[0]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics import (
+    Head,
     LogitScale,
     exact_kl,
     linear_exact_kl,
@@ -62,7 +63,7 @@ def test_blocks_equal_all_at_once(scale, compiled):
     expected = token_log_probs(logits, targets, 0.7)
     log_softmax = (logits / 0.7).log_softmax(dim=1)
     expected_entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
-    log_probs, entropy = linear_log_probs(hidden, weight, bias, targets, scale, 1, compiled, True)
+    log_probs, entropy = linear_log_probs(hidden, Head(weight, bias, scale), targets, 1, compiled, True)
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(entropy, expected_entropy)
     inputs, weights = (hidden, weight, bias), torch.randn(2, len(hidden), dtype=torch.float64)
@@ -79,11 +80,11 @@ def test_blocks_equal_all_at_once(scale, compiled):
 
 def test_frozen_weights_and_states_get_no_gradient():
     hidden, weight, _, targets = example(3)
-    log_probs, _ = linear_log_probs(hidden.detach(), weight, None, targets)
+    log_probs, _ = linear_log_probs(hidden.detach(), Head(weight), targets)
     assert torch.autograd.grad(log_probs.sum(), weight)[0].any()
-    log_probs, _ = linear_log_probs(hidden, weight.detach(), None, targets)
+    log_probs, _ = linear_log_probs(hidden, Head(weight.detach()), targets)
     assert torch.autograd.grad(log_probs.sum(), hidden)[0].any()
-    assert not linear_log_probs(hidden.detach(), weight.detach(), None, targets)[0].requires_grad
+    assert not linear_log_probs(hidden.detach(), Head(weight.detach()), targets)[0].requires_grad
 
 
 def test_a_tied_head_adds_to_the_gradient_of_the_embedding():
@@ -91,7 +92,7 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding():
     hidden = weight[targets.roll(1)]
     expected = torch.autograd.grad(token_log_probs(hidden @ weight.t(), targets).sum(), weight)
     hidden = weight[targets.roll(1)]
-    ours = torch.autograd.grad(linear_log_probs(hidden, weight, None, targets)[0].sum(), weight)
+    ours = torch.autograd.grad(linear_log_probs(hidden, Head(weight), targets)[0].sum(), weight)
     torch.testing.assert_close(ours, expected)
 
 
@@ -108,7 +109,7 @@ def test_no_tensor_of_tokens_times_words_is_kept_or_made():
     torch.manual_seed(0)
     hidden, weight = torch.randn(1024, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     with Largest() as largest:
-        linear_log_probs(hidden, weight, None, torch.arange(1024), logits_mib=1)[0].sum().backward()
+        linear_log_probs(hidden, Head(weight), torch.arange(1024), logits_mib=1)[0].sum().backward()
     assert largest.numel == 2**18  # a MiB of fp32, of the 5 million logits
 
 
@@ -117,7 +118,7 @@ def test_half_precision_is_summed_in_full_precision(weight_dtype):
     hidden, weight, bias, targets = example(7, torch.bfloat16)
     weight = weight.detach().to(weight_dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        log_probs, entropy = linear_log_probs(hidden, weight, bias, targets, with_entropy=True)
+        log_probs, entropy = linear_log_probs(hidden, Head(weight, bias), targets, with_entropy=True)
     expected = token_log_probs(hidden.float() @ weight.float().t() + bias.float(), targets)
     assert log_probs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(log_probs, expected)
@@ -132,20 +133,23 @@ def test_impossible_words_change_nothing():
     hidden, weight, _, targets = example(6)
     mask = torch.zeros(VOCABULARY, dtype=torch.float64)
     mask[targets.max() + 1 :] = -torch.inf
-    log_probs, entropy = linear_log_probs(hidden, weight, mask, targets, with_entropy=True)
+    log_probs, entropy = linear_log_probs(hidden, Head(weight, mask), targets, with_entropy=True)
     logits = (hidden @ weight.t())[:, : targets.max() + 1]
     torch.testing.assert_close(log_probs, token_log_probs(logits, targets))
     torch.testing.assert_close(entropy, token_entropy(logits))
-    half = hidden.to(torch.float16), weight.to(torch.float16), mask.to(torch.float16)
-    torch.testing.assert_close(linear_log_probs(*half, targets)[0], log_probs.float(), atol=0.01, rtol=0.01)
+    half = Head(weight.to(torch.float16), mask.to(torch.float16))
+    ours, _ = linear_log_probs(hidden.to(torch.float16), half, targets)
+    torch.testing.assert_close(ours, log_probs.float(), atol=0.01, rtol=0.01)
 
 
 def test_an_impossible_target_is_told():
     hidden, weight, _, targets = example(6)
     mask = torch.zeros(VOCABULARY, dtype=torch.float64)
     mask[targets[2]] = -torch.inf
-    assert linear_log_probs(hidden, weight, mask, targets)[0].isinf().tolist() == [i == 2 for i in range(6)]
-    assert linear_exact_kl(hidden, weight, None, hidden, weight, mask).isinf().all()
+    assert linear_log_probs(hidden, Head(weight, mask), targets)[0].isinf().tolist() == [
+        i == 2 for i in range(6)
+    ]
+    assert linear_exact_kl(hidden, Head(weight), hidden, Head(weight, mask)).isinf().all()
 
 
 def test_few_tokens_do_not_make_wide_blocks():
@@ -157,7 +161,7 @@ def test_few_tokens_do_not_make_wide_blocks():
 
 def test_no_tokens_give_no_log_probs_but_a_graph():
     hidden, weight, _, targets = example(num_tokens=0)
-    log_probs, entropy = linear_log_probs(hidden, weight, None, targets, with_entropy=True)
+    log_probs, entropy = linear_log_probs(hidden, Head(weight), targets, with_entropy=True)
     assert log_probs.shape == entropy.shape == (0,)
     log_probs.sum().backward()
     assert hidden.grad.shape == (0, 5)
@@ -173,13 +177,14 @@ def test_exact_kl_in_blocks_equals_all_at_once(num_student_words, cap):
     scales = LogitScale(0.7, 1.3, cap), LogitScale(0.9)
     logits = slow_logits(hidden, weight, bias, scales[0])
     expected = exact_kl(logits, student_hidden @ student_weight.t(), 0.7, 0.9)
-    kl = linear_exact_kl(hidden, weight, bias, student_hidden, student_weight, None, *scales, logits_mib=1)
+    teacher, student = Head(weight, bias, scales[0]), Head(student_weight, None, scales[1])
+    kl = linear_exact_kl(hidden, teacher, student_hidden, student, logits_mib=1)
     torch.testing.assert_close(kl, expected)
     inputs, weights = (hidden, weight, bias, student_hidden, student_weight), torch.randn_like(kl)
     torch.testing.assert_close(
         torch.autograd.grad(kl @ weights, inputs), torch.autograd.grad(expected @ weights, inputs)
     )
-    none = linear_exact_kl(hidden[:0], weight, bias, student_hidden[:0], student_weight, None)
+    none = linear_exact_kl(hidden[:0], teacher, student_hidden[:0], student)
     assert none.shape == (0,)
 
 
@@ -189,11 +194,9 @@ def test_temperature_must_be_positive(temperature):
     logits = slow_logits(hidden, weight, bias, LogitScale())
     for compute in (
         lambda: token_entropy(logits, temperature),
-        lambda: linear_log_probs(hidden, weight, bias, targets, LogitScale(temperature)),
+        lambda: linear_log_probs(hidden, Head(weight, bias, LogitScale(temperature)), targets),
         lambda: exact_kl(logits, logits, 1.0, temperature),
-        lambda: linear_exact_kl(
-            hidden, weight, bias, hidden, weight, bias, LogitScale(), LogitScale(temperature)
-        ),
+        lambda: linear_exact_kl(hidden, Head(weight), hidden, Head(weight, None, LogitScale(temperature))),
     ):
         with pytest.raises(ValueError, match="temperature of log-probs must be positive"):
             compute()
@@ -202,6 +205,6 @@ def test_temperature_must_be_positive(temperature):
 def test_memory_for_logits_must_be_positive():
     hidden, weight, bias, targets = example(3)
     with pytest.raises(ValueError, match="logits_mib must be at least 1"):
-        linear_log_probs(hidden, weight, bias, targets, logits_mib=0)
+        linear_log_probs(hidden, Head(weight, bias), targets, logits_mib=0)
     with pytest.raises(ValueError, match="logits_mib must be at least 1"):
-        linear_exact_kl(hidden, weight, bias, hidden, weight, bias, logits_mib=0)
+        linear_exact_kl(hidden, Head(weight), hidden, Head(weight), logits_mib=0)

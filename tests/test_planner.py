@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.planner import make_plan, memory, timing
 from rlt_lightning.planner.inputs import Device, LanguageModel, Setup, Step, Worker
@@ -159,7 +160,7 @@ def test_head_needs_what_its_trace_shows() -> None:
         hidden, targets = torch.empty(8192, 64, requires_grad=True), torch.zeros(8192, dtype=torch.long)
         with LiveBytes(head) as live:
             log_probs, _ = linear_log_probs(
-                hidden, head.weight, None, targets, logits_mib=8, with_entropy=True
+                hidden, Head(head.weight), targets, logits_mib=8, with_entropy=True
             )
             forward, live.peak = live.peak, live.now
             log_probs.sum().backward()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
-from rlt_lightning.numerics.head import LogitScale
+from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.kl import linear_exact_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
@@ -31,14 +31,15 @@ class HeadOptions:
 
 
 def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
-    """Run the transformer without its head; return the states that predict the scored tokens, (M, H)."""
+    """Run the transformer without its head and return the states that predict the scored tokens, (M, H)."""
     options: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
-    if len(packed.segments.boundaries) > 2:  # a single sequence goes through any model as it is
+    # A single sequence goes through any model as it is.
+    if len(packed.segments.boundaries) > 2:
         # No cache: with one, transformers attends across packed sequences.
         options["position_ids"] = packed.position_ids
         if model.config._attn_implementation == SEGMENT_ATTENTION:
-            # transformers leaves a mask of four dimensions alone, and nobody reads this one: without it, a
-            # dense L x L mask would be made of the positions.
+            # transformers takes a mask of four dimensions as it is, and nobody reads this one: without it,
+            # transformers would build a dense L x L mask from the positions.
             no_mask = torch.empty(1, 1, 1, 0, device=packed.input_ids.device)
             options |= {"segments": packed.segments, "attention_mask": no_mask}
     return model.base_model(**options).last_hidden_state[0, packed.predictors]
@@ -51,7 +52,7 @@ def log_probs_of(
     head: HeadOptions = HeadOptions(),
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the scored tokens and, if asked for, the entropies behind them, (M,) each, nats."""
+    """Return log-probs of the scored tokens and, if asked for, the entropies there, (M,) each, nats."""
     hidden = scored_hidden_states(model, packed)  # (M, H)
     return head_log_probs(model, hidden, packed.targets, temperature, head, with_entropy)
 
@@ -59,13 +60,13 @@ def log_probs_of(
 def states_and_log_probs(
     model: Any, packed: PackedSequences, temperature: float, head: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """The states that predict the scored tokens, (M, H), and their log-probs, (M,), nats."""
+    """Return the states that predict the scored tokens, (M, H), and the tokens' log-probs, (M,), nats."""
     hidden = scored_hidden_states(model, packed)
     return hidden, head_log_probs(model, hidden, packed.targets, temperature, head)[0]
 
 
 def sequence_log_probs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-probs of one sequence's tokens but the first, (len(token_ids) - 1,), nats, without gradient."""
+    """Return log-probs of a sequence's tokens but the first, (len(token_ids) - 1,), nats, no gradient."""
     sequence = ScoredSequence([], token_ids, [False] + [True] * (len(token_ids) - 1))
     with torch.no_grad():
         packed = PackedSequences.from_sequences([sequence], device=next(model.parameters()).device)
@@ -80,61 +81,65 @@ def head_log_probs(
     options: HeadOptions,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the targets and, if asked for, entropies, (M,) each, from hidden states (M, H)."""
-    scale = logit_scale(model, temperature)
+    """Return log-probs of the targets and, if asked for, entropies, (M,) each, from hidden states (M, H)."""
 
-    def function(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        block_options = options.logits_mib, options.compiled, with_entropy
-        return linear_log_probs(hidden, weight, bias, targets, scale, *block_options)
+    def log_probs(head: Head, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        return linear_log_probs(hidden, head, targets, options.logits_mib, options.compiled, with_entropy)
 
-    return through_head(model, function, hidden)
+    return ModelHead(model, temperature).run(log_probs, hidden)
+
+
+class ModelHead(NamedTuple):
+    """The language-model head of a model, at a temperature."""
+
+    model: Any
+    temperature: float
+
+    def run(self, function: Callable[[Head, Tensor], Any], hidden: Tensor) -> Any:
+        """Return `function(head, hidden)`, computed as the forward of the model's head.
+
+        Calling the module, rather than reading its weight, lets whatever shards the weight (ZeRO-3, FSDP2)
+        gather it before, and again before the backward pass: once each, however many blocks are computed.
+        """
+        module = self.model.get_output_embeddings()
+        if not isinstance(module, nn.Linear):
+            raise InputError(
+                f"The language-model head of {type(self.model).__name__} must be a linear layer, but is a "
+                f"{type(module).__name__}. Use a model whose head is not wrapped or quantised."
+            )
+        scale = logit_scale(self.model, self.temperature)
+
+        def forward(hidden: Tensor) -> Any:
+            return function(Head(module.weight, module.bias, scale), hidden)
+
+        module.forward = forward  # type: ignore[method-assign, assignment]
+        try:
+            return module(hidden)
+        finally:
+            del module.forward
 
 
 def head_exact_kl(
-    teacher: Any,
+    teacher: ModelHead,
     teacher_hidden: Tensor,
-    teacher_temperature: float,
-    student: Any,
+    student: ModelHead,
     student_hidden: Tensor,
-    student_temperature: float,
     options: HeadOptions,
 ) -> Tensor:
-    """KL of two models' next-token distributions over the whole vocabulary, (M,), from hidden states."""
-    scales = logit_scale(teacher, teacher_temperature), logit_scale(student, student_temperature)
+    """Return the KL of teacher from student over the whole vocabulary, (M,), from their hidden states."""
 
-    def compare(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
-        def with_student(
-            student_weight: Tensor, student_bias: Tensor | None, student_hidden: Tensor
-        ) -> Tensor:
-            own = student_hidden, student_weight, student_bias
-            return linear_exact_kl(hidden, weight, bias, *own, *scales, options.logits_mib)
+    def with_teacher(teacher_head: Head, teacher_hidden: Tensor) -> Tensor:
+        def with_student(student_head: Head, student_hidden: Tensor) -> Tensor:
+            heads = teacher_hidden, teacher_head, student_hidden, student_head
+            return linear_exact_kl(*heads, options.logits_mib)
 
-        return through_head(student, with_student, student_hidden)
+        return student.run(with_student, student_hidden)
 
-    return through_head(teacher, compare, teacher_hidden)
-
-
-def through_head(model: Any, function: Callable[..., Any], hidden: Tensor) -> Any:
-    """Run `function(weight, bias, hidden)` as the forward of the model's language-model head.
-
-    Calling the module, rather than reading its weight, lets whatever shards the weight (ZeRO-3, FSDP2) gather
-    it before, and again before the backward pass: one gathering each, however many blocks are computed.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise InputError(
-            f"The language-model head of {type(model).__name__} must be a linear layer, but is a "
-            f"{type(head).__name__}. Use a model whose head is not wrapped or quantised."
-        )
-    head.forward = lambda hidden: function(head.weight, head.bias, hidden)  # type: ignore[method-assign, assignment]
-    try:
-        return head(hidden)
-    finally:
-        del head.forward
+    return teacher.run(with_teacher, teacher_hidden)
 
 
 def logit_scale(model: Any, temperature: float) -> LogitScale:
-    """What the architecture does to its logits before they are divided by the temperature."""
+    """Return what the architecture does to its logits, and the temperature that divides them afterwards."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None)  # Cohere
     divisor = getattr(config, "logits_scaling", None)  # Granite

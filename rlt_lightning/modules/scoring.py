@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlt_lightning.models.packed import (
     HeadOptions,
+    ModelHead,
     head_exact_kl,
     log_probs_of,
     scored_hidden_states,
@@ -142,18 +143,19 @@ class StudentScorer:
         return log_probs
 
     def exact_kl(self, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
-        """KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,), nats."""
+        """Return KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,)."""
 
-        def compare(teacher: Any) -> Tensor:
+        def with_teacher(teacher: Any) -> Tensor:
             hidden = scored_hidden_states(teacher, packed)
-            temperatures = self.reward.teacher_temperature, self.reward.student_temperature
-            return self.student(
-                lambda student: head_exact_kl(
-                    teacher, hidden, temperatures[0], student, student_hidden, temperatures[1], self.head
-                )
-            )
+            teacher_head = ModelHead(teacher, self.reward.teacher_temperature)
 
-        return self.policy(compare)
+            def with_student(student: Any) -> Tensor:
+                student_head = ModelHead(student, self.reward.student_temperature)
+                return head_exact_kl(teacher_head, hidden, student_head, student_hidden, self.head)
+
+            return self.student(with_student)
+
+        return self.policy(with_teacher)
 
     def sampled_log_probs(self, rollouts: Rollouts) -> list[Tensor] | None:
         """The teacher's log-probs of each row's think tokens, (K,), as they were sampled; None if unknown."""

@@ -9,7 +9,7 @@ from rlt_lightning.numerics.advantages import (
     zero_std_groups,
 )
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
-from rlt_lightning.numerics.head import LogitScale
+from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.kl import exact_kl, linear_exact_kl, log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs, token_entropy, token_log_probs
@@ -54,6 +54,7 @@ __all__ = [
     "GSPOLoss",
     "GroupCenteredAdvantages",
     "GroupNormalisedAdvantages",
+    "Head",
     "LeaveOneOutAdvantages",
     "LogitScale",
     "MicroBatch",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 BLOCK_WORDS = 1024
-IMPOSSIBLE = -1e30  # logit of a word that never comes: -inf would make 0 * -inf in the sums
+# The logit of a word that never comes: -inf would make 0 * -inf in the sums.
+IMPOSSIBLE = -1e30
 
 
 class LogitScale(NamedTuple):
@@ -45,18 +46,34 @@ def times_(values: Tensor, factor: float) -> Tensor:
     return values if factor == 1 else values.mul_(factor)
 
 
-class HeadBlock:
-    """The head's weights for one block of the vocabulary, in the type that it multiplies in."""
+class Head(NamedTuple):
+    """A language-model head: its logits are scale(hidden @ weight.T + bias).
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, block: slice, scale: LogitScale, dtype: torch.dtype
-    ) -> None:
-        self.weight = weight[block].to(dtype)  # (w, H)
-        self.bias = None if bias is None else bias[block].to(full(dtype)).clamp(min=IMPOSSIBLE)
-        self.scale = scale
+    Example:
+        `Head(model.lm_head.weight)` is the head of a Llama at temperature 1.
+
+    Attributes:
+        weight: (V, H); sharded weights must have been gathered.
+        bias: (V,) or None.
+        scale: The temperature, and what the architecture does to its logits.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: LogitScale = LogitScale()
+
+
+class HeadBlock:
+    """The head's weights for one block of the vocabulary, in the type in which they are multiplied."""
+
+    def __init__(self, head: Head, block: slice, dtype: torch.dtype) -> None:
+        bias = head.bias
+        self.weight = head.weight[block].to(dtype)  # (w, H)
+        self.bias = None if bias is None else bias[block].to(full_precision(dtype)).clamp(min=IMPOSSIBLE)
+        self.scale = head.scale
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits of hidden states (m, H), (m, w), fp32 or float64."""
+        """Return the logits of hidden states (m, H), (m, w), in fp32 or float64."""
         raw = matmul(states, self.weight.t())
         if self.bias is not None:
             raw += self.bias
@@ -64,25 +81,34 @@ class HeadBlock:
 
 
 class HeadGradients:
-    """Collects the gradients of hidden states (M, H), weight (V, H) and bias (V,), tile by tile."""
+    """Collects the gradients of hidden states (M, H), weight (V, H) and bias (V,), tile by tile.
 
-    def __init__(self, inputs: tuple[Any, ...], needed: Sequence[bool]) -> None:
-        hidden, weight, bias = self.inputs = inputs
-        self.states = wide(hidden)  # (M, H), what the head's weight is multiplied with
-        wants_hidden, wants_weight, wants_bias = needed
-        self.hidden_grad = torch.zeros_like(hidden, dtype=full(hidden.dtype)) if wants_hidden else None
-        self.weight_grad = torch.empty_like(weight) if wants_weight else None
-        self.bias_grad = torch.empty_like(bias) if wants_bias else None
-        self.block_grads: list[Tensor] = []  # of the block's weight and bias, over the rows so far
+    Args:
+        hidden: The hidden states.
+        head: The head that they went through.
+        needed: Whether hidden states, weight and bias need a gradient.
+    """
+
+    def __init__(self, hidden: Tensor, head: Head, needed: Sequence[bool]) -> None:
+        self.hidden_dtype = hidden.dtype
+        self.states = full_precision_on_cpu(hidden)  # (M, H)
+        needs_hidden, needs_weight, needs_bias = needed
+        self.hidden_grad: Tensor | None = None
+        if needs_hidden:
+            self.hidden_grad = torch.zeros_like(hidden, dtype=full_precision(hidden.dtype))
+        self.weight_grad = torch.empty_like(head.weight) if needs_weight else None
+        self.bias_grad = torch.empty_like(head.bias) if needs_bias and head.bias is not None else None
+        # Gradients of the current block's weight and bias, summed over the rows so far.
+        self.block_grads: list[Tensor] = []
 
     def add(self, head: HeadBlock, raw_grad: Tensor, row: slice) -> None:
-        """Add what the gradient of a tile of raw outputs, (m, w), is worth."""
+        """Add the part that comes from one tile, given the gradient of its raw outputs, (m, w)."""
         operand = raw_grad.to(self.states.dtype)
         if self.hidden_grad is not None:
             add_product_(self.hidden_grad[row], operand, head.weight)
         if not self.block_grads:
             rows = head.weight if self.weight_grad is not None else head.weight[:, :0]
-            block_weight_grad = torch.zeros_like(rows, dtype=full(head.weight.dtype))
+            block_weight_grad = torch.zeros_like(rows, dtype=full_precision(head.weight.dtype))
             self.block_grads = [block_weight_grad, block_weight_grad.new_zeros(len(head.weight))]
         if self.weight_grad is not None:
             add_product_(self.block_grads[0], operand.t(), self.states[row])
@@ -90,20 +116,20 @@ class HeadGradients:
             self.block_grads[1] += raw_grad.sum(dim=0)
 
     def finish(self, block: slice) -> None:
-        """Write the block's gradients, which all rows have now been added to."""
+        """Write the block's gradients, once every row has been added."""
         for total, gradient in zip((self.weight_grad, self.bias_grad), self.block_grads, strict=True):
             if total is not None:
                 total[block] = gradient
         self.block_grads = []
 
     def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden states, weight and bias; None where none was needed."""
-        hidden_grad = None if self.hidden_grad is None else self.hidden_grad.to(self.inputs[0].dtype)
+        """Return the gradients of hidden states, weight and bias; None where none was needed."""
+        hidden_grad = None if self.hidden_grad is None else self.hidden_grad.to(self.hidden_dtype)
         return hidden_grad, self.weight_grad, self.bias_grad
 
 
 def block_size(logits_mib: int | None, hidden: Tensor) -> int:
-    """Return the given memory for logits, MiB, or the device's default."""
+    """Return the memory for logits, in MiB: the one given, or the device's default."""
     if logits_mib is None:
         return 8 if hidden.device.type == "cpu" else 512
     if logits_mib < 1:
@@ -126,58 +152,64 @@ def tiles(
     return rows, [slice(start, min(start + width, num_words)) for start in range(0, num_words, width)]
 
 
-def new_sums(states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `add_block` starts from, (M,) each: largest logit, sum of e, sum of e * z, target's logit."""
-    zeros = torch.zeros(len(states), dtype=full(states.dtype), device=states.device)
-    return torch.full_like(zeros, -torch.inf), zeros, zeros, zeros
+class VocabularySums(NamedTuple):
+    """Running sums over the vocabulary for each of m tokens, e = exp(z - largest z); all (m,)."""
+
+    largest: Tensor  # largest logit z
+    normaliser: Tensor  # sum of e
+    weighted: Tensor  # sum of e * z
+    target_logits: Tensor  # the target's z, once its block has come
+
+    @classmethod
+    def of_nothing(cls, states: Tensor) -> VocabularySums:
+        """Return the sums before the first block, for hidden states (m, H)."""
+        zeros = torch.zeros(len(states), dtype=full_precision(states.dtype), device=states.device)
+        return cls(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
+
+    def log_normaliser(self) -> Tensor:
+        """Return log sum_v exp(z_v), (m,)."""
+        return self.largest + self.normaliser.log()
 
 
-def add_block(
-    largest: Tensor,
-    normaliser: Tensor,
-    weighted: Tensor,
-    target_logits: Tensor,
-    logits: Tensor,
-    places: Tensor,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add a block of logits z to the running sums over the vocabulary, e = exp(z - largest).
+def add_block(sums: VocabularySums, logits: Tensor, places: Tensor, with_entropy: bool) -> VocabularySums:
+    """Return the sums with one more block of the vocabulary.
 
     Args:
-        largest: Largest logit so far, (M,).
-        normaliser: sum of e so far, (M,).
-        weighted: sum of e * z so far, (M,).
-        target_logits: The target's logit, once its block has come, (M,).
-        logits: (M, w).
-        places: Of the targets, counted from the block's first word, (M,); those of other blocks lie outside.
-        with_entropy: Whether `weighted` is wanted.
+        sums: The sums over the blocks before.
+        logits: The block's logits, (m, w).
+        places: The targets' positions counted from the block's first word, (m,); a target that belongs to
+            another block has a position outside 0..w-1.
+        with_entropy: Whether `weighted` is needed.
     """
-    new_largest = torch.maximum(largest, logits.amax(dim=1))
-    shrink = (largest - new_largest).exp()
-    e = (logits - new_largest.unsqueeze(1)).exp_()
-    found, places = own_places(places, logits)
-    return (
-        new_largest,
-        normaliser * shrink + e.sum(dim=1),
-        weighted * shrink + torch.linalg.vecdot(e, logits) if with_entropy else weighted,
-        torch.where(found, logits.gather(1, places.unsqueeze(1)).squeeze(1), target_logits),
+    largest = torch.maximum(sums.largest, logits.amax(dim=1))
+    shrink = (sums.largest - largest).exp()
+    e = (logits - largest.unsqueeze(1)).exp_()
+    found, places = places_in_block(places, logits)
+    weighted = sums.weighted
+    if with_entropy:
+        weighted = weighted * shrink + torch.linalg.vecdot(e, logits)
+    return VocabularySums(
+        largest,
+        sums.normaliser * shrink + e.sum(dim=1),
+        weighted,
+        torch.where(found, logits.gather(1, places.unsqueeze(1)).squeeze(1), sums.target_logits),
     )
 
 
-def own_places(places: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this block, and places that may be read, (M,) each."""
+def places_in_block(places: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which targets lie in this block, and positions that are safe to read, (m,) each."""
     found = (places >= 0) & (places < logits.shape[1])
     return found, places.clamp(0, logits.shape[1] - 1)
 
 
 @functools.cache
 def compiled_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once per function."""
+    """Return the compiled function; each function is compiled once."""
     return torch.compile(function, dynamic=True)
 
 
 def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """Choose the compiled version where it was asked for."""
+    """Return the function, compiled if asked for."""
     return compiled_kernel(function) if compiled else function
 
 
@@ -185,7 +217,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in fp32, or in float64 for float64: half precision is summed in fp32."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32)  # wide() leaves half precision to GPUs alone
+    # Only a GPU gets here: full_precision_on_cpu() turns half precision into fp32 elsewhere.
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -196,18 +229,18 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += matmul(a, b)
 
 
-def wide(hidden: Tensor) -> Tensor:
-    """The type in which the head multiplies: half precision only on a GPU, which sums it in fp32."""
-    return hidden if hidden.is_cuda else hidden.to(full(hidden.dtype))
-
-
-def full(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, fp32 for everything else."""
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for float64, and fp32 for everything else."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def as_autocast(hidden: Tensor) -> Tensor:
-    """On a GPU under autocast the head multiplies in half precision, as any linear layer does there."""
+def full_precision_on_cpu(hidden: Tensor) -> Tensor:
+    """Return hidden states as the head multiplies them: a GPU keeps half precision, and sums it in fp32."""
+    return hidden if hidden.is_cuda else hidden.to(full_precision(hidden.dtype))
+
+
+def in_autocast_dtype(hidden: Tensor) -> Tensor:
+    """Return hidden states in half precision under a GPU's autocast, as any linear layer takes them there."""
     device = hidden.device.type
     if device == "cpu" or not torch.is_autocast_enabled(device):
         return hidden
@@ -215,5 +248,5 @@ def as_autocast(hidden: Tensor) -> Tensor:
 
 
 def without_autocast(tensor: Tensor) -> Any:
-    """Autocast would turn fp32 products back into half precision."""
+    """Return a context without autocast, which would turn fp32 products back into half precision."""
     return torch.autocast(tensor.device.type, enabled=False)

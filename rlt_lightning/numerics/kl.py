@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.head import (
+    Head,
     HeadBlock,
     HeadGradients,
     LogitScale,
+    VocabularySums,
     add_block,
-    as_autocast,
     block_size,
-    new_sums,
+    full_precision_on_cpu,
+    in_autocast_dtype,
     tiles,
-    wide,
     without_autocast,
 )
 from rlt_lightning.numerics.log_probs import check_temperature, scaled_log_softmax
@@ -92,26 +93,18 @@ def exact_kl(
 
 def linear_exact_kl(
     teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
+    teacher: Head,
     student_hidden: Tensor,
-    student_weight: Tensor,
-    student_bias: Tensor | None,
-    teacher_scale: LogitScale = LogitScale(),
-    student_scale: LogitScale = LogitScale(),
+    student: Head,
     logits_mib: int | None = None,
 ) -> Tensor:
     """Return `exact_kl` of two heads' logits, of which at most `logits_mib` exist at a time.
 
     Args:
         teacher_hidden: The teacher's hidden states, (M, H_T). M may be 0.
-        teacher_weight: Of the teacher's language-model head, (V_T, H_T).
-        teacher_bias: (V_T,) or None.
+        teacher: The teacher's language-model head, V_T words, with its temperature.
         student_hidden: The student's hidden states before the same M tokens, (M, H_S).
-        student_weight: Of the student's language-model head, (V_S, H_S).
-        student_bias: (V_S,) or None.
-        teacher_scale: The teacher's temperature, and what its architecture does to its logits.
-        student_scale: The student's.
+        student: The student's language-model head, V_S words, with its temperature.
         logits_mib: Memory for logits, MiB, as in `linear_log_probs`.
 
     Returns:
@@ -120,128 +113,138 @@ def linear_exact_kl(
     Raises:
         ValueError: If a temperature or `logits_mib` is not positive.
     """
-    check_temperature(teacher_scale.temperature)
-    check_temperature(student_scale.temperature)
-    logits_mib = block_size(logits_mib, teacher_hidden)
-    teacher = as_autocast(teacher_hidden), teacher_weight, teacher_bias
-    student = as_autocast(student_hidden), student_weight, student_bias
-    return LinearExactKL.apply(*teacher, *student, teacher_scale, student_scale, logits_mib)
+    check_temperature(teacher.scale.temperature)
+    check_temperature(student.scale.temperature)
+    options = teacher.scale, student.scale, block_size(logits_mib, teacher_hidden)
+    inputs = (
+        *(in_autocast_dtype(teacher_hidden), teacher.weight, teacher.bias),
+        *(in_autocast_dtype(student_hidden), student.weight, student.bias),
+    )
+    return LinearExactKL.apply(options, *inputs)
 
 
 class LinearExactKL(torch.autograd.Function):
-    """See `linear_exact_kl`."""
+    """See `linear_exact_kl`. In the code p is the teacher and q the student.
+
+    The inputs are the teacher's hidden states, weight and bias, then the student's.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        student_hidden: Tensor,
-        student_weight: Tensor,
-        student_bias: Tensor | None,
-        teacher_scale: LogitScale,
-        student_scale: LogitScale,
-        logits_mib: int,
-    ) -> Tensor:
+    def forward(ctx: Any, options: tuple[LogitScale, LogitScale, int], *inputs: Any) -> Tensor:
         """Add up over the vocabulary, tile by tile."""
-        p_words, q_words = len(teacher_weight), len(student_weight)
-        with without_autocast(teacher_hidden):
-            p_states, q_states = wide(teacher_hidden), wide(student_hidden)
-            sizes = max(p_states.shape[1], q_states.shape[1]), max(p_words, q_words)
-            rows, blocks = tiles(len(p_states), *sizes, logits_mib, num_heads=2)
-            sums = [KLSums.new(p_states[row]) for row in rows]
+        p_hidden, p_head, q_hidden, q_head = hidden_and_heads(options, inputs)
+        with without_autocast(p_hidden):
+            p_states, q_states = full_precision_on_cpu(p_hidden), full_precision_on_cpu(q_hidden)
+            rows, blocks = kl_tiles(options, inputs)
+            sums = [KLSums.of_nothing(p_states[row]) for row in rows]
             for block in blocks:
-                p_head = HeadBlock(teacher_weight, teacher_bias, block, teacher_scale, p_states.dtype)
-                q_head = HeadBlock(student_weight, student_bias, block, student_scale, q_states.dtype)
+                p_block = HeadBlock(p_head, block, p_states.dtype)
+                q_block = HeadBlock(q_head, block, q_states.dtype)
                 for i, row in enumerate(rows):
-                    sums[i] = sums[i].plus(p_head.logits(p_states[row]), q_head.logits(q_states[row]))
-            results = map(torch.cat, zip(*(row_sums.results() for row_sums in sums), strict=True))
-            p_normaliser, q_normaliser, kl, common = results
-        inputs = teacher_hidden, teacher_weight, teacher_bias, student_hidden, student_weight, student_bias
-        ctx.save_for_backward(*inputs, p_normaliser, q_normaliser, kl, common)
-        ctx.options = teacher_scale, student_scale, logits_mib
-        return kl
+                    sums[i] = sums[i].plus(p_block.logits(p_states[row]), q_block.logits(q_states[row]))
+            results = (row_sums.results() for row_sums in sums)
+            totals = KLTotals(*map(torch.cat, zip(*results, strict=True)))  # (M,) each
+        ctx.save_for_backward(*inputs, *totals)
+        ctx.options = options
+        return totals.kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Compute each tile again."""
-        *inputs, p_normaliser, q_normaliser, kl, common = ctx.saved_tensors
-        teacher_scale, student_scale, logits_mib = ctx.options
-        teacher, student = tuple(inputs[:3]), tuple(inputs[3:])
-        with without_autocast(teacher[0]):
-            p_grads = HeadGradients(teacher, ctx.needs_input_grad[:3])
-            q_grads = HeadGradients(student, ctx.needs_input_grad[3:6])
+        inputs, totals = ctx.saved_tensors[:6], KLTotals(*ctx.saved_tensors[6:])
+        p_hidden, p_head, q_hidden, q_head = hidden_and_heads(ctx.options, inputs)
+        with without_autocast(p_hidden):
+            p_grads = HeadGradients(p_hidden, p_head, ctx.needs_input_grad[1:4])
+            q_grads = HeadGradients(q_hidden, q_head, ctx.needs_input_grad[4:7])
             p_states, q_states = p_grads.states, q_grads.states
-            sizes = max(p_states.shape[1], q_states.shape[1]), max(len(teacher[1]), len(student[1]))
-            rows, blocks = tiles(len(grad), *sizes, logits_mib, num_heads=2)
+            rows, blocks = kl_tiles(ctx.options, inputs)
             for block in blocks:
-                p_head = HeadBlock(teacher[1], teacher[2], block, teacher_scale, p_states.dtype)
-                q_head = HeadBlock(student[1], student[2], block, student_scale, q_states.dtype)
+                p_block = HeadBlock(p_head, block, p_states.dtype)
+                q_block = HeadBlock(q_head, block, q_states.dtype)
                 for row in rows:
-                    p_logits, q_logits = p_head.logits(p_states[row]), q_head.logits(q_states[row])
-                    per_token = (t[row].unsqueeze(1) for t in (p_normaliser, q_normaliser, kl, common, grad))
-                    p_grad, q_grad = kl_gradients(p_logits, q_logits, *per_token)
-                    p_grads.add(p_head, teacher_scale.pull_back_(p_grad, p_logits), row)
-                    q_grads.add(q_head, student_scale.pull_back_(q_grad, q_logits), row)
+                    p_logits, q_logits = p_block.logits(p_states[row]), q_block.logits(q_states[row])
+                    row_totals = KLTotals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1)
+                    p_grad, q_grad = kl_gradients(p_logits, q_logits, row_totals, grad[row].unsqueeze(1))
+                    p_grads.add(p_block, p_head.scale.pull_back_(p_grad, p_logits), row)
+                    q_grads.add(q_block, q_head.scale.pull_back_(q_grad, q_logits), row)
                 p_grads.finish(block)
                 q_grads.finish(block)
-        return (*p_grads.of_inputs(), *q_grads.of_inputs(), None, None, None)
+        return (None, *p_grads.of_inputs(), *q_grads.of_inputs())
+
+
+def hidden_and_heads(
+    options: tuple[LogitScale, LogitScale, int], inputs: tuple[Any, ...]
+) -> tuple[Tensor, Head, Tensor, Head]:
+    """Return the teacher's hidden states and head, and the student's, from the inputs of `LinearExactKL`."""
+    p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias = inputs
+    p_scale, q_scale, _ = options
+    return p_hidden, Head(p_weight, p_bias, p_scale), q_hidden, Head(q_weight, q_bias, q_scale)
+
+
+def kl_tiles(
+    options: tuple[LogitScale, LogitScale, int], inputs: tuple[Any, ...]
+) -> tuple[list[slice], list[slice]]:
+    """Cut tokens and vocabulary so that a tile of each side's logits fits."""
+    p_hidden, p_head, q_hidden, q_head = hidden_and_heads(options, inputs)
+    hidden_size = max(p_hidden.shape[1], q_hidden.shape[1])
+    num_words = max(len(p_head.weight), len(q_head.weight))
+    return tiles(len(p_hidden), hidden_size, num_words, options[2], num_heads=2)
+
+
+class KLTotals(NamedTuple):
+    """What is known of each token once the whole vocabulary has been seen; all (m,)."""
+
+    p_normaliser: Tensor  # log-normaliser of the teacher's logits
+    q_normaliser: Tensor
+    kl: Tensor  # nats
+    common: Tensor  # the teacher's probability of the columns that both sides have
 
 
 class KLSums(NamedTuple):
     """Running sums over the vocabulary; `ratio` and `common` are over the columns that both sides have."""
 
-    p: tuple[Tensor, Tensor, Tensor, Tensor]  # as in `add_block`
-    q: tuple[Tensor, Tensor, Tensor, Tensor]
+    p: VocabularySums
+    q: VocabularySums
     ratio: Tensor  # sum of e (z_T - z_S), e = exp(z_T - largest z_T), (m,)
     common: Tensor  # sum of e, (m,)
 
     @classmethod
-    def new(cls, states: Tensor) -> KLSums:
-        """The sums over nothing."""
-        sums = new_sums(states)
-        return cls(sums, sums, sums[1], sums[1])
+    def of_nothing(cls, states: Tensor) -> KLSums:
+        """Return the sums before the first block, for hidden states (m, H)."""
+        sums = VocabularySums.of_nothing(states)
+        return cls(sums, sums, sums.normaliser, sums.normaliser)
 
     def plus(self, p_logits: Tensor, q_logits: Tensor) -> KLSums:
-        """Add a tile; the side with the smaller vocabulary may have fewer columns, or none."""
+        """Return the sums with one more tile; the smaller vocabulary may have fewer columns there."""
         nowhere = torch.full_like(self.common, -1, dtype=torch.long)  # no target
-        p = add_block(*self.p, p_logits, nowhere, False) if p_logits.shape[1] else self.p
-        q = add_block(*self.q, q_logits, nowhere, False) if q_logits.shape[1] else self.q
-        shrink = (self.p[0] - p[0]).exp()
+        p = add_block(self.p, p_logits, nowhere, False) if p_logits.shape[1] else self.p
+        q = add_block(self.q, q_logits, nowhere, False) if q_logits.shape[1] else self.q
+        shrink = (self.p.largest - p.largest).exp()
         width = min(p_logits.shape[1], q_logits.shape[1])
-        e = (p_logits[:, :width] - p[0].unsqueeze(1)).exp()
+        e = (p_logits[:, :width] - p.largest.unsqueeze(1)).exp()
         difference = torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
         return KLSums(p, q, self.ratio * shrink + difference, self.common * shrink + e.sum(dim=1))
 
-    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-normalisers of both sides, KL, and the teacher's probability of the common columns, (m,)."""
-        p_normaliser, q_normaliser = (sums[0] + sums[1].log() for sums in (self.p, self.q))
-        ratio, common = self.ratio / self.p[1], self.common / self.p[1]
+    def results(self) -> KLTotals:
+        """Return what the finished sums say of each token."""
+        p_normaliser, q_normaliser = self.p.log_normaliser(), self.q.log_normaliser()
+        ratio, common = self.ratio / self.p.normaliser, self.common / self.p.normaliser
         kl = ratio - common * (p_normaliser - q_normaliser)
         kl = kl.masked_fill(kl > 1e10, torch.inf)  # a word that the student can never say
-        return p_normaliser, q_normaliser, kl, common
+        return KLTotals(p_normaliser, q_normaliser, kl, common)
 
 
-def kl_gradients(
-    p_logits: Tensor,
-    q_logits: Tensor,
-    p_normaliser: Tensor,
-    q_normaliser: Tensor,
-    kl: Tensor,
-    common: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a tile's logits, (m, w_T) and (m, w_S); what belongs to tokens is (m, 1).
+def kl_gradients(p_logits: Tensor, q_logits: Tensor, totals: KLTotals, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a tile's logits, (m, w_T) and (m, w_S); totals and grad are (m, 1).
 
     d KL / d z_T = p (1[both] (log p - log q + 1) - KL - C),  C = sum of p over the columns that both have
     d KL / d z_S = q C - 1[both] p
     """
-    log_p, log_q = p_logits - p_normaliser, q_logits - q_normaliser
+    log_p, log_q = p_logits - totals.p_normaliser, q_logits - totals.q_normaliser
     width = min(p_logits.shape[1], q_logits.shape[1])
     p, both = log_p.exp(), log_p[:, :width].exp()
-    p_grad, q_grad = -p * (kl + common), log_q.exp() * common
+    p_grad, q_grad = -p * (totals.kl + totals.common), log_q.exp() * totals.common
     p_grad[:, :width] += both * (log_p[:, :width] - log_q[:, :width] + 1)
     q_grad[:, :width] -= both
     return p_grad.mul_(grad), q_grad.mul_(grad)

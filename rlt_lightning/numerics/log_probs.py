@@ -7,7 +7,7 @@ token, backward computes each block again and is done with that block's part of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +15,19 @@ from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.head import (
     IMPOSSIBLE,
+    Head,
     HeadBlock,
     HeadGradients,
     LogitScale,
+    VocabularySums,
     add_block,
-    as_autocast,
     block_size,
-    full,
+    full_precision,
+    full_precision_on_cpu,
+    in_autocast_dtype,
     kernel,
-    new_sums,
-    own_places,
+    places_in_block,
     tiles,
-    wide,
     without_autocast,
 )
 
@@ -74,15 +75,13 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 def linear_log_probs(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     targets: Tensor,
-    scale: LogitScale = LogitScale(),
     logits_mib: int | None = None,
     compiled: bool = False,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of the targets and entropies under softmax(scale(hidden @ weight.T + bias)).
+    """Return log-probs of the targets and entropies under the softmax of a head's logits.
 
     Equal to `token_log_probs` and `token_entropy` of the full logits, of which at most `logits_mib` exist at
     a time. Both results have gradients, to hidden states, weight and bias. Logits, sums and gradients are
@@ -91,10 +90,8 @@ def linear_log_probs(
 
     Args:
         hidden: Final hidden states, each one the predictor of its target, (M, H). M may be 0.
-        weight: Of the language-model head, (V, H); sharded weights must have been gathered.
-        bias: (V,) or None.
+        head: The language-model head, with the temperature in its scale.
         targets: The tokens to be scored, (M,), int64.
-        scale: Temperature, and what the architecture does to its logits.
         logits_mib: Memory for logits, MiB; None: 8 on a CPU, whose allocator hands blocks of that size out
             again without touching fresh pages, else 512.
         compiled: Fuse the arithmetic on a block with torch.compile; the results agree to rounding.
@@ -106,11 +103,20 @@ def linear_log_probs(
     Raises:
         ValueError: If the temperature or `logits_mib` is not positive.
     """
-    check_temperature(scale.temperature)
-    logits_mib = block_size(logits_mib, hidden)
-    options = scale, logits_mib, compiled, with_entropy
-    log_probs, entropy = LinearLogProbs.apply(as_autocast(hidden), weight, bias, targets, *options)
+    check_temperature(head.scale.temperature)
+    options = BlockOptions(head.scale, block_size(logits_mib, hidden), compiled, with_entropy)
+    inputs = in_autocast_dtype(hidden), head.weight, head.bias
+    log_probs, entropy = LinearLogProbs.apply(options, *inputs, targets)
     return log_probs, entropy if with_entropy else None
+
+
+class BlockOptions(NamedTuple):
+    """What `LinearLogProbs` needs besides tensors; see `linear_log_probs`."""
+
+    scale: LogitScale
+    logits_mib: int
+    compiled: bool
+    with_entropy: bool
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -118,33 +124,28 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        scale: LogitScale,
-        logits_mib: int,
-        compiled: bool,
-        with_entropy: bool,
+        ctx: Any, options: BlockOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add up over the vocabulary, tile by tile."""
+        head = Head(weight, bias, options.scale)
+        add = kernel(add_block, options.compiled)
         with without_autocast(hidden):
-            states = wide(hidden)  # (M, H)
-            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), logits_mib)
-            sums = [new_sums(states[row]) for row in rows]
+            states = full_precision_on_cpu(hidden)  # (M, H)
+            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), options.logits_mib)
+            row_sums = [VocabularySums.of_nothing(states[row]) for row in rows]
             for block in blocks:
-                head = HeadBlock(weight, bias, block, scale, states.dtype)
+                head_block = HeadBlock(head, block, states.dtype)
                 for i, row in enumerate(rows):
                     places = targets[row] - block.start
-                    logits = head.logits(states[row])  # (m, w)
-                    sums[i] = kernel(add_block, compiled)(*sums[i], logits, places, with_entropy)
-            largest, normaliser, weighted, target_logits = map(torch.cat, zip(*sums, strict=True))
-            log_normaliser = largest + normaliser.log()
-            entropy = log_normaliser - weighted / normaliser
+                    logits = head_block.logits(states[row])  # (m, w)
+                    row_sums[i] = add(row_sums[i], logits, places, options.with_entropy)
+            sums = VocabularySums(*map(torch.cat, zip(*row_sums, strict=True)))  # (M,) each
+            log_normaliser = sums.log_normaliser()
+            entropy = log_normaliser - sums.weighted / sums.normaliser
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
-        ctx.options = scale, logits_mib, compiled
+        ctx.options = options
         ctx.set_materialize_grads(False)
+        target_logits = sums.target_logits
         target_logits = target_logits.masked_fill(target_logits < IMPOSSIBLE / 2, -torch.inf)
         return target_logits - log_normaliser, entropy
 
@@ -153,18 +154,19 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
         """Compute each tile again, and finish each block's part of the gradient of the weight."""
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
-        scale, logits_mib, compiled = ctx.options
+        head = Head(weight, bias, ctx.options.scale)
+        gradient_of = kernel(log_prob_gradient, ctx.options.compiled)
         if log_prob_grad is None:
             log_prob_grad = torch.zeros_like(log_normaliser)
         with without_autocast(hidden):
-            gradients = HeadGradients((hidden, weight, bias), ctx.needs_input_grad[:3])
+            gradients = HeadGradients(hidden, head, ctx.needs_input_grad[1:4])
             states = gradients.states
-            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), logits_mib)
+            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), ctx.options.logits_mib)
             for block in blocks:
-                head = HeadBlock(weight, bias, block, scale, states.dtype)
+                head_block = HeadBlock(head, block, states.dtype)
                 for row in rows:
-                    logits = head.logits(states[row])  # (m, w)
-                    logit_grad = kernel(log_prob_gradient, compiled)(
+                    logits = head_block.logits(states[row])  # (m, w)
+                    logit_grad = gradient_of(
                         logits,
                         targets[row] - block.start,
                         log_normaliser[row],
@@ -172,9 +174,9 @@ class LinearLogProbs(torch.autograd.Function):
                         log_prob_grad[row],
                         None if entropy_grad is None else entropy_grad[row],
                     )
-                    gradients.add(head, scale.pull_back_(logit_grad, logits), row)
+                    gradients.add(head_block, head.scale.pull_back_(logit_grad, logits), row)
                 gradients.finish(block)
-        return (*gradients.of_inputs(), None, None, None, None, None)
+        return (None, *gradients.of_inputs(), None)
 
 
 def log_prob_gradient(
@@ -185,7 +187,7 @@ def log_prob_gradient(
     log_prob_grad: Tensor,
     entropy_grad: Tensor | None,
 ) -> Tensor:
-    """Gradient of a block's logits, (M, w): g (1[v = target] - p_v) - g_H p_v (log p_v + H)."""
+    """Return the gradient of a block's logits, (M, w): g (1[v = target] - p_v) - g_H p_v (log p_v + H)."""
     if entropy_grad is None:
         p = (logits - log_normaliser.unsqueeze(1)).exp_()
         gradient = p.mul_(-log_prob_grad.unsqueeze(1))
@@ -193,15 +195,15 @@ def log_prob_gradient(
         log_p = logits - log_normaliser.unsqueeze(1)
         surprise = log_p + entropy.unsqueeze(1)
         gradient = -log_p.exp() * (log_prob_grad.unsqueeze(1) + entropy_grad.unsqueeze(1) * surprise)
-    found, places = own_places(places, logits)
+    found, places = places_in_block(places, logits)
     at_target = torch.where(found, log_prob_grad, 0.0).to(gradient.dtype)
     return gradient.scatter_add_(1, places.unsqueeze(1), at_target.unsqueeze(1))
 
 
 def in_full_precision(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature in fp32, or in float64 where that is what came."""
+    """Return logits / temperature in fp32, or in float64 for float64 logits."""
     check_temperature(temperature)
-    return logits.to(full(logits.dtype)) / temperature
+    return logits.to(full_precision(logits.dtype)) / temperature
 
 
 def check_temperature(temperature: float) -> None:
