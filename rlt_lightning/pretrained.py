@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.embedded import CHOICES, quiet_transformers, resolve
+from rlt_lightning.models.embedded import MODEL_CHOICES, quiet_transformers, resolve
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
 
-PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes that are all in tokenizer.json
+# Tokenizer classes that are described completely by tokenizer.json.
+PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
@@ -34,14 +35,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     with naming_choices("tokenizer", name):
         # AutoTokenizer gives every Qwen2 model Qwen2's own pre-tokenizer, whatever its tokenizer.json says.
         declared = Path(resolve(name)) / "tokenizer_config.json"
-        is_plain = declared.is_file() and json.loads(declared.read_text()).get("tokenizer_class") in PLAIN
+        is_plain = (
+            declared.is_file() and json.loads(declared.read_text()).get("tokenizer_class") in PLAIN_TOKENIZERS
+        )
         loader = PreTrainedTokenizerFast if is_plain else AutoTokenizer
         tokenizer = loader.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
-            "model, "
-            "or put a chat_template.jinja into its folder."
+            "model, or put a chat_template.jinja into its folder."
         )
     return tokenizer
 
@@ -54,8 +56,8 @@ def load_model(
     Args:
         name: Embedded default, local folder or hub id.
         dtype: "float32", "bfloat16", "float16", or "auto" for what the checkpoint holds.
-        attn_implementation: "sdpa", "eager", "flash_attention_2"; None: our own, which shares prefixes, or
-            transformers' choice where a model has windows or caps that ours does not know.
+        attn_implementation: "sdpa", "eager", "flash_attention_2"; None: ours, which shares prefixes, or
+            transformers' choice for a model whose windows or caps ours does not support.
         trust_remote_code: Run code that comes with the model. Off unless you trust its author.
 
     Raises:
@@ -68,7 +70,8 @@ def load_model(
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=True,  # never unpickle a stranger's file
+            # Never unpickle a stranger's file.
+            use_safetensors=True,
             **options,
         )
 
@@ -76,13 +79,13 @@ def load_model(
 def empty_model(
     name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Read]:
-    """Build what `load_model` loads with parameters that hold nothing, on the meta device.
+    """Build the model that `load_model` would load, with empty parameters on the meta device.
 
     Returns:
         The model, and a function that reads the value of a parameter or persistent buffer by its name.
 
     Raises:
-        InputError: As `load_model`; and, from the function, if the files lack a name.
+        InputError: As `load_model`; the function raises it if the files lack a name.
     """
     from transformers import GenerationConfig
 
@@ -96,7 +99,7 @@ def empty_model(
 def meta_model(
     name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Build a model of its configuration alone: parameters on the meta device, no weights needed.
+    """Build a model from its configuration only: parameters on the meta device, no weights needed.
 
     Raises:
         InputError: As `load_model`.
@@ -110,12 +113,13 @@ def meta_model(
         dtype_found = config.dtype if dtype == "auto" else getattr(torch, dtype)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype_found, **options)
-        model.tie_weights()  # each weight that is registered becomes another empty one
+        # Building registered tied weights as separate empty ones.
+        model.tie_weights()
         return model
 
 
 def attention_options(name: str, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """What transformers is told about attention and code, for loading a model."""
+    """Return the options about attention and remote code with which transformers loads a model."""
     register_segment_attention()
     ours_fits = plain_attention(model_config(name, trust_remote_code))
     if attn_implementation is None and ours_fits:
@@ -123,7 +127,7 @@ def attention_options(name: str, attn_implementation: str | None, trust_remote_c
     if attn_implementation == SEGMENT_ATTENTION and not ours_fits:
         raise InputError(
             f"attn_implementation '{SEGMENT_ATTENTION}' is for models whose layers attend to all that came "
-            f"before, through transformers' attention interface, but '{name}' is another. Leave it out."
+            f"before, through transformers' attention interface, but '{name}' is not one. Leave it out."
         )
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     return options | {"trust_remote_code": trust_remote_code}
@@ -138,16 +142,16 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def context_length(name: str, trust_remote_code: bool = False) -> int:
-    """Positions that a model has, tokens; some have no limit."""
+    """Return the longest sequence that a model takes, in tokens; some have no limit."""
     config = model_config(name, trust_remote_code).get_text_config()
     return getattr(config, "max_position_embeddings", sys.maxsize)
 
 
 def plain_attention(config: Any) -> bool:
-    """Whether ours can take the place of its attention: causal, over all that came before, exchangeable.
+    """Return whether our attention can replace the model's.
 
-    That is, no sliding window, no soft cap of the scores, and a class that leaves mask and products to
-    transformers' attention interface.
+    The model must have no sliding window and no soft cap of the scores, and its class must leave mask and
+    products to transformers' attention interface.
     """
     from transformers import AutoModelForCausalLM
 
@@ -166,26 +170,31 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {CHOICES}.")
+        raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
     if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(f"The {kind} folder '{name}' must hold a config.json, but has none. Use {CHOICES}.")
+        raise InputError(
+            f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
+        )
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
-    hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
+    # Five retry warnings say less than the one line below.
+    hub_log.setLevel(logging.ERROR)
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise InputError(f"The {kind} '{name}' could not be loaded ({reason}). Use {CHOICES}.") from error
+        raise InputError(
+            f"The {kind} '{name}' could not be loaded ({reason}). Use {MODEL_CHOICES}."
+        ) from error
     finally:
         hub_log.setLevel(level)
 
 
 @contextlib.contextmanager
 def naming_attention(name: str, attn_implementation: str | None) -> Iterator[None]:
-    """Say that the attn_implementation is what cannot be had, where it is."""
+    """Turn a failure that is about the attn_implementation into an error that says so."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -201,10 +210,10 @@ def naming_attention(name: str, attn_implementation: str | None) -> Iterator[Non
 
 
 def ensure_pad_token(tokenizer: Any) -> int:
-    """Give the tokenizer a padding token that is not its eos, out of its own vocabulary, and return its id.
+    """Give the tokenizer a padding token that is not its eos, from its vocabulary, and return its id.
 
-    We train packed, so no padding enters a loss; but whoever pads with the exported tokenizer and masks the
-    padding would mask the eos too, if they were the same.
+    We train packed, so no padding enters a loss. But somebody who pads with the exported tokenizer and masks
+    the padding would mask the eos too, if they were the same.
 
     Raises:
         InputError: If the vocabulary has no token that could serve.

@@ -20,7 +20,7 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.models.weights import gathered, stored_once
+from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
@@ -117,7 +117,7 @@ class Keep(Callback):
         counts.write_text(json.dumps(pl_module.counts))
         weights = {}
         for name, tensor in stored_once(pl_module.policy).items():
-            with gathered([tensor]) as [whole]:
+            with whole_tensors([tensor]) as [whole]:
                 weights[name] = whole.detach().clone().cpu()
         if trainer.is_global_zero:
             save_file(weights, self.output.with_suffix(".safetensors"))
@@ -132,7 +132,7 @@ def run_job(
     tokens: int = 4096,
     checkpoint: str | None = None,
     lora: bool = False,
-    adapter: Adapter = "alone",
+    adapter: Adapter = "separate",
     uneven: bool = False,
     spoil: bool = False,
 ) -> None:
@@ -148,7 +148,7 @@ def run_job(
         tokens: Of a micro-batch.
         checkpoint: To go on from.
         lora: Train an adapter, and export it.
-        adapter: Merged or alone.
+        adapter: Merged or separate.
         uneven: The second of a step's two prompts, which is rank 1's, gets completions ten times as long.
         spoil: Make a gradient NaN.
     """

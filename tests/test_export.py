@@ -24,7 +24,7 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     checkpoint, folder = runs[strategy] / "checkpoints" / "step=000006.ckpt", tmp_path / "model"
     result = rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == f"Done: {folder}, of {checkpoint}\n"
+    assert result.stdout == f"Done: {folder}, from {checkpoint}\n"
     model = AutoModelForCausalLM.from_pretrained(folder)
     trained = load_file(runs[strategy].with_suffix(".safetensors"))  # gathered at the end of the run
     assert largest_difference({n: model.state_dict()[n] for n in trained}, trained) == 0
@@ -61,7 +61,7 @@ def test_weights_are_written_in_several_files_in_the_type_that_is_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ckpt_path={run}", "--adapter=alone"], "--adapter alone needs a run with model.lora"),
+        (["--ckpt_path={run}", "--adapter=separate"], "--adapter separate needs a run with model.lora"),
         (["--ckpt_path={run}/nothing"], "must be a checkpoint, or a run's folder with one"),
         (["--ckpt_path={broken}"], "must be one that rlt wrote"),
         (["--ckpt_path={run}", "--output_dir={run}"], "--output_dir must be empty or new"),

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.models.lora import LoRA, add_adapter, merged_weights, without_adapter
-from rlt_lightning.models.weights import gathered, stored_once, trained
+from rlt_lightning.models.weights import stored_once, trained, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.pretrained import empty_model, load_model
@@ -49,7 +49,7 @@ def log_probs(model: Any) -> Tensor:
 def merged(model: Any) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in merged_weights(model, stored_once(model)):
-        with gathered([tensor]) as [whole]:
+        with whole_tensors([tensor]) as [whole]:
             weights[name] = whole.detach().clone()
     return weights
 
@@ -229,13 +229,13 @@ def test_an_adapter_is_exported_merged_and_alone(
 ) -> None:
     alone = log_probs(with_peft(tiny_model, adapters["zero3"] / "model"))
     checkpoint = adapters["zero3"] / "checkpoints" / "step=000004.ckpt"
-    for adapter in ("merged", "alone"):
+    for adapter in ("merged", "separate"):
         options = [f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / adapter}", f"--adapter={adapter}"]
         result = rlt("export", *options)
         assert result.returncode == 0, result.stderr
     assert "LoRA | rank 4, alpha 8.0" in (tmp_path / "merged" / "README.md").read_text()
-    assert torch.equal(log_probs(with_peft(tiny_model, tmp_path / "alone")), alone)
-    config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert torch.equal(log_probs(with_peft(tiny_model, tmp_path / "separate")), alone)
+    config = json.loads((tmp_path / "separate" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == tiny_model
     merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(log_probs(merged_model), alone, atol=2e-5, rtol=0)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlt_lightning.engines import DiskPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import free_port
-from rlt_lightning.models.weights import full_shape, gathered_groups
+from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.pretrained import load_model
 
 VERSION = "0123abcd-000007"
@@ -58,7 +58,7 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str, port: 
         failures = push.push(named_tensors, [WorkerClient(url)], VERSION)
         assert failures == {}, failures
     else:
-        for _ in gathered_groups(named_tensors, push.gather_bytes):
+        for _ in gather_in_groups(named_tensors, push.gather_bytes):
             pass
     assert sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors) <= held * 2  # let go again
     torch.distributed.barrier()

@@ -44,7 +44,7 @@ from rlt_lightning.engines import (
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.verification import disagreement
 from rlt_lightning.engines.weights import pieces
-from rlt_lightning.models.weights import gathered_groups
+from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
@@ -495,10 +495,10 @@ def test_pieces_hold_the_same_bytes_and_copy_nothing_they_need_not() -> None:
 def test_gathered_groups_keep_order_and_bound_and_let_a_large_tensor_go_alone() -> None:
     sizes = [2, 2, 3, 9, 1, 4]  # floats; at most 5 of them, 20 bytes, in a group
     tensors = [(str(i), torch.full((size,), float(i))) for i, size in enumerate(sizes)]
-    groups = [[int(tensor[0]) for tensor in group] for group in gathered_groups(tensors, 20)]
+    groups = [[int(tensor[0]) for tensor in group] for group in gather_in_groups(tensors, 20)]
     assert groups == [[0, 1], [2], [3], [4, 5]]
-    assert [len(group) for group in gathered_groups(tensors, 0)] == [1] * 6
-    assert list(gathered_groups([], 20)) == []
+    assert [len(group) for group in gather_in_groups(tensors, 0)] == [1] * 6
+    assert list(gather_in_groups([], 20)) == []
 
 
 def test_a_disk_push_writes_whole_folders_and_deletes_the_one_before(start: Any, tmp_path: Path) -> None:
@@ -609,7 +609,7 @@ def test_a_worker_that_refuses_the_weights_says_why(start: Any) -> None:
 def test_a_group_of_tensors_is_let_go_before_the_next_is_gathered() -> None:
     tensors = [(str(i), torch.zeros(1000)) for i in range(4)]
     seen: list[list[Tensor]] = []
-    for group in gathered_groups(tensors, 4000):
+    for group in gather_in_groups(tensors, 4000):
         assert all(earlier == [] for earlier in seen)
         seen.append(group)
     assert len(seen) == 4

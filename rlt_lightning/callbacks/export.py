@@ -20,7 +20,7 @@ class ModelExporter(Callback):
 
     Args:
         enabled: Off for throw-away runs; `rlt export` makes the folder of any checkpoint later.
-        adapter: Of a LoRA: merged into the weights, or alone, as peft and vLLM read it.
+        adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
     """
 
     def __init__(self, enabled: bool = True, adapter: Adapter = "merged") -> None:

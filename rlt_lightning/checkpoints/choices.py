@@ -13,7 +13,7 @@ from rlt_lightning.types import InputError
 
 
 def recover(folder: Path) -> None:
-    """Give back the name of a checkpoint that was about to be replaced by another of its step."""
+    """Restore the name of a checkpoint that was about to be replaced by another one of the same step."""
     for doomed in folder.glob("step=*.ckpt.old"):
         if (doomed / STATE).exists() and not doomed.with_suffix("").exists():
             with suppress(FileNotFoundError):  # another rank was faster
@@ -21,9 +21,10 @@ def recover(folder: Path) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """All checkpoints by step. Half-written ones have another suffix: never among them."""
+    """Return all finished checkpoints in the order of their steps; half-written ones have another suffix."""
     recover(folder)
-    return sorted(folder.glob("step=*.ckpt"), key=lambda path: (len(path.name), path.name))  # by number
+    # The length comes first, so that step 1000000 follows step 999999.
+    return sorted(folder.glob("step=*.ckpt"), key=lambda path: (len(path.name), path.name))
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -35,7 +36,7 @@ def newest_checkpoint(folder: Path) -> Path:
     if not (found := checkpoints_in(folder)):
         raise InputError(
             f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its "
-            "first. Start it again with --overwrite true."
+            "first one. Start it again with --overwrite true."
         )
     return found[-1]
 
@@ -44,7 +45,7 @@ def best_checkpoint(folder: Path) -> Path:
     """Return the checkpoint with the best score.
 
     Raises:
-        InputError: If none was scored, or it is gone.
+        InputError: If no checkpoint was scored, or the best one is missing.
     """
     recover(folder)
     best = read_best(folder)
@@ -55,22 +56,22 @@ def best_checkpoint(folder: Path) -> Path:
         )
     path: Path = folder / best["checkpoint"]
     if not path.exists():
-        raise InputError(f"--ckpt_path best is {path}, but it is gone. Restore it, or choose last.")
+        raise InputError(f"--ckpt_path best is {path}, but that is missing. Restore it, or choose last.")
     return path
 
 
 def read_best(folder: Path) -> dict[str, Any]:
-    """What best.json holds: checkpoint, step, monitor and score; nothing if it is not there."""
+    """Return best.json: checkpoint, step, monitor and score; empty if there is no such file."""
     path = folder / BEST
     try:
         best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return best
     except ValueError as error:
-        raise InputError(f"{path} must be what rlt wrote, but cannot be read. Delete it.") from error
+        raise InputError(f"{path} must be a file that rlt wrote, but cannot be read. Delete it.") from error
 
 
 def write_best(folder: Path, best: dict[str, Any]) -> None:
-    """Write best.json, whole or not at all."""
+    """Write best.json completely or not at all."""
     scratch = folder / f"{BEST}.tmp"
     with open(scratch, "w") as file:
         json.dump(best, file)
@@ -81,8 +82,9 @@ def write_best(folder: Path, best: dict[str, Any]) -> None:
 
 
 def checkpoint_of(step: int) -> str:
-    """Name of a step's checkpoint."""
+    """Return the name of a step's checkpoint."""
     return f"step={step:06d}.ckpt"
 
 
-CHOICES = {"last": newest_checkpoint, "best": best_checkpoint}  # of --ckpt_path
+# The words that --ckpt_path takes besides a path.
+CHECKPOINT_CHOICES = {"last": newest_checkpoint, "best": best_checkpoint}

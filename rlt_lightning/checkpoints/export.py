@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlt_lightning import __version__
 from rlt_lightning.checkpoints.choices import checkpoints_in
-from rlt_lightning.checkpoints.folder import ALONE, STATE, WEIGHTS, read_state, whole_or_absent
+from rlt_lightning.checkpoints.folder import ONE_PROCESS, STATE, WEIGHTS, read_state, whole_or_absent
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
@@ -32,7 +32,7 @@ from rlt_lightning.models.weights import (
 from rlt_lightning.pretrained import empty_model, ensure_pad_token, load_tokenizer
 from rlt_lightning.types import InputError
 
-Adapter = Literal["merged", "alone"]
+Adapter = Literal["merged", "separate"]
 
 
 def export_model(
@@ -42,18 +42,18 @@ def export_model(
     facts: dict[str, Any],
     folder: Path,
     adapter: Adapter = "merged",
-    strategy: Any = ALONE,
+    strategy: Any = ONE_PROCESS,
 ) -> None:
-    """Write weights, configuration, tokenizer with chat template and model card; all ranks meet.
+    """Write weights, configuration, tokenizer with chat template and model card, with all ranks.
 
     Args:
-        model: Whose configuration it is; its weights may be empty.
-        tensors: Its stored weights by name, or what stands for them.
-        tokenizer: Its pad token will differ from eos.
-        facts: As `PolicyModule.facts`.
-        folder: Where to; it exists.
-        adapter: Of an adapted model: merged into the weights, or alone, as peft and vLLM read it.
-        strategy: Whose ranks these are.
+        model: The model that gives the configuration; its weights may be empty.
+        tensors: Its stored weights by name, or placeholders for them.
+        tokenizer: The tokenizer, which is written with a pad token other than its eos.
+        facts: What `PolicyModule.facts` returned.
+        folder: An existing folder to write to.
+        adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
+        strategy: The strategy whose ranks write.
     """
     if strategy.global_rank == 0:
         tokenizer = copy.deepcopy(tokenizer)
@@ -66,7 +66,8 @@ def export_model(
             model.config.save_pretrained(folder)
             generation = copy.deepcopy(model.generation_config)
             if any(getattr(generation, name, None) is not None for name in ("temperature", "top_p", "top_k")):
-                generation.do_sample = True  # else transformers refuses to write what some models come with
+                # transformers refuses to write sampling settings, which some models come with, without it.
+                generation.do_sample = True
             generation.save_pretrained(folder)
         else:
             save_adapter_config(model, resolve(facts["pretrained"]), folder)
@@ -84,14 +85,14 @@ def export_checkpoint(
     adapter: Adapter = "merged",
     overwrite: bool = False,
 ) -> None:
-    """Make a Hugging Face folder from a checkpoint of any strategy. Holds at most 4 GiB of weights at a time.
+    """Make a Hugging Face folder from a checkpoint of any strategy, with at most 4 GiB of weights in memory.
 
     Args:
-        ckpt_path: A checkpoint, or a run's folder for its newest.
+        ckpt_path: A checkpoint, or a run's folder for its newest checkpoint.
         output_dir: The folder to make.
-        dtype: Of the weights; none: that of the run's model.dtype.
-        adapter: Of a LoRA: merged into the weights it was trained for, or alone, as peft and vLLM read it.
-        overwrite: Replace what lies in output_dir.
+        dtype: Type of the weights; none: the run's model.dtype.
+        adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
+        overwrite: Replace a model in output_dir.
     """
     path, folder = Path(ckpt_path), Path(output_dir).resolve()
     if not (path / STATE).exists():
@@ -112,21 +113,21 @@ def export_checkpoint(
         )
     facts = read_state(path)["model"]
     facts["dtype"] = dtype or facts["dtype"]
-    if adapter == "alone" and facts["lora"] is None:
+    if adapter == "separate" and facts["lora"] is None:
         raise InputError(
-            f"--adapter alone needs a run with model.lora, but {path} is of one without. Drop it."
+            f"--adapter separate needs a run with model.lora, but {path} is from a run without it. Drop it."
         )
     model, tensors = pretrained_tensors(facts)
     files = WeightFiles(str(path / WEIGHTS))
     tensors |= {name: deferred(files, name, tensor) for name, tensor in trained(model).items()}
     tokenizer = load_tokenizer(facts["tokenizer"], facts["trust_remote_code"])
-    with whole_or_absent(folder, ALONE) as scratch:
+    with whole_or_absent(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, facts, scratch, adapter)
-    print(f"Done: {folder}, of {path}")
+    print(f"Done: {folder}, from {path}")
 
 
 def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A model before its training, empty, and what stands for its weights, which are in files."""
+    """Return the model before its training, empty, and placeholders for its weights, which are in files."""
     model, read = empty_model(facts["pretrained"], facts["dtype"], None, facts["trust_remote_code"])
     if facts["lora"] is not None:
         read = add_adapter(model, LoRA(**facts["lora"]), 0, read)
@@ -134,12 +135,12 @@ def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def deferred(read: Read, name: str, like: Tensor) -> Deferred:
-    """A tensor in a file, to be read when it is written."""
+    """Return a placeholder for a tensor in a file, which is read when it is written."""
     return Deferred(like.shape, like.dtype, lambda: read(name).to(like.dtype))
 
 
 def model_card(facts: dict[str, Any]) -> str:
-    """Say what the model is, what it was trained on and how, from the run itself."""
+    """Return a model card that says what the model is and how it was trained."""
     pretrained, training = facts["pretrained"], dict(facts["training"])
     method = "Supervised fine-tuning"
     if "frozen student" in training:

@@ -5,8 +5,16 @@
       weights/       safetensors of the trained parameters, as from_pretrained reads them
       exp_avg/ …     safetensors of each of the optimizer's moments, by the parameters' names
 
-So a run goes on with another number of processes or another strategy, and an export copies files. A folder
-has its final name only when everything in it is on the disk.
+So a run can resume with another number of processes or another strategy, and an export copies files. A folder
+gets its final name only when everything in it is on the disk. The order of a save (| is a barrier, where all
+ranks wait for each other):
+
+    rank 0       | make step=6.ckpt.tmp |  weights, moments: its files, then state.pt  | delete the old one, |
+                 |                      |  (every tensor is gathered from all ranks)   | rename .tmp, fsync  |
+    other ranks  |        wait          |  weights, moments: their files               |        wait         |
+
+A crash before the rename leaves a .tmp, which the next run deletes. A crash during the deletion of an older
+checkpoint of the same step leaves its .old, whose name `choices.recover` restores.
 """
 
 from __future__ import annotations
@@ -28,28 +36,28 @@ from rlt_lightning.types import InputError
 STATE, WEIGHTS, BEST = "state.pt", "weights", "best.json"
 
 
-class Alone:
-    """Stands for a strategy where one process does the work."""
+class OneProcess:
+    """The part of a strategy that writing needs, for a single process."""
 
     global_rank, world_size = 0, 1
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once, since there is nobody to wait for."""
 
 
-ALONE = Alone()
+ONE_PROCESS = OneProcess()
 
 
 def write_checkpoint(
-    folder: Path, state: dict[str, Any], tensors: dict[str, list[NamedTensor]], strategy: Any = ALONE
+    folder: Path, state: dict[str, Any], tensors: dict[str, list[NamedTensor]], strategy: Any = ONE_PROCESS
 ) -> None:
-    """Write a checkpoint; all ranks of the strategy meet, and each writes its share of the files.
+    """Write a checkpoint; all ranks must call this together, and each writes its share of the files.
 
     Args:
-        folder: Its final name.
-        state: Plain values and small tensors; those of rank 0 are written.
-        tensors: By sub-folder; they may be sharded.
-        strategy: Whose ranks these are.
+        folder: The checkpoint's final name.
+        state: Plain values and small tensors; only rank 0 writes its own.
+        tensors: Named tensors by sub-folder; they may be sharded.
+        strategy: The strategy whose ranks write.
     """
     with whole_or_absent(folder, strategy) as scratch:
         for name, named_tensors in tensors.items():
@@ -64,7 +72,7 @@ def write_checkpoint(
 
 @contextmanager
 def whole_or_absent(folder: Path, strategy: Any) -> Iterator[Path]:
-    """A scratch folder that takes its final name once the block is done on all ranks, which meet."""
+    """Yield a scratch folder, which gets its final name when the block has ended on all ranks."""
     scratch = folder.with_name(folder.name + ".tmp")
     if strategy.global_rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -80,13 +88,14 @@ def whole_or_absent(folder: Path, strategy: Any) -> Iterator[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the plain part of a checkpoint; it cannot run code.
+    """Return the plain values of a checkpoint; reading them cannot run code.
 
     Raises:
-        InputError: If it is not one that rlt wrote.
+        InputError: If rlt did not write this checkpoint.
     """
     try:
-        if zipfile.is_zipfile(folder / STATE):  # else an old format's reader would be let loose on it
+        # torch.load would read another file by its old format.
+        if zipfile.is_zipfile(folder / STATE):
             state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
             if isinstance(state, dict) and "model" in state:
                 return state
@@ -99,24 +108,26 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint; a crash in between leaves nothing that looks like one."""
+    """Delete a checkpoint; a crash in between leaves nothing that looks like a checkpoint."""
     if folder.exists():
         doomed = folder.with_name(folder.name + ".old")
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
-        (doomed / STATE).unlink(missing_ok=True)  # from here on it is none
-        shutil.rmtree(doomed, ignore_errors=True)  # another process may take it back for a moment
+        # Without its state the folder is no checkpoint any more.
+        (doomed / STATE).unlink(missing_ok=True)
+        # Another process may just have restored it: then there is nothing to delete.
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def discard_unfinished(folder: Path) -> None:
-    """Delete what a crash left half written or half deleted."""
+    """Delete checkpoints that a crash left half written or half deleted."""
     for suffix in (".tmp", ".old"):
         for path in folder.glob(f"step=*.ckpt{suffix}"):
             shutil.rmtree(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,8 @@
-"""Lightning's way to our checkpoint folders: weights, and the optimizer's moments beside them."""
+"""Save and load our checkpoint folders through Lightning's CheckpointIO.
+
+Lightning's state dict has two kinds of tensors, each with a name of its own: weights, as the LightningModule
+names them, and moments, by the parameter's number in the optimizer. Files name both as from_pretrained does.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,12 @@ from typing_extensions import override
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_state, write_checkpoint
 from rlt_lightning.models.weights import NamedTensor, WeightFiles
 
+# The LightningModule's prefix of the names of the policy's weights.
+MODULE_PREFIX = "entry.model."
+
 
 class FolderCheckpointIO(TorchCheckpointIO):
-    """Checkpoints of strategies that hold everything whole: one process, or DDP."""
+    """Reads and writes checkpoints of strategies whose processes hold whole tensors: one process, or DDP."""
 
     @override
     def save_checkpoint(
@@ -25,7 +32,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
         weights: dict[str, Tensor] = state.pop("state_dict")
         first: dict[int, str] = {}
         aliases = {name: first.setdefault(tensor.data_ptr(), name) for name, tensor in weights.items()}
-        tensors = {WEIGHTS: [(plain_name(n), t) for n, t in weights.items() if aliases[n] == n]}
+        tensors = {WEIGHTS: [(pretrained_name(n), t) for n, t in weights.items() if aliases[n] == n]}
         state["aliases"] = {name: other for name, other in aliases.items() if name != other}
         [optimizer] = state.pop("optimizer_states", None) or [None]
         if optimizer is not None:
@@ -43,7 +50,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         folder = Path(path)
         state = read_state(folder)
-        weights = {full_name(n): t for n, t in read_all(folder / WEIGHTS)}
+        weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
         state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
         if "optimizer_groups" in state:
             groups, numbers = state.pop("optimizer_groups"), state.pop("optimizer_numbers")
@@ -64,7 +71,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
 def split_moments(
     states: Iterator[tuple[str, dict[str, Any]]],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[NamedTensor]]]:
-    """Divide the optimizer's state by parameter into numbers (step) and tensors of the parameter's shape."""
+    """Divide the optimizer's state into numbers (step) by parameter, and moments by kind."""
     numbers: dict[str, dict[str, Any]] = {}
     moments: dict[str, list[NamedTensor]] = {}
     for name, values in states:
@@ -75,30 +82,27 @@ def split_moments(
 
 
 def moment_folders(folder: Path) -> list[Path]:
-    """The optimizer's moments in a checkpoint."""
+    """Return the folders of a checkpoint that hold the optimizer's moments."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and path.name != WEIGHTS)
 
 
 def read_all(folder: Path) -> Iterator[NamedTensor]:
-    """All tensors of a folder, one at a time."""
+    """Yield all tensors of a folder, one at a time."""
     files = WeightFiles(str(folder))
     return ((name, files(name)) for name in files.file_of)
 
 
 def names_by_number(groups: list[dict[str, Any]]) -> dict[int, str]:
-    """The names of an optimizer's parameters by their numbers in its state."""
+    """Return the names of an optimizer's parameters by their numbers in its state."""
     pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
     return dict(pair for group in pairs for pair in group)
 
 
-PREFIX = "entry.model."  # of the policy's weights in a LightningModule's
+def pretrained_name(name: str) -> str:
+    """Return the name under which from_pretrained knows a weight of the LightningModule."""
+    return name.removeprefix(MODULE_PREFIX)
 
 
-def plain_name(name: str) -> str:
-    """As from_pretrained knows it."""
-    return name.removeprefix(PREFIX)
-
-
-def full_name(name: str) -> str:
-    """As the LightningModule knows it."""
-    return PREFIX + name
+def module_name(name: str) -> str:
+    """Return the name under which the LightningModule knows a weight of the policy."""
+    return MODULE_PREFIX + name

@@ -1,4 +1,15 @@
-"""State dicts in which optimizer states have their parameters' names, whatever the strategy."""
+"""Save and load our checkpoint folders from strategies that shard weights.
+
+Lightning would gather one whole state dict. `NamedCheckpoints` passes sharded tensors by name instead, and
+`write_checkpoint` gathers them one by one:
+
+    save   trainer.dump_checkpoint() → state without tensors ┐
+           weights(policy)           → weights/              ├→ write_checkpoint (checkpoints/folder.py)
+           moments(policy)           → exp_avg/, …           ┘
+    load   read_state() → module.on_load_checkpoint() → fill_in_place(weights) → restore_moments()
+
+A strategy overrides `weights`, `moments` and `restore_moments` where its library keeps them elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +20,26 @@ from typing import Any
 import torch
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, read_state, write_checkpoint
-from rlt_lightning.checkpoints.io import full_name, moment_folders, split_moments
+from rlt_lightning.checkpoints.io import module_name, moment_folders, split_moments
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, set_whole, trained
 
 
 class NamedCheckpoints:
-    """Writes and reads our `checkpoints`, which every strategy can go on from, not the library's own."""
+    """A mixin of strategies that writes and reads our checkpoints, not the sharding library's own."""
 
     lightning_module: Any
     optimizers: list[Any]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights are written tensor by tensor."""
+        """Return nothing, since weights are written tensor by tensor."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: moments are written tensor by tensor."""
+        """Return nothing, since moments are written tensor by tensor."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Meet, and write."""
+        """Write a checkpoint; all ranks call this together."""
         state = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         policy = self.lightning_module.policy
         named = policy.named_parameters(remove_duplicate=False)
@@ -42,10 +53,11 @@ class NamedCheckpoints:
         write_checkpoint(Path(filepath), state, tensors, self)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill weights and, to go on training, moments."""
+        """Fill the weights and, when training resumes, the optimizer's moments."""
         folder = Path(checkpoint_path)
         state = read_state(folder)
-        self.lightning_module.on_load_checkpoint(state)  # Lightning calls it too late
+        # Lightning calls it only after the weights have been filled.
+        self.lightning_module.on_load_checkpoint(state)
         policy = self.lightning_module.policy
         fill_in_place(trained(policy), WeightFiles(str(folder / WEIGHTS)))
         if self.optimizers and "optimizer_groups" in state:
@@ -57,11 +69,11 @@ class NamedCheckpoints:
         return state
 
     def weights(self, policy: Any) -> dict[str, Any]:
-        """What is written of the policy's weights, by name."""
+        """Return the policy's weights that are written, by name."""
         return trained(policy)
 
     def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The optimizer's state of every parameter, by name; tensors may be sharded."""
+        """Yield the name and the optimizer's state of every parameter; tensors may be sharded."""
         [optimizer] = self.optimizers
         for name, parameter in policy.named_parameters():
             if parameter in optimizer.state:
@@ -70,7 +82,7 @@ class NamedCheckpoints:
     def restore_moments(
         self, policy: Any, numbers: dict[str, dict[str, Any]], files: dict[str, WeightFiles]
     ) -> None:
-        """Give the optimizer the state of every parameter."""
+        """Set the optimizer's state of every parameter."""
         [optimizer] = self.optimizers
         for name, parameter in policy.named_parameters():
             if name not in numbers:
@@ -82,14 +94,14 @@ class NamedCheckpoints:
 
 
 def aliases(named_parameters: Iterator[tuple[str, Any]]) -> dict[str, str]:
-    """Names of tied weights, and the names that they are stored under."""
+    """Return the names of tied weights that are stored under another name, and that name."""
     first: dict[int, str] = {}
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named_parameters]
-    return {full_name(name): full_name(other) for name, other in pairs if name != other}
+    return {module_name(name): module_name(other) for name, other in pairs if name != other}
 
 
 def numbered_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's settings with its parameters numbered, as its own state_dict has them."""
+    """Return an optimizer's settings with its parameters numbered, as in its own state_dict."""
     numbered, number = [], 0
     for group in groups:
         count = len(group["param_names"])

@@ -12,7 +12,7 @@ from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import Failures, WeightPush, on_each
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
-from rlt_lightning.models.weights import gathered_groups
+from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import InputError
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -57,7 +57,7 @@ class DiskPush(WeightPush):
         except OSError as error:
             problem = error
         names = iter(name for name, _ in named_tensors)
-        for number, tensors in enumerate(gathered_groups(named_tensors, self.gather_bytes)):
+        for number, tensors in enumerate(gather_in_groups(named_tensors, self.gather_bytes)):
             bucket = {next(names): tensor.detach().cpu().contiguous() for tensor in tensors}
             try:
                 if problem is None:

@@ -13,7 +13,7 @@ from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.engines.weights import Failures, WeightPush, free_port, in_background, on_each
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.models.weights import full_shape, gathered, gathered_groups
+from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_tensors
 
 
 class NCCLPush(WeightPush):
@@ -61,7 +61,7 @@ class NCCLPush(WeightPush):
     ) -> None:
         """Let vLLM send, in a thread that can be left behind."""
         if not workers:
-            for _ in gathered_groups(named_tensors, self.gather_bytes):
+            for _ in gather_in_groups(named_tensors, self.gather_bytes):
                 pass  # the other ranks gather
             return
         device = torch.cuda.current_device()
@@ -173,5 +173,5 @@ class Partitioned:
 
     def full_tensor(self) -> Tensor:
         """Gather it from all ranks, to be freed when the caller drops it."""
-        with gathered([self.tensor]) as [tensor]:
+        with whole_tensors([self.tensor]) as [tensor]:
             return tensor.detach().clone()

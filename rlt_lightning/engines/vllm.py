@@ -30,7 +30,7 @@ from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.verification import AGREEMENT, disagreement
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.models.weights import gathered_groups
+from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import Completion, InputError
 
 T = TypeVar("T")
@@ -375,7 +375,7 @@ class VLLMEngine:
         """Gather in step with rank 0, if it gathers anything."""
         if self.plain:
             return
-        for _ in gathered_groups(named_tensors, self.push.gather_bytes):
+        for _ in gather_in_groups(named_tensors, self.push.gather_bytes):
             pass
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
-from rlt_lightning.models.weights import full_shape, gathered_groups
+from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ class GlooPush(WeightPush):
             worker.url: in_background(partial(self.post, worker, "/update_weights", {"update_info": info}))
             for worker in workers
         }
-        for tensors in gathered_groups(named_tensors, self.gather_bytes):
+        for tensors in gather_in_groups(named_tensors, self.gather_bytes):
             self.send(tensors, updates, failures)
         sent = [worker for worker in workers if worker.url not in failures]
         sent = on_each(sent, lambda worker: updates[worker.url].result(), failures)

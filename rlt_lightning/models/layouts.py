@@ -31,22 +31,23 @@ def verified_layout(
 ) -> Layout:
     """Return the best layout in which this model's packed log-probs equal its own, one by one.
 
-    Warns where that is not the one that was wanted.
+    It warns if that is not the wanted layout.
 
     Args:
-        run: The way into the model: run(function, *arguments) is function(model, *arguments).
-        name: How the user calls it.
-        wanted: The layout to begin with.
-        attention_chosen: Whether the user chose its attn_implementation; one that cannot share prefixes is
-            then no cause for a warning.
+        run: Calls the model: run(function, *arguments) is function(model, *arguments).
+        name: The user's name for the model.
+        wanted: The layout to try first.
+        attention_chosen: Whether the user chose the attn_implementation; there is then no warning if it
+            cannot share prefixes.
 
     Raises:
-        InputError: If none is right, or "shared_prefix" was asked for and is not.
+        InputError: If no layout is right, or "shared_prefix" was asked for and is wrong.
     """
     candidates = FALLBACKS[wanted]
     architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
-        candidates = candidates[1:]  # nothing is lost that was asked for
+        # The user's own choice rules out shared prefixes: nothing to warn of.
+        candidates = candidates[1:]
     faults: list[str] = []
     for layout in candidates:
         fault = run(known_fault, layout) or run(layout_fault, layout)
@@ -66,7 +67,7 @@ def verified_layout(
 
 
 def known_fault(model: Any, layout: Layout) -> str | None:
-    """What is wrong with a layout that no short sequence shows; None if nothing is known."""
+    """Return a known fault of a layout that no short sequence shows, or None."""
     config = model.config.get_text_config()
     if layout in ("auto", "shared_prefix") and model.config._attn_implementation != SEGMENT_ATTENTION:
         return f"its attention ('{model.config._attn_implementation}') does not share prefixes"
@@ -79,7 +80,7 @@ def known_fault(model: Any, layout: Layout) -> str | None:
 
 @torch.no_grad()
 def layout_fault(model: Any, layout: Layout) -> str | None:
-    """Compare log-probs in this layout with the model's own, on random tokens; say what is wrong, if any."""
+    """Compare log-probs in this layout with the model's own on random tokens; return the fault, or None."""
     generator = torch.Generator().manual_seed(0)
     num_words = min(1000, model.config.get_text_config().vocab_size)
     prefix, *rests = (torch.randint(num_words, (n,), generator=generator).tolist() for n in (5, 7, 4, 9))
@@ -103,7 +104,8 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         changed = own([*sequences[0].prefix, *sequences[0].rest[:-1], (rests[0][-1] + 1) % num_words])
         singly = ours(*[(family,) for family in apart])
         packed = singly if layout == "single" else ours(together)
-    except FORWARD_ERRORS as error:  # it takes no positions, segments or 4-D mask, or lacks something
+    except FORWARD_ERRORS as error:
+        # The model takes no positions, segments or 4-D mask, or lacks something.
         return f"its forward fails ({str(error).splitlines()[0][:120]})"
     # In half precision single log-probs differ by rounding, most where the head rounds; leaks show in means.
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) in a model of any sharding: peft's layers, our weights.
 
-An adapted layer computes W x + (alpha / rank) B A x, Eq. 3, where A and B alone are trained. peft puts its
-layers in the place of the model's own, so the model keeps its class, its configuration and its blocks.
+An adapted layer computes W x + (alpha / rank) B A x, Eq. 3, where only A and B are trained. peft replaces
+single layers, so the model keeps its class, its configuration and its blocks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.models.weights import NamedTensor, Read, full_shape, gathered
+from rlt_lightning.models.weights import NamedTensor, Read, full_shape, whole_tensors
 from rlt_lightning.types import InputError
 
-ADAPTER = "default"  # peft's name for an only adapter
+# peft's name for an adapter that is the only one.
+ADAPTER = "default"
 ADAPTER_FILE = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # of names in adapter files
+# The prefix of names in adapter files.
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """What is adapted, and how much of it.
+    """Which layers are adapted, and with what rank.
+
+    Example:
+        `LoRA(rank=8, alpha=16, targets=["q_proj", "v_proj"])` adds 8 * (in + out) weights to each of them.
 
     Args:
         rank: Rows of A and columns of B.
@@ -50,13 +55,14 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
     """Adapt a model in place and freeze all else; A and B are in fp32, whatever type the model has.
 
     Args:
-        model: With weights, or empty, on the meta device.
-        lora: What is adapted.
-        seed: Of A's first values. They depend on it and on the layer's name, not on ranks or sharding.
-        read: Of an empty model: the value of a weight by its name.
+        model: A model with weights, or an empty one on the meta device.
+        lora: Which layers are adapted.
+        seed: The seed of A's first values, which also depend on the layer's name, not on ranks or sharding.
+        read: Returns the value of a weight by its name; needed for an empty model.
 
     Returns:
-        The same for the adapted model; of one with weights, of A and B alone, which have them already.
+        A function like `read` for the adapted model. For a model with weights it knows only A and B, which
+        have been filled already.
 
     Raises:
         InputError: If a target is no linear layer of the model, or its head.
@@ -94,7 +100,7 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
     def value(name: str) -> Tensor:
         if name not in shapes:
             assert read is not None
-            return read(plain_name(name))
+            return read(unadapted_name(name))
         if ".lora_B." in name:
             return torch.zeros(shapes[name])
         bound = 1 / sqrt(shapes[name][1])  # peft's: Kaiming uniform with a = sqrt(5)
@@ -110,25 +116,25 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of an adapted model is an A or a B."""
+    """Return whether a weight of an adapted model is an A or a B."""
     return ".lora_A." in name or ".lora_B." in name
 
 
-def plain_name(name: str) -> str:
-    """A weight's name in the model before it was adapted."""
+def unadapted_name(name: str) -> str:
+    """Return the name that a weight had before the model was adapted."""
     return name.replace(".base_layer.", ".")
 
 
 def adapted_layer_class() -> type:
-    """What peft puts in a layer's place."""
+    """Return the class of the layers that peft puts into the model."""
     from peft.tuners.lora import LoraLayer
 
     return LoraLayer
 
 
 @dataclass
-class Merged:
-    """W + scale * B A, made when it is asked for, as a tensor is that is gathered from shards."""
+class MergedWeight:
+    """W + scale * B A, computed when it is needed, like a tensor that is gathered from shards."""
 
     weight: Tensor
     a: Tensor  # (rank, in)
@@ -138,32 +144,32 @@ class Merged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """W's."""
+        """The type of W."""
         return self.weight.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """W's, whole."""
+        """The shape of the whole W."""
         return torch.Size(full_shape(self.weight))
 
     def element_size(self) -> int:
-        """Bytes of a number."""
+        """Return the bytes of one number."""
         return self.weight.element_size()
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """Make it; a meeting of all ranks wherever weights are sharded. The sum is taken in fp32."""
-        with gathered([self.weight, self.a, self.b]) as [weight, a, b]:
+        """Compute the weight, in fp32; where weights are sharded, all ranks must call this together."""
+        with whole_tensors([self.weight, self.a, self.b]) as [weight, a, b]:
             update = self.scale * (b.float() @ a.float())
             return (weight.float() + (update.T if self.transposed else update)).to(weight.dtype)
 
 
 def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor]:
-    """All weights as they are without an adapter, under the names of then; of a plain model, unchanged.
+    """Return all weights with the adapter merged in, under their names before; a plain model's as they are.
 
     Args:
-        model: Which layers are adapted, and how.
-        tensors: Its weights by name, or what stands for them until it is gathered.
+        model: The model, whose layers say what is adapted, and how.
+        tensors: Its weights by name, or placeholders for them.
     """
     layers: dict[str, Any] = dict(model.named_modules())
     merged: list[NamedTensor] = []
@@ -172,14 +178,14 @@ def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTenso
         if is_adapted and rest == "weight":
             layer = layers[layer_name]
             a, b = (tensors[f"{layer_name}.lora_{matrix}.{ADAPTER}.weight"] for matrix in "AB")
-            tensor = Merged(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
+            tensor = MergedWeight(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
         if not is_adapter(name):
-            merged.append((plain_name(name), tensor))
+            merged.append((unadapted_name(name), tensor))
     return merged
 
 
 def without_adapter(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `function(model, *arguments)` of the model that was adapted."""
+    """Return `function(model, *arguments)` with the adapter switched off."""
     layers: list[Any] = [m for m in model.modules() if isinstance(m, adapted_layer_class())]
     for layer in layers:
         layer._disable_adapters = True  # its enable_adapters would freeze A and B as well
@@ -191,7 +197,7 @@ def without_adapter(model: Any, function: Callable[..., Any], *arguments: Any) -
 
 
 def adapter_weights(tensors: dict[str, Any]) -> list[NamedTensor]:
-    """A's and B's under the names that peft's files have."""
+    """Return the weights A and B under the names in peft's files."""
     return [
         (PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."), tensor)
         for name, tensor in tensors.items()
@@ -200,7 +206,7 @@ def adapter_weights(tensors: dict[str, Any]) -> list[NamedTensor]:
 
 
 def save_adapter_config(model: Any, base: str, folder: Path) -> None:
-    """Write what peft and vLLM read beside the weights; `base` is the model that they belong to."""
+    """Write the configuration that peft and vLLM read; `base` is the model that was adapted."""
     config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(folder)

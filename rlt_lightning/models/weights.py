@@ -17,43 +17,51 @@ from torch import Tensor, nn
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.types import InputError
 
-NamedTensor = tuple[str, Tensor]  # a parameter's name, and the parameter, which may be sharded over ranks
-Read = Callable[[str], Tensor]  # a parameter's name -> its whole value, in main memory
-FILE_BYTES = 4 * 2**30  # of weights, most of them in one file
+# A parameter's name, and the parameter, which may be sharded over ranks.
+NamedTensor = tuple[str, Tensor]
+# A function from a parameter's name to its whole value, in main memory.
+Read = Callable[[str], Tensor]
+# The most weights in one file.
+FILE_BYTES = 4 * 2**30
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-GROUP_NUMEL = 2**27  # numbers that a process holds whole while a model is filled, or one tensor
+# The most numbers that a process holds whole while a model is filled, unless one tensor has more.
+GROUP_NUMEL = 2**27
 
 
 def full_shape(tensor: Any) -> tuple[int, ...]:
-    """The whole tensor's shape, however it is sharded; nothing is gathered."""
+    """Return the shape of the whole tensor, however it is sharded; nothing is gathered."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 @dataclass
 class Deferred:
-    """Stands for a whole tensor that is made when it is asked for, from a file or from all ranks' shards."""
+    """A placeholder for a whole tensor that is read when it is needed, from a file or from all ranks' shards.
+
+    Example:
+        `Deferred(torch.Size([2, 3]), torch.float32, lambda: read("lm_head.weight"))`
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     full_tensor: Callable[[], Tensor]
 
     def element_size(self) -> int:
-        """Bytes of a number."""
+        """Return the bytes of one number."""
         return self.dtype.itemsize
 
 
 @contextmanager
-def gathered(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Hold whole tensors for a while: those of DeepSpeed ZeRO-3 and FSDP are collected from all ranks.
+def whole_tensors(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Hold whole tensors inside the block; those of DeepSpeed ZeRO-3 and FSDP are gathered from all ranks.
 
-    A meeting of all ranks of the trainer wherever a tensor is sharded.
+    Where a tensor is sharded, all ranks of the trainer must call this together.
     """
-    with gathering([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
+    with whole_zero3_parameters([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
         yield [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.data for tensor in tensors]
 
 
-def gathering(partitioned: list[Tensor]) -> AbstractContextManager[Any]:
-    """Inside, parameters of DeepSpeed ZeRO-3 are whole."""
+def whole_zero3_parameters(partitioned: list[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context inside which these parameters of DeepSpeed ZeRO-3 are whole."""
     if not partitioned:
         return nullcontext()
     import deepspeed
@@ -61,31 +69,31 @@ def gathering(partitioned: list[Tensor]) -> AbstractContextManager[Any]:
     return deepspeed.zero.GatheredParameters(partitioned)
 
 
-def gathered_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield all tensors in groups of at most `group_bytes`, or of one; each is released before the next."""
+def gather_in_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield whole tensors in groups of at most `group_bytes`, or one; each group is freed before the next."""
     group: list[Tensor] = []
     size = 0
     for _, tensor in named_tensors:
         num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
         if group and size + num_bytes > group_bytes:
-            yield from held(group)
+            yield from gather_and_release(group)
             group, size = [], 0
         group.append(tensor)
         size += num_bytes
     if group:
-        yield from held(group)
+        yield from gather_and_release(group)
 
 
-def held(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield whole tensors once; whoever took the list finds it empty afterwards, so that nothing is kept."""
-    with gathered(tensors) as whole:
+def gather_and_release(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield one list of whole tensors and empty it afterwards, so that the caller cannot keep them alive."""
+    with whole_tensors(tensors) as whole:
         yield whole
         whole.clear()
 
 
 @torch.no_grad()
 def fill_in_place(tensors: dict[str, Tensor], read: Read) -> None:
-    """Give weights, sharded or not, other values."""
+    """Overwrite weights, sharded or not, with the values that `read` returns."""
     for name, tensor in tensors.items():
         set_whole(tensor, read(name))
 
@@ -109,12 +117,12 @@ def set_whole(tensor: Any, whole: Tensor) -> None:
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those that the optimizer has, by name."""
+    """Yield the parameters that the optimizer trains, by name."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """What training changes of the stored weights: all but what is frozen."""
+    """Return the stored weights that training may change, by name: all but the frozen parameters."""
     once = stored_once(model).items()
     return {
         name: tensor for name, tensor in once if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
@@ -122,7 +130,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_once(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; tied ones under their first name alone."""
+    """Return parameters and persistent buffers by name; tied ones only under their first name."""
     once: dict[str, Tensor] = dict(model.named_parameters())
     for name, module in model.named_modules():
         for key, buffer in module.named_buffers(name, recurse=False):
@@ -138,17 +146,17 @@ def write_weights(
     world_size: int = 1,
     file_name: str = SAFETENSORS,
 ) -> None:
-    """Write whole tensors as safetensors, in one file or in several with an index, as from_pretrained reads.
+    """Write whole tensors as safetensors, in one file or several with an index, for from_pretrained.
 
-    A meeting of all ranks wherever a tensor is sharded; each rank writes some of the files, and holds one
-    file's tensors at a time.
+    Where a tensor is sharded, all ranks must call this together. Each rank writes some of the files, and
+    holds one file's tensors at a time.
 
     Args:
         named_tensors: The same on every rank.
-        folder: Where to; it exists.
-        rank: Of this process.
+        folder: An existing folder to write to.
+        rank: The rank of this process.
         world_size: Number of processes.
-        file_name: If one file is enough.
+        file_name: The file's name, if one file is enough.
     """
     files: list[list[NamedTensor]] = [[]]
     size = 0
@@ -164,13 +172,13 @@ def write_weights(
         if len(files) > 1:
             file_name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         places |= {name: file_name for name, _ in file}
-        held = {}
+        own = {}
         for name, tensor in file:
-            with gathered([tensor]) as [whole]:
+            with whole_tensors([tensor]) as [whole]:
                 if number % world_size == rank:
-                    held[name] = whole.detach().to("cpu", copy=True).contiguous()
-        if held:
-            save_file(held, folder / file_name, metadata={"format": "pt"})
+                    own[name] = whole.detach().to("cpu", copy=True).contiguous()
+        if own:
+            save_file(own, folder / file_name, metadata={"format": "pt"})
             with open(folder / file_name, "rb") as written:
                 os.fsync(written.fileno())
     if len(files) > 1 and rank == 0:
@@ -179,9 +187,9 @@ def write_weights(
 
 @torch.no_grad()
 def move_towards(ours: nn.Module, theirs: dict[str, Any], alpha: float) -> None:
-    """In place: ours <- alpha * theirs + (1 - alpha) * ours, parameter by parameter, sharded alike or not."""
+    """Set ours to alpha * theirs + (1 - alpha) * ours, parameter by parameter, however they are sharded."""
     for name, own in ours.named_parameters():
-        with gathered([own, theirs[name]]) as [whole, other]:
+        with whole_tensors([own, theirs[name]]) as [whole, other]:
             moved = torch.lerp(whole, other.to(whole), alpha)
         set_whole(own, moved)
 
@@ -191,7 +199,7 @@ class WeightFiles:
 
     Args:
         name: Embedded default, local folder or hub id.
-        prefix: Of names of the model's that some files leave out: those of the model without a head.
+        prefix: The part of the model's names that some files leave out: files of a model without a head.
     """
 
     def __init__(self, name: str, prefix: str = "") -> None:
@@ -214,11 +222,11 @@ class WeightFiles:
         self.file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118  (no mapping)
 
     def __call__(self, key: str) -> Tensor:
-        """Read one tensor whole, in the type that it is stored in."""
+        """Return one whole tensor, in the type in which it is stored."""
         key = key if key in self.file_of else key.removeprefix(self.prefix)
         if key not in self.file_of:
             raise InputError(
-                f"Files that are read tensor by tensor must have every weight under its name, but those of "
-                f"'{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
+                f"Files that are read tensor by tensor must have every weight under its name, but the files "
+                f"of '{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
             )
         return self.file_of[key].get_tensor(key)
