@@ -1,4 +1,4 @@
-"""FSDP2 whose checkpoints have whole weights under their names."""
+"""FSDP2 with our checkpoints: whole weights under their names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlt_lightning.checkpoints.named import NamedCheckpoints
 
 
 class FSDP2(NamedCheckpoints, ModelParallelStrategy):
-    """PyTorch's fully_shard over all processes."""
+    """PyTorch's fully_shard over all processes, with weights sharded by `FullyShard`."""
 
     @override
     def setup_environment(self) -> None:

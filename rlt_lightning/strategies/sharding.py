@@ -1,7 +1,18 @@
-"""How a model's weights lie on the processes of a run: whole, or in shards (FSDP2, DeepSpeed ZeRO-3).
+"""How a model's weights are stored on the processes of a run: whole, or in shards (FSDP2, DeepSpeed ZeRO-3).
 
 A sharded model is built empty and filled tensor by tensor, so no process ever holds all of it. Every call of
-a model goes through its `Entry`, whose forward is what the sharding libraries hook to gather weights.
+a model goes through its `Entry`, since the sharding libraries gather weights in hooks of a forward:
+
+    module.run(function) → strategy.model(function) → Entry.forward → function(model) → blocks, head
+                                                                        │ FSDP2, ZeRO-3: each gathers its
+                                                                        │ weights before its forward and its
+                                                                        │ backward, and frees them after
+
+    class           weights   gradients         optimizer's states   gathered for a checkpoint
+    Whole           whole     whole             whole                nothing: rank 0 writes its own
+    FullyShard      sharded   sharded           sharded              by DTensor.full_tensor
+    DeepSpeedZeRO   whole     sharded (ZeRO-2)  sharded              by deepspeed's safe_get_full_*
+    ZeRO3           sharded   sharded           sharded              by deepspeed's safe_get_full_*
 """
 
 from __future__ import annotations
@@ -26,39 +37,42 @@ class Entry(nn.Module):
         model: The model.
     """
 
-    read: Read | None = None  # what weights were at the start, where they were read tensor by tensor
+    # Reads the weights of the start again, if they were read tensor by tensor.
+    read: Read | None = None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function of the model."""
+        """Return `function(model, *arguments)`."""
         return function(self.model, *arguments)
 
 
 class Whole:
-    """Every process holds all weights: a single one, or DDP."""
+    """Every process holds all weights: a single process, or DDP."""
 
-    sharded = False  # whether a forward is a meeting of all ranks
-    steps_on_cpu = False  # whether the optimizer's states are kept, and stepped, in main memory
+    # Whether all ranks must run a forward together.
+    sharded = False
+    # Whether the optimizer keeps its states, and steps, in main memory.
+    steps_on_cpu = False
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
-        """Make a model that is not trained ready to be called."""
+        """Prepare a model that is not trained, and return the function that calls it."""
         return entry
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around a micro-batch's forward and backward: ranks exchange gradients after the last of a step."""
+        """Return a context for a micro-batch: ranks exchange gradients only in a step's last backward."""
         model = self.strategy.model
         return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
     def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip (0: never), step the optimizer, and return the norm that the gradient had."""
+        """Clip (0: never), step the optimizer, and return the gradient's norm before clipping."""
         norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if norm.isfinite():
             optimizer.step()
         return norm
@@ -71,11 +85,11 @@ class Sharded(ABC):
 
     @abstractmethod
     def fill(self, model: nn.Module, read: Read) -> Entry:
-        """Give an empty model its weights, in shards."""
+        """Fill an empty model with its weights, in shards."""
 
 
 class FullyShard(Sharded, Whole):
-    """PyTorch's FSDP2: every transformer block, and what is left, lies in shards of its own."""
+    """PyTorch's FSDP2: every transformer block is sharded by itself, and then the rest of the model."""
 
     def fill(self, model: nn.Module, read: Read) -> Entry:
         """Shard the empty model, then keep this rank's part of each tensor."""
@@ -83,7 +97,7 @@ class FullyShard(Sharded, Whole):
 
         options: dict[str, Any] = {"mesh": self.strategy.device_mesh["data_parallel"]}
         if self.strategy.precision_plugin.precision == "bf16-mixed":
-            # Autocast alone would gather fp32 weights, and keep a copy of all of them in half precision.
+            # With autocast only, fp32 weights would be gathered and copied to half precision.
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         buffers = dict(model.named_buffers())
         for block in blocks(model):
@@ -99,27 +113,27 @@ class FullyShard(Sharded, Whole):
 
 
 class DeepSpeedZeRO(Whole):
-    """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states, and gradients, lie in shards."""
+    """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states are sharded, and with ZeRO-2 gradients."""
 
     @property
     def steps_on_cpu(self) -> bool:  # type: ignore[override]
-        """Whether the strategy has offload_optimizer."""
+        """Whether the optimizer is offloaded, by the strategy's offload_optimizer."""
         return "offload_optimizer" in self.strategy.config["zero_optimization"]
 
     @property
     def half_precision(self) -> bool:
-        """Whether models run in bfloat16: DeepSpeed casts weights, where others have autocast."""
+        """Whether models run in bfloat16, for which DeepSpeed casts the weights instead of using autocast."""
         return "bf16" in self.strategy.config
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
-        """Cast the model as DeepSpeed does with the trained one: weights, but no buffers."""
+        """Cast the weights, but no buffers, as DeepSpeed does with the trained model."""
         if self.half_precision:
             for parameter in entry.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         return entry
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Tell the engine before the forward: it takes every backward for the last one otherwise."""
+        """Tell the engine before the forward; otherwise it takes every backward for the last one."""
         self.strategy.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -127,17 +141,19 @@ class DeepSpeedZeRO(Whole):
         """Let the engine clip, to the norm in its configuration, and step."""
         optimizer.step()
         norm = float(self.strategy.model.get_global_grad_norm())
-        return torch.tensor(norm if norm >= 0 else torch.nan)  # DeepSpeed calls one that is not finite -1
+        # DeepSpeed reports -1 for a norm that is not finite.
+        return torch.tensor(norm if norm >= 0 else torch.nan)
 
 
 class ZeRO3(Sharded, DeepSpeedZeRO):
-    """DeepSpeed ZeRO-3: weights lie in shards too."""
+    """DeepSpeed ZeRO-3: weights are sharded too."""
 
     def fill(self, model: nn.Module, read: Read) -> Entry:
-        """Let rank 0 read the tensors, a group at a time; the group is broadcast and sharded."""
+        """Let rank 0 read the tensors in groups; DeepSpeed broadcasts and shards each group."""
         import deepspeed
 
-        filled: dict[Any, nn.Parameter] = {}  # by the empty one
+        # From a parameter of the empty model to its sharded one.
+        filled: dict[Any, nn.Parameter] = {}
         group = nn.ParameterList()
 
         def shard() -> None:
@@ -147,7 +163,7 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(read(name))
                 continue
-            # Its engine casts what it is given whole, but not what lies in shards.
+            # The engine casts whole weights, but no sharded ones.
             dtype = torch.bfloat16 if self.half_precision else tensor.dtype
             reads = self.strategy.is_global_zero
             whole = read(name).to(dtype) if reads else torch.empty_like(tensor, dtype=dtype, device="cpu")
@@ -163,7 +179,7 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         return Entry(model)
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
-        """Give the model an engine of its own, which gathers weights as they are needed."""
+        """Wrap the model in another engine, which gathers weights when they are needed."""
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1}
@@ -177,13 +193,13 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
 
 
 def sharding_of(strategy: Any) -> Whole:
-    """How the trainer's strategy lays weights out."""
+    """Return how the trainer's strategy stores weights."""
     if isinstance(strategy, DeepSpeedStrategy):
         return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)
     return (FullyShard if isinstance(strategy, ModelParallelStrategy) else Whole)(strategy)
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """The transformer's layers, as transformers names those that must stay in one piece."""
+    """Return the transformer's blocks: the modules that transformers never splits."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,4 +1,15 @@
-"""Lightning's sharding strategies, as an RL step with several micro-batches needs them."""
+"""DeepSpeed ZeRO for a step of several micro-batches, with our checkpoints.
+
+DeepSpeed's engine expects one forward per call; an RL step runs several, so the strategy calls the module
+directly and the module calls the engine (`Entry`). In the order of a run:
+
+    setup_environment      gloo on CPUs, instead of DeepSpeed's accelerator
+    model_sharded_context  settings of bfloat16; the module itself shards what it loads (ZeRO3.fill)
+    setup                  clipping; the engine is made; start_from: fp32 weights as they are in the files
+    training_step          module.training_step, without the engine's forward around it
+    save_checkpoint        weights() and moments(): fp32, gathered tensor by tensor (checkpoints/named.py)
+    load_checkpoint        weights in the model, then in the optimizer's fp32 copy, then restore_moments()
+"""
 
 from __future__ import annotations
 
@@ -21,7 +32,7 @@ from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.models.weights import Deferred, Read, WeightFiles, full_shape, trained, trained_parameters
 from rlt_lightning.types import InputError
 
-# What DeepSpeed's optimizers call this rank's fp32 weights: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
+# The names of this rank's fp32 weights in DeepSpeed's optimizers: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
 FLAT_WEIGHTS = (
     "fp32_partitioned_groups_flat",
     "single_partition_of_fp32_groups",
@@ -34,8 +45,8 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 weights too.
-        logging_batch_size_per_gpu: Of DeepSpeed's own reports alone.
-        kwargs: Lightning's, such as offload_optimizer and offload_parameters.
+        logging_batch_size_per_gpu: The batch size in DeepSpeed's own reports, and nowhere else.
+        kwargs: Options of Lightning's strategy, such as offload_optimizer and offload_parameters.
     """
 
     def __init__(self, stage: int = 3, logging_batch_size_per_gpu: int = 1, **kwargs: Any) -> None:
@@ -47,7 +58,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         if kwargs.get("offload_parameters") and stage != 3:
             raise InputError(
                 f"offload_parameters is for stage 3, which has weights in shards, but stage is {stage}. Use "
-                "offload_optimizer alone, or stage 3."
+                "only offload_optimizer, or stage 3."
             )
         super().__init__(stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, **kwargs)
 
@@ -56,10 +67,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         if not isinstance(self.accelerator, CPUAccelerator):
             super().setup_environment()
             return
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as deepspeed is imported
+        # deepspeed reads this when it is imported.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed.ops
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
+        # It would compile for a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.parallel_devices = [torch.device("cpu", i) for i in range(len(self.parallel_devices or ()))]
         DDPStrategy.setup_environment(self)
 
@@ -67,7 +80,8 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     def setup(self, trainer: Any) -> None:
         assert isinstance(self.config, dict)
         self.config["gradient_clipping"] = self.lightning_module.optimizer_config.max_grad_norm
-        self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]  # token ids
+        # Batches hold token ids, which must not be cast.
+        self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]
         policy, read = self.lightning_module.policy, self.lightning_module.entry.read
         if read is None:
             read = {name: parameter.data for name, parameter in trained_parameters(policy)}.__getitem__
@@ -76,7 +90,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             self.start_from(read)
 
     def start_from(self, read: Read) -> None:
-        """Undo, in the fp32 weights, the rounding to half precision of those that they were made from."""
+        """Set the optimizer's fp32 weights from the files, since DeepSpeed made them from rounded ones."""
         for name, parameter in trained_parameters(self.lightning_module.policy):
             whole = read(name)
             if whole.dtype != torch.bfloat16:
@@ -86,12 +100,16 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     def model_sharded_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
-        if "bf16" in self.config:  # by trainer.precision
-            self.config["bf16"]["check_grad_overflow"] = False  # it would skip the step; we stop the run
-            self.config["communication_data_type"] = "fp32"  # of gradients
+        if "bf16" in self.config:
+            # DeepSpeed would skip a step that overflows; the module stops the run.
+            self.config["bf16"]["check_grad_overflow"] = False
+            # Gradients are exchanged and added up in fp32.
+            self.config["communication_data_type"] = "fp32"
             self.config["data_types"] = {"grad_accum_dtype": "fp32"}
-        self.config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's fused AdamW needs no compiler
-        return nullcontext()  # the module shards what it loads
+        # PyTorch's fused AdamW needs no compiler.
+        self.config["zero_force_ds_cpu_optimizer"] = False
+        # The module shards what it loads.
+        return nullcontext()
 
     # Checkpoints hold the fp32 weights that the optimizer keeps, whatever type the model runs in.
 
@@ -113,7 +131,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         states = self.flat_states()
-        if not states:  # no step was taken
+        if not states:
             return
         self.link_moments()
         step = states[0]["step"]
@@ -124,16 +142,16 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             yield name, {"step": step.clone()} | moments
 
     def link_moments(self) -> None:
-        """Let stages 1 and 2 find a parameter's part of the moments.
+        """Let stages 1 and 2 find each parameter's part of the moments.
 
-        DeepSpeed does so once, after it has stepped the first group of parameters: the others have none yet.
+        DeepSpeed does it once, after it has stepped the first group of parameters, when others have none yet.
         """
         if not self.zero_stage_3:
             self.optimizers[0]._hp_optimizer_states_linked = False
             self.optimizers[0]._lazy_init_hp_params_optimizer_state()
 
     def flat_states(self) -> list[dict[str, Any]]:
-        """The state of each flat tensor of this rank that the optimizer has stepped."""
+        """Return the state of each flat tensor of this rank that the optimizer has stepped."""
         return [state for state in self.optimizers[0].optimizer.state.values() if state]
 
     @override
@@ -162,7 +180,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             for key, file in files.items():
                 set_state(parameter, file(name), key)
 
-    # The engine's forward is for micro-batches, not for the steps that run several of them.
+    # The engine's forward is for a micro-batch; a step runs several of them.
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +199,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
 
 def fp32_state(parameter: Tensor, full_tensor: Callable[[], Tensor]) -> Deferred:
-    """What DeepSpeed's optimizer keeps of a parameter in shards, made whole when all ranks ask for it."""
+    """Return a placeholder for what the optimizer keeps of a parameter, gathered when all ranks read it."""
     return Deferred(torch.Size(full_shape(parameter)), torch.float32, full_tensor)
 
 
 def set_state(parameter: Any, whole: Tensor, key: str | None) -> None:
-    """Set what DeepSpeed's optimizer holds of a parameter: its fp32 weight (None), or one of its moments."""
+    """Set a parameter's fp32 weight (key None) or one of its moments in DeepSpeed's optimizer."""
     from deepspeed.utils import (
         safe_set_full_fp32_param,
         safe_set_full_optimizer_state,
@@ -201,7 +219,8 @@ def set_state(parameter: Any, whole: Tensor, key: str | None) -> None:
         else:
             safe_set_full_optimizer_state(parameter, whole, key)
         return
-    size = parameter.ds_tensor.numel()  # equal on all ranks, so the last one's may be padded
+    # The size is the same on all ranks, so the last rank's part may be padded.
+    size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
     flat = nn.functional.pad(
         whole.flatten(), (0, max(0, size * torch.distributed.get_world_size() - whole.numel()))
