@@ -67,30 +67,8 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
     Raises:
         InputError: If a target is no linear layer of the model, or its head.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers.pytorch_utils import Conv1D
-
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
-        target_modules=lora.targets,
-        task_type="CAUSAL_LM",
-    )
     empty = next(model.parameters()).is_meta
-    try:
-        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
-    except ValueError as error:
-        raise InputError(
-            "model.lora.targets must be all-linear or names of linear layers of the model, but is "
-            f"{lora.targets} ({str(error).splitlines()[0][:150]}). Correct it."
-        ) from error
-    if isinstance(model.get_output_embeddings(), adapted_layer_class()):
-        raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
-    layers: dict[str, Any] = dict(model.named_modules())
-    for name, layer in layers.items():
-        adapted = isinstance(layer, adapted_layer_class())
-        if adapted and not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
-            raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
+    inject_layers(model, lora, empty)
     shapes = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -113,6 +91,33 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
                 if is_adapter(name):
                     parameter.copy_(value(name))
     return value
+
+
+def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
+    """Replace the target layers by peft's, and refuse targets that are no linear layers."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        target_modules=lora.targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
+    except ValueError as error:
+        raise InputError(
+            "model.lora.targets must be all-linear or names of linear layers of the model, but is "
+            f"{lora.targets} ({str(error).splitlines()[0][:150]}). Correct it."
+        ) from error
+    if isinstance(model.get_output_embeddings(), adapted_layer_class()):
+        raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
+    layers: dict[str, Any] = dict(model.named_modules())
+    for name, layer in layers.items():
+        adapted = isinstance(layer, adapted_layer_class())
+        if adapted and not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
+            raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
 
 
 def is_adapter(name: str) -> bool:

@@ -16,12 +16,20 @@ from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout
-from rlt_lightning.models.weights import full_shape, trained_parameters
+from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
-from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.validated import Validated
-from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches, split_to
+from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.validated import Validation
+from rlt_lightning.numerics.packing import (
+    Extent,
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    micro_batches,
+    split_to,
+)
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import Dtype, empty_model, load_model
@@ -35,14 +43,14 @@ class PolicyModule(LightningModule):
     Args:
         pretrained: Embedded default, local folder or hub id.
         optimizer: AdamW, its schedule and gradient clipping.
-        micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
+        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
         layout: How sequences share a forward; see `numerics.packing.micro_batches`.
         head: How log-probs are computed from hidden states.
-        dtype: Of the trained weights.
+        dtype: Type of the trained weights.
         gradient_checkpointing: Recompute activations in the backward pass.
         attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
-        seed: Of everything random inside a step.
+        seed: Seed of everything random inside a step.
         lora: Train low-rank adapters of these layers, in fp32, and freeze the weights; None: train all.
     """
 
@@ -69,7 +77,8 @@ class PolicyModule(LightningModule):
         self.pretrained = pretrained
         self.optimizer_config = optimizer
         self.micro_batch_tokens = micro_batch_tokens
-        self.layout = layout  # once the models are ready, the best that all were proved right in
+        # Once the models are loaded, the best layout in which all of them are right.
+        self.layout = layout
         self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
@@ -78,24 +87,27 @@ class PolicyModule(LightningModule):
         self.seed = seed
         self.lora = lora
         self.phase = StepMeter()
-        self.peak_flops = 0.0  # per second, measured at the start of the fit
-        self.step_metrics: dict[str, Any] = {}  # of the last step
-        self.validated: list[Validated] = []  # batches of this validation, on this rank
-        self.entry: Entry | None = None  # into the trained model, made in configure_model
-        self.sharding = Whole(None)  # how the strategy lays weights out, known from configure_model on
+        # FLOP/s of the device, measured at the start of the fit.
+        self.peak_flops = 0.0
+        # The metrics of the last step.
+        self.step_metrics: dict[str, Any] = {}
+        self.validation = Validation()
+        # configure_model sets both: the way into the trained model, and how its weights are stored.
+        self.entry: Entry | None = None
+        self.sharding = Whole(None)
 
     @property
     def policy(self) -> Any:
-        """The trained model; None before `configure_model`. Call it through `run`."""
+        """The trained model, to be called through `run`; None before `configure_model`."""
         return self.entry and self.entry.model
 
     @property
     def forwards_per_step(self) -> int:
-        """What forward and backward count as: a backward as two, or, where weights are frozen, as one."""
+        """The forwards that forward and backward count as: 3, or 2 if most weights are frozen."""
         return 3 if self.lora is None else 2
 
     def setup(self, stage: str) -> None:
-        """Refuse, before anything is loaded, number types that training does not work in."""
+        """Refuse number types in which training does not work, before anything is loaded."""
         precision = self.trainer.precision
         require_precision(str(precision))
         if stage == "fit" and self.dtype_name == "float16":
@@ -116,13 +128,15 @@ class PolicyModule(LightningModule):
             return
         self.sharding = sharding_of(self.trainer.strategy)
         self.entry = self.load(self.pretrained, self.dtype_name, self.lora)
-        self.entry.train()  # in eval mode, as it is loaded, gradient checkpointing would silently be off
-        disable_dropout(self.entry)  # the policy that is scored is the policy that is trained
+        # In eval mode, as it is loaded, gradient checkpointing would silently be off.
+        self.entry.train()
+        # Scoring and training must see the same policy.
+        disable_dropout(self.entry)
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
 
     def load(self, name: str, dtype: Dtype, lora: LoRA | None = None) -> Entry:
-        """Load a model with this module's options, adapted if asked for, sharded as the strategy says."""
+        """Load a model with this module's options, with or without adapter, sharded like the strategy."""
         options = name, dtype, self.attn_implementation, self.trust_remote_code
         if isinstance(self.sharding, Sharded):
             model, read = empty_model(*options)
@@ -137,22 +151,22 @@ class PolicyModule(LightningModule):
         return Entry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What is trained, of which checkpoints are made; frozen weights are where they came from."""
+        """Return the trained weights, which checkpoints hold; frozen ones can be loaded from their source."""
         state = super().state_dict(*args, **kwargs)
         named = self.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take what `state_dict` gave; the frozen weights stay."""
+        """Load what `state_dict` returned; the frozen weights stay."""
         return super().load_state_dict(state_dict, strict and self.lora is None, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what a model folder can be made of, with the checkpoint's weights."""
+        """Add the facts from which, with the checkpoint's weights, a model folder can be made."""
         checkpoint["model"] = self.facts()
 
     def facts(self) -> dict[str, Any]:
-        """Plain values: how the trained model is loaded, and what there is to know of its training."""
+        """Return plain values: how the trained model is loaded, and how it was trained."""
         data = stratos_of(self.trainer)
         return {
             "pretrained": self.pretrained,
@@ -169,7 +183,7 @@ class PolicyModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse what was trained otherwise."""
+        """Refuse a checkpoint of another adapter."""
         theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
         if theirs != ours:
             raise InputError(
@@ -179,27 +193,27 @@ class PolicyModule(LightningModule):
         base = checkpoint["model"]["pretrained"]
         if ours and base != self.pretrained:
             raise InputError(
-                f"An adapter goes on with the model that it was trained for, {base}, but this run has "
-                f"{self.pretrained}. Name that one."
+                f"An adapter must resume with the model that it was trained for, {base}, but this run has "
+                f"{self.pretrained}. Set model.teacher or model.pretrained to {base}."
             )
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(policy, *arguments)`: the one entry, which the strategy wraps."""
+        """Return `function(policy, *arguments)`; the strategy wraps this forward."""
         assert self.entry is not None
         return self.entry(function, *arguments)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the policy through what the strategy has wrapped around it."""
+        """Return `function(policy, *arguments)`, called through the strategy's wrapper."""
         return self.trainer.strategy.model(function, *arguments)  # type: ignore[misc]
 
     @torch.no_grad()
     def get_ready(self) -> None:
-        """Settle for a layout that the model is right in."""
+        """Choose a layout in which the model is right."""
         chosen = self.attn_implementation is not None
         self.layout = verified_layout(self.run, self.pretrained, self.layout, chosen)
 
     def on_validation_start(self) -> None:
-        """Get ready, unless this is a fit, which is ready."""
+        """Get ready, unless this is a validation within a fit, which is ready."""
         self.require_even_batches()
         if self.trainer.state.fn != TrainerFn.FITTING:
             self.get_ready()
@@ -222,7 +236,7 @@ class PolicyModule(LightningModule):
             )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave batches alone: they hold lists of token ids, which become tensors when they are packed."""
+        """Keep batches as they are: their lists of token ids become tensors when they are packed."""
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -230,30 +244,18 @@ class PolicyModule(LightningModule):
         torch.manual_seed(mix_seed(self.seed, self.global_step, self.global_rank))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with linear warm-up into a constant, linear or cosine schedule over the whole run."""
-        from transformers import get_scheduler
-
-        config = self.optimizer_config
-        trained = list(trained_parameters(self.policy))
-        matrices = [(name, p) for name, p in trained if len(full_shape(p)) > 1]
-        vectors = [(name, p) for name, p in trained if len(full_shape(p)) <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]  # a LoRA has matrices alone
-        fused = self.sharding.steps_on_cpu or None  # one pass over memory; None: PyTorch's own choice
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
-        total_steps = self.total_steps()
-        name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
-        schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
+        """Return AdamW and its schedule over the whole run."""
+        fused = self.sharding.steps_on_cpu or None
+        optimizer, schedule = optimizer_and_schedule(
+            self.optimizer_config, trained_parameters(self.policy), self.total_steps(), fused
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run.
+        """Return the optimizer steps of the whole run.
 
-        Not `trainer.estimated_stepping_batches`: asked before a checkpoint is restored, it sets the loader up
-        too early, and Lightning then never restores the loader's position.
+        `trainer.estimated_stepping_batches` would set the loader up before a checkpoint is restored, and
+        Lightning would then never restore the loader's position.
         """
         trainer = self.trainer
         steps_per_epoch = len(stratos_of(trainer).train_dataloader())
@@ -271,7 +273,7 @@ class PolicyModule(LightningModule):
         return min(by_epochs + by_steps)
 
     def on_fit_start(self) -> None:
-        """Get ready, and measure what the device can do, the peak that perf/mfu is a part of."""
+        """Get ready, and measure the device's peak FLOP/s, of which perf/mfu is a fraction."""
         self.get_ready()
         self.phase.device = self.device
         precision = self.trainer.precision
@@ -279,32 +281,39 @@ class PolicyModule(LightningModule):
         self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
 
     def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
-        """Divide sequences into rows that go through a model together; rows and their weights.
+        """Divide sequences into rows that go through a model together; return rows and their weights.
 
         Args:
-            extents: Of the sequences.
-            meeting: Whether all ranks meet in each row. A rank that has fewer then cuts the largest in two
-                and, where nothing is left to be cut, runs its last one again with weight 0.
+            extents: The lengths of the sequences.
+            meeting: Whether all ranks compute each row together, and so need equally many. A rank with fewer
+                rows cuts its largest in two. If no row can be cut, it repeats its last one with weight 0.
         """
         rows = micro_batches(extents, self.micro_batch_tokens, self.layout)
         if not meeting:
             return [(row, 1.0) for row in rows]
-        count = torch.tensor(float(len(rows)), device=self.device)
-        most = int(self.trainer.strategy.reduce(count, reduce_op="max"))
+        most = int(self.max_over_ranks(len(rows)))
         rows = split_to(rows, most, extents)
         return [(rows[min(i, len(rows) - 1)], float(i < len(rows))) for i in range(most)]
 
     def plan_forward(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
-        """Rows for forwards without gradient, where ranks meet if weights are sharded."""
+        """Return rows for forwards without gradient, which ranks compute together if weights are sharded."""
         return self.plan(extents, meeting=self.sharding.sharded)
 
+    def packed(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
+        """Return one row with the sequences of a micro-batch."""
+        return PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+
+    def max_over_ranks(self, number: float) -> float:
+        """Return the largest of all ranks' numbers, in fp32."""
+        own = torch.tensor(float(number), device=self.device)
+        return float(self.trainer.strategy.reduce(own, reduce_op="max"))
+
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
-        value = torch.tensor(float(flag), device=self.device)
-        return bool(self.trainer.strategy.reduce(value, reduce_op="max"))
+        """Return whether the flag is set on any rank."""
+        return bool(self.max_over_ranks(flag))
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
-        """Add up numbers of every rank."""
+        """Return the sums over all ranks of each number."""
         values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self.trainer.strategy.reduce(values, reduce_op="sum").tolist()
 
@@ -323,53 +332,36 @@ class PolicyModule(LightningModule):
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
-        """What the step has cost so far on all ranks; `num_tokens` are this rank's that count."""
+        """Return what the step has cost so far on all ranks; `num_tokens` are this rank's."""
         metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
-        for name, value in metrics.items():  # logged as means over ranks
+        # They are logged as means over ranks.
+        for name, value in metrics.items():
             if name.endswith("tokens_per_s"):
                 metrics[name] = value * self.trainer.world_size
             if name.endswith("_peak_gib"):
-                own = torch.tensor(value, device=self.device)
-                metrics[name] = float(self.trainer.strategy.reduce(own, reduce_op="max"))
+                metrics[name] = self.max_over_ranks(value)
         return metrics
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
         self.step_metrics = metrics
         self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False, sync_dist=True)
-        self.log("step", float(self.global_step), batch_size=batch_size)  # Lightning's x axis counts from 0
+        # Without it, Lightning's x axis would count from 0.
+        self.log("step", float(self.global_step), batch_size=batch_size)
 
     def on_validation_end(self) -> None:
-        """Do not count the time of a validation in the next training step."""
+        """Keep the time of a validation out of the next training step."""
         self.phase.lap()
-
-    def log_validation(self, metrics: dict[str, Any], count: int, largest: dict[str, float]) -> None:
-        """Keep a batch's figures: means over `count` of what is validated, and largest values."""
-        means = {name: float(value) for name, value in metrics.items()}
-        self.validated.append(Validated(means, count, largest))
 
     def on_validation_epoch_end(self) -> None:
         """Log the figures of the whole held-out set, however ranks have shared it."""
-        parts: list[Any] = [self.validated]
-        if self.trainer.world_size > 1:
-            parts = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, self.validated)
-        batches = [batch for part in parts for batch in part]
-        self.validated = []
-        total = sum(batch.count for batch in batches)
-        figures = {
-            name: sum(batch.means[name] * batch.count for batch in batches) / total
-            for name in (batches[0].means if batches else ())
-        }
-        for batch in batches:
-            for name, value in batch.largest.items():
-                figures[name] = max(value, figures.get(name, value))
-        if figures:
-            self.log_dict(figures | {"step": float(self.global_step)})  # the same on all ranks
+        if figures := self.validation.finish(self.trainer.world_size):
+            # The figures are the same on all ranks.
+            self.log_dict(figures | {"step": float(self.global_step)})
 
 
 def require_precision(precision: str) -> None:
-    """Refuse what training does not work in."""
+    """Refuse a precision in which training does not work."""
     if precision not in ("32-true", "bf16-mixed"):
         raise InputError(
             f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "

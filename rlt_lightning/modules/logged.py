@@ -1,16 +1,19 @@
-"""The figures of a step that are logged; docs/metrics.md describes each."""
+"""Compute the figures that a step logs; docs/metrics.md describes each."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from rlt_lightning.modules.meter import GIB, PhaseCost
 from rlt_lightning.numerics.advantages import zero_std_groups
+from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.types import RewardTerms, Rollouts
 
 
 def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
-    """Means over the step's completions of the reward and its terms, before and after processing."""
+    """Return means over the step's completions of the reward and its terms, raw and processed."""
     groups = terms.reward.view(-1, group_size)  # (P, G)
     return {
         "reward/mean": terms.reward.mean(),
@@ -23,7 +26,7 @@ def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Lengths and endings of the sampled completions."""
+    """Return lengths and endings of the sampled completions."""
     rows = rollouts.rollouts
     lengths = [len(r.completion.token_ids) for r in rows]
     return {
@@ -35,13 +38,42 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+def held_out_metrics(terms: RewardTerms, rollouts: Rollouts) -> dict[str, Any]:
+    """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
+    lengths = rollout_metrics(rollouts)
+    return {
+        "reward/val_mean": terms.reward.mean(),
+        **{f"reward/val_{name}": values.mean() for name, values in terms.parts().items()},
+        "rollout/val_length_mean": lengths["rollout/length_mean"],
+        "rollout/val_closed_frac": lengths["rollout/closed_frac"],
+    }
+
+
+def mismatch_metrics(mismatch: Mismatch, alarm: float | None, step: int) -> dict[str, float]:
+    """Return how far engine and trainer differ over all ranks, and warn if the mean exceeds the alarm."""
+    if not mismatch.num_tokens:
+        return {}
+    if alarm is not None and mismatch.mean > alarm:
+        rank_zero_warn(
+            f"Step {step}: engine and trainer differ by {mismatch.mean:.3g} nats per token, more than "
+            f"model.mismatch_alarm {alarm:g}. Look at the engine's data type and settings, or set "
+            "model.importance_sampling."
+        )
+    return {
+        "rollout/mismatch_mean": mismatch.mean,
+        "rollout/mismatch_max": mismatch.largest,
+        "rollout/mismatch_kl": mismatch.mean_kl,
+        "rollout/effective_sample_frac": mismatch.effective_sample_frac,
+    }
+
+
 def speed_metrics(phases: dict[str, PhaseCost], num_tokens: int, peak_flops: float) -> dict[str, float]:
-    """What the step cost, by phase.
+    """Return what the step cost, by phase.
 
     Args:
-        phases: Of the step.
-        num_tokens: The step's own tokens, which `perf/tokens_per_s` counts.
-        peak_flops: Per second, measured; `perf/mfu` is a part of it.
+        phases: The costs of the step's phases.
+        num_tokens: The step's tokens, which `perf/tokens_per_s` counts.
+        peak_flops: The device's measured FLOP/s, of which `perf/mfu` is a fraction.
     """
     metrics = {"perf/tokens_per_s": num_tokens / sum(cost.seconds for cost in phases.values())}
     for phase, cost in phases.items():

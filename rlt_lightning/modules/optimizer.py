@@ -1,10 +1,14 @@
-"""AdamW, its schedule and gradient clipping."""
+"""Settings of AdamW, its schedule and gradient clipping, and the two objects made from them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+
+from rlt_lightning.models.weights import full_shape
 from rlt_lightning.types import InputError
 
 
@@ -17,7 +21,7 @@ class OptimizerConfig:
         weight_decay: Decoupled weight decay of the matrices; vectors (norms, biases) are not decayed.
         betas: Decay rates of the two moments.
         scheduler: Shape of the learning rate after the warm-up: constant, linear or cosine to zero.
-        warmup_frac: Part of the run, in [0, 1), over which the learning rate rises linearly from 0.
+        warmup_frac: Fraction of the run, in [0, 1), over which the learning rate rises linearly from 0.
         max_grad_norm: Gradients are scaled down to this global L2 norm; 0 is off.
     """
 
@@ -31,10 +35,38 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_frac < 1:
             raise InputError(
-                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. It is a part of the "
-                "run."
+                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. Give the fraction of "
+                "the run."
             )
         if self.lr <= 0 or self.max_grad_norm < 0:
             raise InputError(
                 f"optimizer.lr must be > 0 and max_grad_norm >= 0, but got {self}. Correct model.optimizer."
             )
+
+
+def optimizer_and_schedule(
+    config: OptimizerConfig, named_parameters: Iterable[tuple[str, Any]], total_steps: int, fused: bool | None
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Return AdamW and its schedule: a linear warm-up into a constant, linear or cosine learning rate.
+
+    Args:
+        config: The settings.
+        named_parameters: The trained parameters, by name; matrices get weight decay, vectors do not.
+        total_steps: Optimizer steps of the whole run.
+        fused: Whether AdamW runs in one pass over memory; None: PyTorch's choice.
+    """
+    from transformers import get_scheduler
+
+    named = list(named_parameters)
+    matrices = [(name, p) for name, p in named if len(full_shape(p)) > 1]
+    vectors = [(name, p) for name, p in named if len(full_shape(p)) <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    # A LoRA has no vectors, and AdamW takes no empty group.
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+    name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
+    schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
+    return optimizer, schedule

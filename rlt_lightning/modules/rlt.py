@@ -1,15 +1,32 @@
-"""Reinforcement-Learned Teachers: GRPO of a teacher against a frozen student. Start at `training_step`."""
+"""Reinforcement-Learned Teachers: GRPO of a teacher against a frozen student. Start at `training_step`.
+
+The life of a step, on every rank; the steps marked * wait for the other ranks:
+
+    RolloutCallback          batch.rollouts: group_size completions per problem, with their policy_version
+    training_step
+      ├ require_rollouts     refuse missing or stale rollouts
+      ├ score                StudentScorer: rows through student (and teacher*) → rewards (N,), batch.scores
+      ├ advantages           compare within each group → (N,)
+      ├ update_policy
+      │   ├ sum_over_ranks*  sequences and tokens of the whole step, which the loss divides by
+      │   ├ plan*            pack rollouts into rows, equally many on all ranks
+      │   ├ for each row     micro_batch_loss → manual_backward; the last backward sums gradients*
+      │   └ optimizer step*  clip by the global norm, AdamW, schedule
+      └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
+
+With sharded weights, each forward and backward of a row waits for the other ranks too. A batch passes through
+five files: this one, `modules/scoring.py` (its reward), `numerics/packing.py` (its rows), `models/packed.py`
+(rows through a model) and `numerics/losses.py` (its loss); pure functions of tensors follow from there.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
@@ -18,18 +35,18 @@ from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import reward_metrics, rollout_metrics
+from rlt_lightning.modules.logged import held_out_metrics, mismatch_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scoring import StudentScorer, scored_end
-from rlt_lightning.modules.text_reward import TextReward
+from rlt_lightning.modules.scoring import StudentScorer, sampled_extents, sampled_log_probs, sampled_sequence
+from rlt_lightning.modules.text_reward import TextReward, require_student
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence, to_padded
+from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
+from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
 class RLTModule(PolicyModule):
@@ -50,19 +67,19 @@ class RLTModule(PolicyModule):
             their ratio.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
-        micro_batch_tokens: Tokens per forward; a longer sequence goes alone.
+        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
         layout: How sequences share a forward: "shared_prefix" computes a group's prompt once, "packed" for
             each completion, "auto" chooses by a cost model, "single" runs one sequence at a time.
         head: How log-probs are computed from hidden states.
-        teacher_log_probs: Where r_KL takes the teacher's log-probs from: "rollout", as they were sampled,
-            where the engine sent them at the reward's temperature; "recompute", a forward of its own.
+        teacher_log_probs: Where r_KL takes the teacher's log-probs from: "rollout", as they were sampled, if
+            the engine sent them at the reward's temperature; "recompute", another forward.
         offload_frozen: Keep student and reference in pinned host memory while they are not used.
-        dtype: Of the trained weights and the reference's.
-        student_dtype: Of the student's weights.
+        dtype: Type of the trained weights and the reference's.
+        student_dtype: Type of the student's weights.
         gradient_checkpointing: Recompute activations in the backward pass.
         attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
-        seed: Of everything random inside a step.
+        seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
 
     Raises:
@@ -95,27 +112,24 @@ class RLTModule(PolicyModule):
         lora: LoRA | None = None,
     ) -> None:
         super().__init__(
-            teacher,
-            optimizer,
-            micro_batch_tokens,
-            layout,
-            head,
-            dtype,
-            gradient_checkpointing,
-            attn_implementation,
-            trust_remote_code,
-            seed,
-            lora,
+            pretrained=teacher,
+            optimizer=optimizer,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=layout,
+            head=head,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            lora=lora,
         )
         if group_size < 2:
             raise InputError(
                 f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
                 "so every advantage would be zero. Raise it; the paper uses 64."
             )
-        if isinstance(reward, TextReward) != (student is None):
-            name = type(reward).__name__
-            needed = f"null, since {name} asks no model" if student else f"a model, which {name} asks"
-            raise InputError(f"model.student must be {needed}, but is {student or 'null'}. Set it.")
+        require_student(reward, student)
         self.student_name = student
         self.group_size = group_size
         self.reward = reward
@@ -128,13 +142,12 @@ class RLTModule(PolicyModule):
         self.teacher_log_probs = teacher_log_probs
         self.offload_frozen = offload_frozen
         self.student: FrozenModel | None = None
-        self.reference: FrozenModel | None = None  # the initial teacher, moved by ReferenceSync
-        self.reference_moves = False  # whether it will be; ReferenceSync says so
-
-    # Setting up
+        # The initial teacher, which ReferenceSync moves towards the policy if it is used.
+        self.reference: FrozenModel | None = None
+        self.reference_moves = False
 
     def setup(self, stage: str) -> None:
-        """Check, before any model is loaded, that the reward can judge what the rows are made into."""
+        """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = stratos_of(self.trainer)
         if stage == "predict" and data.task == "student_rl":
@@ -162,13 +175,14 @@ class RLTModule(PolicyModule):
             )
         if self.student_name is not None:
             self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
-        is_base = self.lora is not None and not self.reference_moves  # the policy without its adapter
+        # The policy without its adapter is the initial teacher.
+        is_base = self.lora is not None and not self.reference_moves
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
             self.reference = FrozenModel(self.load(self.pretrained, self.dtype_name), self.offload_frozen)
 
     @torch.no_grad()
     def get_ready(self) -> None:
-        """Place student and reference too; Lightning moves only what it trains."""
+        """Place student and reference too, since Lightning moves only what it trains."""
         super().get_ready()
         for frozen in (self.student, self.reference):
             if frozen is not None:
@@ -189,20 +203,20 @@ class RLTModule(PolicyModule):
         return facts
 
     def recipe(self) -> dict[str, Any]:
-        """What prediction is made with, for a data card."""
+        """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
         return {"teacher": self.pretrained, "student": self.student_name, "reward": reward}
 
     def teardown(self, stage: str) -> None:
-        """Free what the reward holds; after an exception RolloutCallback does."""
+        """Close the reward; after an exception RolloutCallback does it."""
         self.reward.close()
 
     # Training
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """One RLT iteration: score with the student, compare within groups, step the teacher."""
-        rollouts = self.require_rollouts(batch)  # sampled by RolloutCallback, group_size per problem
+        rollouts = self.require_rollouts(batch)
         with self.phase("score") as cost:
             batch.scores = self.score(rollouts, cost)
         rewards = batch.scores.terms.reward  # (N,)
@@ -234,101 +248,84 @@ class RLTModule(PolicyModule):
     def update_policy(self, rollouts: Rollouts, advantages: Tensor, cost: PhaseCost) -> dict[str, Any]:
         """Accumulate the policy loss over packed micro-batches and take one optimizer step."""
         rows = rollouts.rollouts
-        world_size = self.trainer.world_size
-        num_sequences, num_tokens = self.sum_over_ranks(
-            len(rows), sum(len(r.completion.token_ids) for r in rows)
-        )
-        clip_by_ratio = rollouts.policy_version < self.global_step and self.importance_sampling is None
-        mismatch = Mismatch()
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        metrics: dict[str, Any] = {}
-        sequences = [sampled_sequence(row) for row in rows]
+        totals = StepTotals(*self.sum_over_ranks(len(rows), sum(len(r.completion.token_ids) for r in rows)))
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
         plan = self.plan(sampled_extents(rows), meeting=True)
-        packed_rows = [
-            PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
-            for micro_batch, _ in plan
-        ]
-        reference = self.reference_log_probs(packed_rows, rollouts.temperature)
-        for number, ((micro_batch, weight), packed, ref_flat) in enumerate(
-            zip(plan, packed_rows, reference, strict=True), 1
-        ):
-            num_forwards = self.forwards_per_step + (ref_flat is not None)
-            cost.count(
-                packed, sequences, micro_batch, weight, num_forwards * forward_flops(self.policy, packed)
-            )
-            chosen = [rows[i] for i in micro_batch.indices]
-            lengths = [len(r.completion.token_ids) for r in chosen]
-            with self.sharding.micro_batch(last=number == len(plan)):
-                flat, entropy = self.run(log_probs_of, packed, rollouts.temperature, self.head, True)
-                log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-                require_finite(log_probs, "policy log-prob", [r.problem.row for r in chosen])
-                engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=clip_by_ratio)  # (n, T)
-                if engine_log_probs is not None and weight:
-                    mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
-                weights = None
-                if self.importance_sampling is not None:
-                    assert engine_log_probs is not None
-                    weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
-                loss, loss_metrics = self.policy_loss(
-                    log_probs=log_probs,
-                    old_log_probs=engine_log_probs if clip_by_ratio else None,
-                    ref_log_probs=None if ref_flat is None else to_padded(ref_flat, lengths)[0],
-                    importance_weights=weights,
-                    advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
-                    token_mask=token_mask,
-                    num_tokens=num_tokens,
-                    num_sequences=num_sequences,
+        sequences = [sampled_sequence(row) for row in rows]
+        packed_rows = [self.packed(sequences, micro_batch) for micro_batch, _ in plan]
+        references = self.reference_log_probs(packed_rows, rollouts.temperature)
+        metrics: dict[str, Any] = {}
+        mismatch = Mismatch()
+        for number, (micro_batch, weight) in enumerate(plan):
+            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
+            share = weight * self.trainer.world_size
+            packed, reference = packed_rows[number], references[number]
+            flops = (self.forwards_per_step + (reference is not None)) * forward_flops(self.policy, packed)
+            cost.count(packed, sequences, micro_batch, weight, flops)
+            with self.sharding.micro_batch(last=number == len(plan) - 1):
+                loss, loss_metrics, row_mismatch = self.micro_batch_loss(
+                    rollouts, micro_batch, packed, advantages, reference, totals
                 )
-                # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-                self.manual_backward(weight * world_size * loss)
-            entropy_share = entropy.detach().sum() / num_tokens
-            loss_metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
+                self.manual_backward(share * loss)
             for name, value in loss_metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + weight * world_size * value
-        return metrics | self.optimizer_step_now() | self.mismatch_metrics(mismatch)
+                metrics[name] = metrics.get(name, 0.0) + share * value
+            # A row of weight 0 is computed only because other ranks compute one.
+            if weight:
+                mismatch += row_mismatch
+        metrics |= self.optimizer_step_now()
+        mismatch = Mismatch(self.max_over_ranks(mismatch.largest), *self.sum_over_ranks(*mismatch.sums()))
+        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step)
 
-    def engine_log_probs(self, rows: list[Rollout], log_probs: Tensor, needed: bool) -> Tensor | None:
-        """The engine's log-probs of the sampled tokens, padded like `log_probs`, (n, T); None without any."""
-        values = [row.completion.log_probs for row in rows]
-        if any(row is None for row in values):
-            if needed or self.importance_sampling is not None:
-                raise RuntimeError(
-                    "Stale rollouts and importance sampling need the log-probs of the policy that sampled, "
-                    "but the engine sent none. Let it report them, or set model.max_staleness to 0 and drop "
-                    "model.importance_sampling."
-                )
-            return None
-        padded = [torch.tensor(row, dtype=log_probs.dtype, device=log_probs.device) for row in values]
-        return pad_sequence(padded, batch_first=True)
+    def micro_batch_loss(
+        self,
+        rollouts: Rollouts,
+        micro_batch: MicroBatch,
+        packed: PackedSequences,
+        advantages: Tensor,
+        reference: Tensor | None,
+        totals: StepTotals,
+    ) -> tuple[Tensor, dict[str, Tensor], Mismatch]:
+        """Return the loss of one micro-batch of n rollouts, its metrics, and the engine's mismatch.
 
-    def mismatch_metrics(self, mismatch: Mismatch) -> dict[str, float]:
-        """The step's mismatch over all ranks, and a warning where it is large."""
-        own_largest = torch.tensor(mismatch.largest, device=self.device)
-        largest = float(self.trainer.strategy.reduce(own_largest, reduce_op="max"))
-        mismatch = Mismatch(largest, *self.sum_over_ranks(*mismatch.sums()))
-        if not mismatch.num_tokens:
-            return {}
-        if self.mismatch_alarm is not None and mismatch.mean > self.mismatch_alarm:
-            rank_zero_warn(
-                f"Step {self.global_step}: engine and trainer differ by {mismatch.mean:.3g} nats per token, "
-                f"more than model.mismatch_alarm {self.mismatch_alarm:g}. Look at the engine's data type and "
-                "settings, or set model.importance_sampling."
-            )
-        return {
-            "rollout/mismatch_mean": mismatch.mean,
-            "rollout/mismatch_max": mismatch.largest,
-            "rollout/mismatch_kl": mismatch.mean_kl,
-            "rollout/effective_sample_frac": mismatch.effective_sample_frac,
-        }
+        Args:
+            rollouts: All rollouts of this rank's step.
+            micro_batch: Which n of them are meant.
+            packed: Their tokens in one row.
+            advantages: The advantages of all rollouts, (N,).
+            reference: The reference's log-probs of the sampled tokens, (M,); None without a KL penalty.
+            totals: Sequences and tokens of the whole step.
+        """
+        rows = [rollouts.rollouts[i] for i in micro_batch.indices]
+        lengths = [len(row.completion.token_ids) for row in rows]
+        flat, entropy = self.run(log_probs_of, packed, rollouts.temperature, self.head, True)  # (M,)
+        log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
+        require_finite(log_probs, "policy log-prob", [row.problem.row for row in rows])
+        stale = rollouts.policy_version < self.global_step
+        needed = stale or self.importance_sampling is not None
+        engine_log_probs = sampled_log_probs(rows, log_probs, needed)  # (n, T)
+        weights, mismatch = None, Mismatch()
+        if engine_log_probs is not None:
+            mismatch = Mismatch.between(log_probs, engine_log_probs, token_mask)
+            if self.importance_sampling is not None:
+                weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
+        loss, metrics = self.policy_loss(
+            log_probs=log_probs,
+            old_log_probs=engine_log_probs if stale and weights is None else None,
+            ref_log_probs=None if reference is None else to_padded(reference, lengths)[0],
+            importance_weights=weights,
+            advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
+            token_mask=token_mask,
+            num_tokens=totals.num_tokens,
+            num_sequences=totals.num_sequences,
+        )
+        entropy_share = entropy.detach().sum() / totals.num_tokens
+        return loss, metrics | {"policy/loss": loss.detach(), "policy/entropy": entropy_share}, mismatch
 
     @torch.no_grad()
-    def reference_log_probs(
-        self, packed_rows: list[PackedSequences], temperature: float
-    ) -> list[Tensor] | list[None]:
-        """Log-probs of the sampled tokens under the reference, (M,) per row; None without a KL penalty.
+    def reference_log_probs(self, packed_rows: list[PackedSequences], temperature: float) -> list[Any]:
+        """Return the reference's log-probs of the sampled tokens, (M,) per row; None without a KL penalty.
 
-        All rows before the first update: an offloaded reference is then gone while the policy is trained.
+        All rows are computed before the first backward, when an offloaded reference leaves the GPU.
         """
         if not self.policy_loss.kl_coef:
             return [None] * len(packed_rows)
@@ -345,37 +342,27 @@ class RLTModule(PolicyModule):
         assert isinstance(self.reward, RLTReward)
         assert self.student is not None
         with self.student.on(self.device) as student:
-            scorer = StudentScorer(
-                self.run,
-                student,
-                self.reward,
-                self.device,
-                self.plan_forward,
-                self.head,
-                recompute=self.recomputes,
-                cost=cost,
-            )
+            options = self.head, self.recomputes, cost
+            scorer = StudentScorer(self.run, student, self.reward, self.device, self.plan_forward, *options)
             return scorer(rollouts)
 
     def recomputes(self, unknown: bool) -> bool:
-        """Whether the teacher runs for its own log-probs, given whether this rank's rollouts lack them."""
-        together = self.sharding.sharded  # ranks meet in a forward, and have equally many batches
-        return self.teacher_log_probs == "recompute" or (self.on_any_rank(unknown) if together else unknown)
+        """Return whether to recompute the teacher's log-probs, of which this rank's may be unknown."""
+        # Ranks with sharded weights run each forward together, so they must decide alike.
+        together = self.sharding.sharded
+        return self.teacher_log_probs == "recompute" or bool(
+            self.max_over_ranks(unknown) if together else unknown
+        )
 
     # Validation and prediction
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Held-out reward, its terms, completion length and the fraction of closed explanations."""
+        """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
         rollouts = self.require_rollouts(batch)
         terms = self.score(rollouts).terms
-        metrics: dict[str, Any] = {"reward/val_mean": terms.reward.mean()}
-        metrics |= {f"reward/val_{name}": values.mean() for name, values in terms.parts().items()}
-        lengths = rollout_metrics(rollouts)
-        metrics["rollout/val_length_mean"] = lengths["rollout/length_mean"]
-        metrics["rollout/val_closed_frac"] = lengths["rollout/closed_frac"]
         mismatch = self.mismatch(rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.log_validation(metrics, len(rollouts.rollouts), largest)
+        self.validation.add(held_out_metrics(terms, rollouts), len(rollouts.rollouts), largest)
 
     @torch.no_grad()
     def mismatch(self, rollouts: Rollouts) -> Mismatch:
@@ -383,27 +370,23 @@ class RLTModule(PolicyModule):
         mismatch, rows = Mismatch(), rollouts.rollouts
         sequences = [sampled_sequence(row) for row in rows]
         for micro_batch, weight in self.plan_forward(sampled_extents(rows)):
-            packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+            packed = self.packed(sequences, micro_batch)
             chosen = [rows[i] for i in micro_batch.indices]
             # The engine's log-probs of greedy completions are at temperature 1.
             flat, _ = self.run(log_probs_of, packed, rollouts.temperature or 1.0, self.head)
             log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
-            engine_log_probs = self.engine_log_probs(chosen, log_probs, needed=False)
+            engine_log_probs = sampled_log_probs(chosen, log_probs, needed=False)
             if engine_log_probs is not None and weight:
                 mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
         return mismatch
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Score rollouts, the given ones where the rows carry them; a callback writes the batch's scores."""
+        """Score the rollouts, which may come with the data; a callback writes the batch's scores."""
         batch.scores = self.score(self.require_rollouts(batch))
 
 
-def sampled_sequence(rollout: Rollout) -> ScoredSequence:
-    """The completion after its prompt; score every token that was sampled, the end tag included."""
-    prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
-    return ScoredSequence(prompt, completion, scored_end(len(prompt), len(completion)))
+class StepTotals(NamedTuple):
+    """What the loss divides by: counts over all ranks and micro-batches of a step."""
 
-
-def sampled_extents(rows: list[Rollout]) -> list[Extent]:
-    """Lengths of prompts and completions; those of one problem share the prompt."""
-    return [Extent(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids)) for r in rows]
+    num_sequences: float
+    num_tokens: float

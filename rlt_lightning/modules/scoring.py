@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlt_lightning.models.packed import (
     HeadOptions,
@@ -209,6 +210,39 @@ def think_tokens(rollout: Rollout, score_given: bool) -> list[int]:
     """The tokens that r_KL counts: the explanation's and, with `score_given`, the separator before it."""
     given = rollout.problem.think_prefix if score_given else []
     return given + rollout.body[: rollout.num_think]
+
+
+def sampled_sequence(rollout: Rollout) -> ScoredSequence:
+    """Return prompt and completion; every sampled token is scored, the end tag included."""
+    prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
+    return ScoredSequence(prompt, completion, scored_end(len(prompt), len(completion)))
+
+
+def sampled_extents(rows: list[Rollout]) -> list[Extent]:
+    """Return the lengths of prompts and completions; completions of one problem share the prompt."""
+    return [Extent(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids)) for r in rows]
+
+
+def sampled_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Tensor | None:
+    """Return the engine's log-probs of the sampled tokens, (n, T), padded with 0 like `like`.
+
+    Returns:
+        None if the engine did not send all of them.
+
+    Raises:
+        RuntimeError: If it did not, but they are needed.
+    """
+    values = [row.completion.log_probs for row in rows]
+    if any(value is None for value in values):
+        if needed:
+            raise RuntimeError(
+                "Stale rollouts and importance sampling need the log-probs of the policy that sampled, but "
+                "the engine sent none. Let it report them, or set model.max_staleness to 0 and drop "
+                "model.importance_sampling."
+            )
+        return None
+    tensors = [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
+    return pad_sequence(tensors, batch_first=True)
 
 
 def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:

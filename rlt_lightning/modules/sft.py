@@ -11,7 +11,7 @@ from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics.packing import Extent, Layout, PackedSequences, ScoredSequence
+from rlt_lightning.numerics.packing import Extent, Layout, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import Dtype, context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
@@ -25,14 +25,14 @@ class SFTModule(PolicyModule):
     Args:
         pretrained: Model to start from: embedded default, local folder or hub id.
         optimizer: AdamW, its schedule and gradient clipping; the defaults are the released recipe's.
-        micro_batch_tokens: Tokens per forward; a longer example goes alone.
+        micro_batch_tokens: Tokens per forward; a longer example gets a forward by itself.
         layout: How examples share a forward; "packed", since examples share no prefix.
         head: How log-probs are computed from hidden states.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         gradient_checkpointing: Recompute activations in the backward pass.
         attn_implementation: transformers' name; None: ours.
         trust_remote_code: Run code that comes with the model.
-        seed: Of everything random inside a step.
+        seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
     """
 
@@ -51,21 +51,21 @@ class SFTModule(PolicyModule):
         lora: LoRA | None = None,
     ) -> None:
         super().__init__(
-            pretrained,
-            optimizer,
-            micro_batch_tokens,
-            layout,
-            head,
-            dtype,
-            gradient_checkpointing,
-            attn_implementation,
-            trust_remote_code,
-            seed,
-            lora,
+            pretrained=pretrained,
+            optimizer=optimizer,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=layout,
+            head=head,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            lora=lora,
         )
 
     def setup(self, stage: str) -> None:
-        """Check too, before anything is loaded, that every example fits into the model's context."""
+        """Check that every example fits into the model's context, before anything is loaded."""
         super().setup(stage)
         data = stratos_of(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
@@ -78,7 +78,7 @@ class SFTModule(PolicyModule):
                 )
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
-        """One optimizer step over all examples of the batch."""
+        """Take one optimizer step over all examples of the batch."""
         num_tokens = float(sum(sum(example.loss_mask) for example in batch.examples))
         [total_tokens] = self.sum_over_ranks(num_tokens)
         optimizer = self.optimizers()
@@ -88,7 +88,7 @@ class SFTModule(PolicyModule):
         with self.phase("train") as cost:
             plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
             for number, (micro_batch, weight) in enumerate(plan, 1):
-                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+                packed = self.packed(sequences, micro_batch)
                 flops = self.forwards_per_step * forward_flops(self.policy, packed)
                 cost.count(packed, sequences, micro_batch, weight, flops)
                 with self.sharding.micro_batch(last=number == len(plan)):
@@ -106,30 +106,21 @@ class SFTModule(PolicyModule):
         self.log_step(metrics, len(batch.examples))
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
-        """Mean loss per completion token of held-out rows."""
+        """Keep the mean loss per completion token of held-out rows."""
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
         sequences = [example_sequence(example) for example in batch.examples]
-        log_probs = [
-            (
-                self.run(
-                    log_probs_of,
-                    PackedSequences.from_sequences(sequences, micro_batch.families, self.device),
-                    1.0,
-                    self.head,
-                )[0],
-                weight,
-            )
+        sums = [
+            weight * self.run(log_probs_of, self.packed(sequences, micro_batch), 1.0, self.head)[0].sum()
             for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
         ]
-        loss = -sum(weight * values.sum() for values, weight in log_probs) / num_tokens
-        self.log_validation({"policy/val_loss": loss}, num_tokens, largest={})
+        self.validation.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, largest={})
 
 
 def example_sequence(example: SFTExample) -> ScoredSequence:
-    """An example's tokens; the completion's are the scored ones."""
+    """Return an example's tokens, of which the completion's are scored."""
     return ScoredSequence([], example.token_ids, example.loss_mask)
 
 
 def extent(sequence: ScoredSequence) -> Extent:
-    """Its length; it shares no prefix."""
+    """Return the length of a sequence that shares no prefix."""
     return Extent(None, 0, len(sequence.rest))

@@ -92,3 +92,11 @@ class CorrectnessReward(TextReward):
         """End the judge's processes."""
         if self.judge is not None:
             self.judge.close()
+
+
+def require_student(reward: Reward, student: str | None) -> None:
+    """Check that there is a student exactly if the reward asks one."""
+    if isinstance(reward, TextReward) != (student is None):
+        name = type(reward).__name__
+        needed = f"null, since {name} asks no model" if student else f"a model, which {name} asks"
+        raise InputError(f"model.student must be {needed}, but is {student or 'null'}. Set it.")

@@ -1,4 +1,4 @@
-"""Policy losses. Each is a weighted sum over tokens, so those of micro-batches add up to the step's loss."""
+"""Policy losses. Each is a weighted sum over tokens, so the losses of micro-batches add up to the step's."""
 
 from abc import ABC, abstractmethod
 
@@ -15,13 +15,12 @@ class PolicyLoss(ABC):
     surrogate = min(ratio * A, clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high) * A)
 
     (DeepSeekMath, arXiv:2402.03300, Eqs. 3 and 4; k3 is `schulman_kl`.) The ratio before k3 comes later, from
-    DeepSeek-V3.2 (arXiv:2512.02556), and TRL has it by default. With it the mean gradient is that of
+    DeepSeek-V3.2 (arXiv:2512.02556), and is TRL's default. With it the mean gradient is that of
     KL(policy || reference); without it, it is not, even where the ratio is 1.
 
     Args:
-        clip_eps_low: How far the ratio may fall below 1 before a bad token is let alone, epsilon in the
-            paper.
-        clip_eps_high: How far the ratio may rise above 1 before a good token is let alone.
+        clip_eps_low: How far the ratio may fall below 1 before a bad token is clipped, epsilon in the paper.
+        clip_eps_high: How far the ratio may rise above 1 before a good token is clipped.
         kl_coef: Weight of the KL from the reference, beta in the paper.
         unbiased_kl: Weigh k3 by the ratio. False: plain k3, as in the paper.
 
@@ -58,19 +57,19 @@ class PolicyLoss(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss to minimise, and metrics.
 
-        With the totals of a whole step in `num_tokens` and `num_sequences`, the losses, gradients and metrics
-        of its micro-batches sum to those of the whole batch.
+        Given `num_tokens` and `num_sequences`, losses, gradients and metrics of micro-batches add up to the
+        step's.
 
         Args:
-            log_probs: Of the policy, the only term with gradient, (N, T), nats. Padding may hold anything.
+            log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything.
             advantages: (N,).
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
-            old_log_probs: Of the policy that sampled, (N, T), nats. None: it is the policy itself, ratio 1.
-            ref_log_probs: Of the reference, (N, T), nats. None only where `kl_coef` is 0.
+            old_log_probs: The sampling policy's, (N, T), nats. None: it is the policy itself, ratio 1.
+            ref_log_probs: The reference's, (N, T), nats. None only if `kl_coef` is 0.
             importance_weights: Without gradient, (N, T). They multiply the surrogate and, with `unbiased_kl`,
                 the ratio before k3: both are means over samples of the engine. None: 1.
-            num_tokens: Tokens of the whole step; by default those of this mask.
-            num_sequences: Completions of the whole step; by default the rows of this mask.
+            num_tokens: Tokens of the whole step; None: the tokens of this mask.
+            num_sequences: Completions of the whole step; None: the rows of this mask.
 
         Returns:
             The loss, scalar; and scalars without gradient, means over a sequence's tokens and then over
@@ -83,23 +82,16 @@ class PolicyLoss(ABC):
         """
         assert log_probs.shape == token_mask.shape
         assert advantages.shape == log_probs.shape[:1]
-        if ref_log_probs is None and self.kl_coef:
-            raise ValueError(
-                f"The KL penalty needs ref_log_probs, but kl_coef is {self.kl_coef} and none came. "
-                "Pass the reference's log-probs or set kl_coef to 0."
-            )
+        self.require_reference(ref_log_probs)
         # Mask before exp(): inf or NaN on padding would reach the weights through the backward pass.
         padding = ~token_mask  # (N, T)
         log_probs = log_probs.masked_fill(padding, 0.0)
-        old_log_probs = (
-            log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
-        )
+        old = log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
         mask = token_mask.to(log_probs.dtype)  # (N, T), 1 on tokens and 0 on padding
-        ratio = self.ratio(log_probs - old_log_probs, mask)  # (N, T)
+        ratio = self.ratio(log_probs - old, mask)  # (N, T)
         advantages = advantages.unsqueeze(1)  # (N, 1)
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
-
-        weights = torch.ones_like(mask) if importance_weights is None else importance_weights  # (N, T)
+        weights = torch.ones_like(mask) if importance_weights is None else importance_weights
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
         metrics = {
             "policy/clip_frac": (mean_weights * self.held_back(ratio, advantages)).sum(),
@@ -112,12 +104,20 @@ class PolicyLoss(ABC):
             metrics["policy/kl_ref"] = (mean_weights * kl).sum().detach()
         return (self.loss_weights(mask, mean_weights) * token_loss).sum(), metrics
 
+    def require_reference(self, ref_log_probs: Tensor | None) -> None:
+        """Raise a ValueError if the loss has a KL penalty, but there is no reference."""
+        if ref_log_probs is None and self.kl_coef:
+            raise ValueError(
+                f"The KL penalty needs ref_log_probs, but kl_coef is {self.kl_coef} and none came. "
+                "Pass the reference's log-probs or set kl_coef to 0."
+            )
+
     @abstractmethod
     def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
         """Return the weight of each token, (N, T), 0 on padding; over a whole step they sum to 1."""
 
     def loss_weights(self, mask: Tensor, mean_weights: Tensor) -> Tensor:
-        """Return the weight of each token in the loss, (N, T), where that is no mean."""
+        """Return the weight of each token in the loss, (N, T), which may differ from the weight in a mean."""
         return mean_weights
 
     def ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,17 +13,26 @@ from rlt_lightning.numerics.attention import Segments, SharedPrefix
 
 Layout = Literal["auto", "shared_prefix", "packed", "single"]
 
-# What sharing adds for a token of a continuation (a second attention call and the merging of the two), as a
-# part of what a token costs in all. benchmarks/growth.py measures it; docs/performance.md has the figures.
+# What sharing adds for a token after the prefix (a second attention call, and merging the two), as a fraction
+# of a token's whole cost. benchmarks/growth.py measures it; docs/performance.md has the figures.
 SHARING_COST = 0.02
 
 
 class ScoredSequence(NamedTuple):
-    """A sequence of tokens, and which of them are scored."""
+    """A sequence of tokens, and which of them are scored.
 
-    prefix: list[int]  # tokens that others in the row may share; may be empty
+    Example:
+        `ScoredSequence([5, 7], [9, 2], [False, False, True, True])` scores 9 after 5 7, and 2 after 5 7 9.
+
+    Attributes:
+        prefix: Tokens that other sequences of the row may share; may be empty.
+        rest: The tokens after the prefix.
+        scored: Whether each token of prefix + rest is scored.
+    """
+
+    prefix: list[int]
     rest: list[int]
-    scored: list[bool]  # of prefix + rest
+    scored: list[bool]
 
 
 class Extent(NamedTuple):
@@ -36,19 +45,23 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Indices of sequences that go through the model in one row, in families that share their prefix."""
+    """Indices of sequences that go through the model in one row, in families that share their prefix.
+
+    Example:
+        `MicroBatch(((0, 1), (4,)), num_tokens=90)`: 0 and 1 share a prefix, 4 has its own.
+    """
 
     families: tuple[tuple[int, ...], ...]
     num_tokens: int
 
     @property
     def indices(self) -> list[int]:
-        """All members, family after family: the order of the row."""
+        """All members, family after family, in the order of the row."""
         return [index for family in self.families for index in family]
 
 
 def sharing_pays(extents: list[Extent]) -> bool:
-    """Tell whether computing a family's prefix once saves more than sharing costs.
+    """Return whether computing a family's prefix once saves more than sharing costs.
 
     saved = (n - 1) * prefix tokens,  cost = SHARING_COST * continuation tokens
     """
@@ -59,16 +72,16 @@ def sharing_pays(extents: list[Extent]) -> bool:
 def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto") -> list[MicroBatch]:
     """Divide sequences into rows of at most `max_tokens`, longest first, each into the first row with room.
 
-    A family that does not fit one row is cut, and each piece computes the prefix for itself.
+    A family that does not fit into one row is cut, and each piece computes the prefix again.
 
     Args:
-        extents: Of each sequence.
-        max_tokens: Room in a row, tokens. A longer sequence gets a row of its own.
+        extents: The lengths of each sequence.
+        max_tokens: Room in a row, tokens. A longer sequence gets a row by itself.
         layout: "shared_prefix": a family computes its prefix once; "packed": never; "auto": where
             `sharing_pays`; "single": one sequence a row.
 
     Returns:
-        The rows, those with most tokens first, each index once. Equal extents always give equal rows.
+        The rows, longest first, with each index once. Equal extents always give equal rows.
 
     Raises:
         ValueError: If `max_tokens` is below 1.
@@ -95,14 +108,14 @@ def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto
 
 
 def row_of(families: tuple[tuple[int, ...], ...], extents: list[Extent]) -> MicroBatch:
-    """Make a row of families, each with its prefix once."""
+    """Return a row of families, each with its prefix once."""
     prefixes = sum(extents[family[0]].num_prefix for family in families)
     rests = sum(extents[i].num_rest for family in families for i in family)
     return MicroBatch(families, prefixes + rests)
 
 
 def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Put each length, longest first, into the first bin with room; a longer one gets a bin of its own."""
+    """Put each length, longest first, into the first bin with room; one that fits no bin gets a new bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -117,9 +130,9 @@ def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[MicroBatch]:
-    """Halve the largest rows that can be halved until there are `count`, or nothing is left to halve.
+    """Halve the largest rows until there are `count` rows, or none can be halved.
 
-    Ranks must run equally many rows: one with fewer is better off with smaller rows than with empty ones.
+    Ranks must run equally many rows: a rank with fewer rows had better run smaller ones than empty ones.
     """
     rows = list(rows)
     while len(rows) < count:
@@ -133,14 +146,14 @@ def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[
 
 
 def halves(row: MicroBatch, extents: list[Extent]) -> list[MicroBatch]:
-    """Deal a row's families out to two or, where it has only one, that one's members."""
+    """Deal a row's families out to two rows or, if it has only one, the members of that one."""
     if len(row.families) > 1:
         return [row_of(row.families[half::2], extents) for half in range(2)]
     return [row_of((row.families[0][half::2],), extents) for half in range(2)]
 
 
 def by_size(rows: list[MicroBatch]) -> list[MicroBatch]:
-    """Most tokens first, so that ranks run rows of like size at the same time; ties by the first index."""
+    """Sort rows, longest first, so that ranks run rows of like size at a time; ties by the first index."""
     return sorted(rows, key=lambda row: (-row.num_tokens, row.indices))
 
 
@@ -148,8 +161,8 @@ def by_size(rows: list[MicroBatch]) -> list[MicroBatch]:
 class PackedSequences:
     """One row of L tokens that holds several sequences, and the M tokens of them that are to be scored.
 
-    A family's prefix stands once, before the rests of its members, whose positions go on where the prefix
-    ends. A token that is scored in a shared prefix is scored for every member.
+    A family's prefix stands once, before the rests of its members, whose positions continue after the prefix.
+    A token that is scored in a shared prefix is scored for every member.
     """
 
     input_ids: Tensor  # (1, L)
@@ -170,61 +183,77 @@ class PackedSequences:
 
         Args:
             sequences: At least one token each.
-            families: Indices of sequences that share their prefix; None: each for itself, in order.
-            device: Where the tensors go.
+            families: Indices of sequences that share their prefix; None: no sequences share one.
+            device: The device of the tensors.
 
         Raises:
             ValueError: If a sequence is empty, a mask has another length, a first token is to be scored,
-                which no token precedes, or members of a family have different prefixes.
+                although no token precedes it, or members of a family have different prefixes.
         """
-        tokens: list[int] = []
-        positions: list[int] = []
-        boundaries = [0]
-        shared: list[SharedPrefix] = []
-        predictors: list[int] = []
-        targets: list[int] = []
-        owners: list[int] = []
+        row = RowInProgress()
         for family in families if families is not None else [(i,) for i in range(len(sequences))]:
-            for i in family:
-                check_sequence(i, sequences[i])
-            prefix = sequences[family[0]].prefix
-            if any(sequences[i].prefix != prefix for i in family):
-                raise ValueError(f"Sequences of a family must share their prefix, but {list(family)} do not.")
-            start = len(tokens)
-            tokens += prefix
-            positions += range(len(prefix))
-            split = len(tokens)
-            if prefix and len(family) > 1:
-                boundaries.append(split)
-            for i in family:
-                rest = sequences[i].rest
-                places = [*range(start, split), *range(len(tokens), len(tokens) + len(rest))]  # of its tokens
-                tokens += rest
-                positions += range(len(prefix), len(prefix) + len(rest))
-                if len(tokens) > boundaries[-1]:
-                    boundaries.append(len(tokens))
-                scored = [t for t, is_scored in enumerate(sequences[i].scored) if is_scored]
-                predictors += [places[t - 1] for t in scored]
-                targets += [tokens[places[t]] for t in scored]
-                owners += [i] * len(scored)
-            if prefix and len(family) > 1 and len(tokens) > split:
-                shared.append(SharedPrefix(start, split, len(tokens)))
+            row.add(family, sequences)
 
         def as_tensor(values: list[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         return cls(
-            input_ids=as_tensor([tokens]),
-            position_ids=as_tensor([positions]),
-            segments=Segments(tuple(boundaries), tuple(shared)),
-            predictors=as_tensor(predictors),
-            targets=as_tensor(targets),
-            sequence_of_scored=as_tensor(owners),
+            input_ids=as_tensor([row.tokens]),
+            position_ids=as_tensor([row.positions]),
+            segments=Segments(tuple(row.boundaries), tuple(row.shared)),
+            predictors=as_tensor(row.predictors),
+            targets=as_tensor(row.targets),
+            sequence_of_scored=as_tensor(row.owners),
         )
 
 
+@dataclass
+class RowInProgress:
+    """The lists that become a `PackedSequences`, family by family."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    boundaries: list[int] = field(default_factory=lambda: [0])
+    shared: list[SharedPrefix] = field(default_factory=list)
+    predictors: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+
+    def add(self, family: tuple[int, ...], sequences: list[ScoredSequence]) -> None:
+        """Append a family: its prefix once, then the rest of each member."""
+        for i in family:
+            check_sequence(i, sequences[i])
+        prefix = sequences[family[0]].prefix
+        if any(sequences[i].prefix != prefix for i in family):
+            raise ValueError(f"Sequences of a family must share their prefix, but {list(family)} do not.")
+        start = len(self.tokens)
+        self.tokens += prefix
+        self.positions += range(len(prefix))
+        split = len(self.tokens)
+        is_shared = bool(prefix) and len(family) > 1
+        if is_shared:
+            self.boundaries.append(split)
+        for i in family:
+            self.add_rest(i, sequences[i], range(start, split))
+        if is_shared and len(self.tokens) > split:
+            self.shared.append(SharedPrefix(start, split, len(self.tokens)))
+
+    def add_rest(self, number: int, sequence: ScoredSequence, prefix_places: range) -> None:
+        """Append one member's tokens after the prefix, and note which of its tokens are scored."""
+        length, rest = len(prefix_places), sequence.rest
+        places = [*prefix_places, *range(len(self.tokens), len(self.tokens) + len(rest))]
+        self.tokens += rest
+        self.positions += range(length, length + len(rest))
+        if len(self.tokens) > self.boundaries[-1]:
+            self.boundaries.append(len(self.tokens))
+        scored = [t for t, is_scored in enumerate(sequence.scored) if is_scored]
+        self.predictors += [places[t - 1] for t in scored]
+        self.targets += [self.tokens[places[t]] for t in scored]
+        self.owners += [number] * len(scored)
+
+
 def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Tensor]:
-    """Lay the scored tokens of a packed row out as one row per sequence, padded at the end with 0.
+    """Turn the scored tokens of a packed row into one row per sequence, padded at the end with 0.
 
     Args:
         values: One per scored token, sequence after sequence, (M,).
@@ -257,6 +286,6 @@ def check_sequence(row: int, sequence: ScoredSequence) -> None:
         )
     if sequence.scored[0]:
         raise ValueError(
-            f"A sequence's first token cannot be scored, none precedes it, but sequence {row} asks for it. "
-            "Put a prompt or a beginning-of-sequence token before it."
+            f"A sequence's first token cannot be scored, since no token precedes it, but sequence {row} asks "
+            "for it. Put a prompt or a beginning-of-sequence token before it."
         )
