@@ -1,15 +1,24 @@
-"""Dataclasses that cross folders. Token ids travel from the engine to the loss; text is for people."""
+"""What several rooms use: data classes and errors. Token ids travel to the loss; text is for people.
+
+Problem ──┬─ Rollout ── Rollouts ──┬─ PromptBatch    reinforcement learning, prediction
+Completion┘    RewardTerms ─ Scores ┘
+SFTExample ─────────────────────────── SFTBatch        supervised fine-tuning
+EvaluationProblem ── Response ──────── EvaluationBatch rlt test
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from torch import Tensor
+# A process that judges answers imports this file, and needs no torch.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-FinishReason = Literal["stop", "eos", "length"]  # end tag sampled | end-of-sequence token | token limit
+# The end tag was sampled, an end-of-sequence token, or as many tokens as are allowed.
+FinishReason = Literal["stop", "eos", "length"]
 
 
 class InputError(ValueError):
@@ -22,54 +31,93 @@ class Problem:
 
     Teacher sequence: teacher_prefix + think_prefix + completion.
     Student sequence: student_prefix + think_prefix + explanation body + student_suffix + solution_ids.
+
+    Example:
+        Of `{"question": "1 + 1?", "solution": "2"}`, with one letter per token and tags in angle brackets:
+        teacher_prefix `<user>1 + 1? 2<explain>`, student_prefix `<user>1 + 1?<think>`, student_suffix
+        `</think><solution>`, solution_ids `2`.
+
+    Attributes:
+        row: Number of the row in its source, from 1.
+        question: The question's text.
+        solution: The text between the solution tags, with the newlines around it.
+        teacher_prefix: Tokens through the opening explanation tag.
+        think_prefix: The separator after that tag. It is given, so r_KL counts it only with score_given.
+        student_prefix: Tokens through the opening thought tag.
+        student_suffix: The closing thought tag through the opening solution tag.
+        solution_ids: The S tokens that r_SS scores.
+        student_system_prompt: The row's system prompt; None: the format's.
+        given_completion: The completion to be scored, if the row has one.
+        columns: The source row as it was read.
     """
 
-    row: int  # number of the row in its source, from 1
+    row: int
     question: str
-    solution: str  # text between the solution tags, surrounding newlines included
-    teacher_prefix: list[int]  # through the opening explanation tag
-    think_prefix: list[int]  # the separator after that tag: given, so r_KL counts it only with score_given
-    student_prefix: list[int]  # through the opening thought tag
-    student_suffix: list[int]  # closing thought tag through the opening solution tag
-    solution_ids: list[int]  # the S tokens that r_SS scores
-    student_system_prompt: str | None = None  # the row's own; None: the format's
-    given_completion: Completion | None = None  # to be scored, when the row carries one
-    columns: dict[str, Any] = field(default_factory=dict)  # the source row as it was read
+    solution: str
+    teacher_prefix: list[int]
+    think_prefix: list[int]
+    student_prefix: list[int]
+    student_suffix: list[int]
+    solution_ids: list[int]
+    student_system_prompt: str | None = None
+    given_completion: Completion | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reference(self) -> dict[str, Any]:
-        """What an answer is judged by: the columns of the row, its solution among them."""
+        """The columns that an answer is judged by, with the solution among them."""
         return {"solution": self.solution, **self.columns}
 
     @property
     def teacher_prompt(self) -> list[int]:
-        """What the engine is given."""
+        """The tokens that the engine completes."""
         return self.teacher_prefix + self.think_prefix
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returns for one prompt: the sampled token ids, end tag included."""
+    """What an engine returns for one prompt.
+
+    Example:
+        `Completion([271, 9, 2], [-0.2, -1.5, -0.1], "stop", seed=7)`: three tokens, the end tag last.
+
+    Attributes:
+        token_ids: The sampled tokens, end tag included.
+        log_probs: Their log-probs, nats, at the sampling temperature, over all words; None: unknown.
+        finish_reason: Why sampling ended.
+        seed: The seed of the sampling, for the record.
+        worker: The worker that sampled it, for the record.
+    """
 
     token_ids: list[int]
-    log_probs: (
-        list[float] | None
-    )  # nats, at the sampling temperature, over the full vocabulary; None: not known
+    log_probs: list[float] | None
     finish_reason: FinishReason
-    seed: int | None = None  # that it was sampled with, for the record
-    worker: str | None = None  # that sampled it, for the record
+    seed: int | None = None
+    worker: str | None = None
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion attached to its problem, with the spans that the reward needs, in tokens."""
+    """A completion attached to its problem, with the spans that the reward needs, in tokens.
+
+    Example:
+        Of a completion with the tokens `So`, separator and closing tag: num_body 2, num_think 1, closed True.
+
+    Attributes:
+        problem: The problem.
+        completion: The completion.
+        num_body: Completion tokens before the closing tag, which are copied into the student's context.
+        num_think: How many of them r_KL counts: without the separator before the closing tag.
+        text: The explanation, or a student's whole answer, for people.
+        closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
+    """
 
     problem: Problem
     completion: Completion
-    num_body: int  # completion tokens before the closing tag: what is copied into the student's context
-    num_think: int  # of those, the tokens that r_KL counts: without the separator before the closing tag
-    text: str  # the explanation, or a student's whole answer, for people
-    closed: bool  # whether it was ended as it must be: an explanation by its tag, an answer by its eos
+    num_body: int
+    num_think: int
+    text: str
+    closed: bool
 
     @property
     def body(self) -> list[int]:
@@ -78,29 +126,45 @@ class Rollout:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing but white space was written."""
+        """Whether the text is only white space."""
         return not self.text.strip()
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """`group_size` rollouts per problem in adjacent rows, stamped with the weights that sampled them."""
+    """The rollouts of a batch, stamped with the version of the weights that sampled them.
 
-    rollouts: list[Rollout]  # N = P * group_size
+    Example:
+        2 problems with group_size 3 have N = 6 rollouts, the first three of the first problem.
+
+    Attributes:
+        rollouts: N = P * group_size rollouts, those of a problem in adjacent rows.
+        group_size: Completions per problem.
+        policy_version: Optimizer steps that the sampling policy had taken.
+        temperature: The sampling temperature, at which policy and reference log-probs are taken too.
+    """
+
+    rollouts: list[Rollout]
     group_size: int
-    policy_version: int  # optimizer steps taken by the policy that sampled them
-    temperature: float  # that they were sampled at; policy and reference log-probs are taken at it
+    policy_version: int
+    temperature: float
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The reward of N rollouts, its terms, and the tokens behind them."""
+    """The reward of N rollouts, its terms, and the tokens behind them.
 
-    terms: RewardTerms  # each (N,)
-    # Empty where no model was asked:
-    solution_log_probs: list[Tensor]  # N of (S,), nats, at the student's temperature
-    think_tokens: list[list[int]]  # N of K token ids: those that r_KL counts
-    kl: list[Tensor]  # N of (K,), nats: their KL
+    Attributes:
+        terms: The reward and its terms, each (N,).
+        solution_log_probs: N of (S,), nats, at the student's temperature; empty if no model was asked.
+        think_tokens: N of K token ids, which r_KL counts; empty if no model was asked.
+        kl: N of (K,), nats, their KL; empty if no model was asked.
+    """
+
+    terms: RewardTerms
+    solution_log_probs: list[Tensor]
+    think_tokens: list[list[int]]
+    kl: list[Tensor]
 
 
 @dataclass
@@ -114,15 +178,25 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class SFTExample:
-    """One token sequence of supervised fine-tuning; the loss counts the tokens where `loss_mask` is True."""
+    """One token sequence of supervised fine-tuning; the loss counts the tokens where `loss_mask` is True.
+
+    Example:
+        `SFTExample(1, [5, 7, 9, 2], [False, False, True, True])`: a prompt of two tokens, then two to learn.
+
+    Attributes:
+        row: Number of the row in its source, from 1.
+        token_ids: Prompt and completion.
+        loss_mask: True on completion tokens.
+        num_cut: Tokens that were cut off the end.
+    """
 
     row: int
     token_ids: list[int]
     loss_mask: list[bool]
-    num_cut: int = 0  # tokens that were cut off its end
+    num_cut: int = 0
 
     def truncated(self, max_length: int) -> SFTExample:
-        """Keep the first tokens."""
+        """Return the example with only its first tokens."""
         num_cut = max(0, len(self.token_ids) - max_length)
         return SFTExample(self.row, self.token_ids[:max_length], self.loss_mask[:max_length], num_cut)
 
@@ -136,53 +210,75 @@ class SFTBatch:
 
 @dataclass(frozen=True)
 class EvaluationProblem:
-    """One question of an evaluation set."""
+    """One question of an evaluation set.
 
-    id: str  # set/own id
+    Attributes:
+        id: The name of the set, a slash, and the question's id in the set, such as `gsm8k/17`.
+        set_name: The name of the set.
+        question: The question's text.
+        prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
+        reference: What the judge compares an answer with.
+        private: Whether nothing may be written that could quote the question.
+    """
+
+    id: str
     set_name: str
     question: str
-    prompt: list[int]  # through the opening of the assistant's turn; empty where responses are given
-    reference: Mapping[str, Any]  # what the judge compares with
-    private: bool  # whether nothing that could quote it may be written
+    prompt: list[int]
+    reference: Mapping[str, Any]
+    private: bool
 
 
 @dataclass(frozen=True)
 class Response:
-    """A model's whole turn in answer to a question, tags included."""
+    """A model's whole turn in answer to a question, tags included.
+
+    Attributes:
+        text: The text.
+        num_tokens: Sampled tokens; None if the response was given.
+        finish_reason: Why sampling ended; None if the response was given.
+        num_thinking_tokens: Tokens of the thought, if a budget was forced.
+    """
 
     text: str
-    num_tokens: int | None = None  # sampled; None where the response was given
+    num_tokens: int | None = None
     finish_reason: FinishReason | None = None
-    num_thinking_tokens: int | None = None  # where a budget was forced
+    num_thinking_tokens: int | None = None
 
 
 @dataclass
 class EvaluationBatch:
-    """Questions of one set. ResponseCallback attaches the responses, the module the judged records."""
+    """Questions of one set. ResponseCallback attaches the responses, the module the judged records.
+
+    Attributes:
+        problems: The questions.
+        responses: The responses to each question, equally many for each.
+        records: One record of each judged response.
+    """
 
     problems: list[EvaluationProblem]
-    responses: list[list[Response]] | None = None  # equally many of each problem
+    responses: list[list[Response]] | None = None
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """The reward of each completion; a subclass adds what it is made of. All (N,)."""
+    """The reward of each completion; a subclass adds the terms it consists of. All (N,)."""
 
     reward: Tensor
 
     def parts(self) -> dict[str, Tensor]:
-        """What is logged beside the reward, as means, in training and validation: reward/NAME."""
+        """Return the terms that training and validation log as means beside the reward: reward/NAME."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
     def details(self) -> dict[str, Tensor]:
-        """What is logged in training alone, as means, by its whole name."""
+        """Return what only training logs, as means, by its whole name."""
         return {}
 
     def recorded(self) -> dict[str, Tensor]:
-        """What is written down for every completion."""
+        """Return what is written for every completion."""
         return {"reward": self.reward, **self.parts()}
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Return the same terms on a device."""
         return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})

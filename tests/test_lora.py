@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
             run(tiny_model, tmp_path / strategy, strategy, steps=4, checkpoint=checkpoint)
 
 
-def test_an_adapter_is_exported_merged_and_alone(
+def test_an_adapter_is_exported_merged_and_separate(
     adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
     alone = log_probs(with_peft(tiny_model, adapters["zero3"] / "model"))

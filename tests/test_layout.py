@@ -1,0 +1,229 @@
+"""The layout of the package: imports point downwards, files and functions are short, public paths import.
+
+The layers, from low to high; a module may import its own layer and those below:
+
+    types gloo → tags numerics → models → pretrained judging → checkpoints strategies records
+    → loggers datamodules engines → modules → callbacks → planner report chat → cli → __main__
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+PACKAGE = ROOT / "rlt_lightning"
+LAYERS = [
+    {"types", "gloo", "__init__"},
+    {"tags", "numerics"},
+    {"models"},
+    {"pretrained", "judging"},
+    {"checkpoints", "strategies", "records"},
+    {"loggers", "datamodules", "engines", "vllm_worker"},
+    {"modules"},
+    {"callbacks"},
+    {"planner", "report", "chat"},
+    {"cli"},
+    {"__main__"},
+]
+# The only files that import these packages, so that a laptop without them runs all the rest.
+WRAPPERS = {
+    "vllm": {"vllm_worker.py", "engines/nccl.py"},
+    "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
+    "wandb": {"loggers/wandb_logger.py", "loggers/wandb_files.py"},
+}
+# Paths that users import, whether or not a page names them.
+PUBLIC = (
+    "rlt_lightning.callbacks.RolloutCallback",
+    "rlt_lightning.datamodules.StratosDataModule",
+    "rlt_lightning.engines.VLLMEngine",
+    "rlt_lightning.loggers.WandbLogger",
+    "rlt_lightning.modules.RLTModule",
+    "rlt_lightning.numerics.student_solution_reward",
+    "rlt_lightning.pretrained.load_tokenizer",
+    "rlt_lightning.strategies.DeepSpeed",
+    "rlt_lightning.strategies.FSDP2",
+    "rlt_lightning.types.Rollout",
+    "rlt_lightning.vllm_worker.WorkerExtension",
+)
+MAX_LINES, MAX_FUNCTION_LINES, MAX_ROOT_ENTRIES = 400, 60, 22
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, parsed, by name."""
+    return {module_name(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Names that a module imports, at its top or inside functions: modules, and attributes of modules."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, "imports within the package are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Modules of the package that each module imports; a name of a package is its `__init__`."""
+    graph = {}
+    for name, tree in trees().items():
+        found = {path if path in trees() else path.rpartition(".")[0] for path in imported(tree)}
+        graph[name] = (found & trees().keys()) - {name, "rlt_lightning"}
+    return graph
+
+
+def room(module: str) -> str:
+    """The entry of the package's root that a module lies in."""
+    return [*module.split("."), "__init__"][1]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def functions(tree: ast.Module) -> dict[str, int]:
+    """Lines of each function, by its name and first line."""
+    return {
+        f"{node.name}:{node.lineno}": (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def javascript_functions(source: str) -> dict[str, int]:
+    """Lines of each function that spans several, by its first line: it ends where its indentation returns."""
+    lines, found = source.splitlines(), {}
+    for start, line in enumerate(lines):
+        if re.search(r"\bfunction\b.*\{$|=> \{$", line):
+            indent = re.match(r"\s*", line).group()  # type: ignore[union-attr]
+            rest = enumerate(lines[start + 1 :], start + 1)
+            end = next((i for i, other in rest if other.startswith(f"{indent}}}")), len(lines))
+            found[f"{line.strip()}:{start + 1}"] = end - start + 1
+    return found
+
+
+@cache
+def named_paths() -> set[str]:
+    """Dotted paths of the package in pages, configs, examples and benchmarks, with what is imported there."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    files += [*(ROOT / "configs").rglob("*.yaml")]
+    files += [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    paths = set(PUBLIC)
+    for file in files:
+        text = file.read_text()
+        paths |= set(re.findall(r"\brlt_lightning(?:\.(?!md\b)[A-Za-z_]\w*)+\b(?!/)", text))
+        for module, names in re.findall(r"from (rlt_lightning[\w.]*) import (\([^)]*\)|[^\n(;]+)", text):
+            words = re.sub(r"#[^\n]*|[()\\]", "", names).split(",")
+            paths |= {f"{module}.{word.split()[0]}" for word in words if word.strip() not in ("", "*")}
+    return paths
+
+
+def is_importable(path: str) -> bool:
+    """Whether a path is a module or leads to an attribute of one; the vLLM worker's module is only parsed."""
+    module = path
+    while module not in trees():
+        module = module.rpartition(".")[0]
+    names = path.removeprefix(module).split(".")[1:]
+    if module == "rlt_lightning.vllm_worker":
+        defined = {getattr(node, "name", None) for node in trees()[module].body}
+        return set(names) <= defined
+    value = importlib.import_module(module)
+    for name in names:
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def test_every_public_path_imports() -> None:
+    paths = named_paths()
+    assert len(paths) > 50
+    assert [path for path in sorted(paths) if not is_importable(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"), [("rlt_lightning.judging.answers", "torch"), ("rlt_lightning.gloo", "lightning")]
+)
+def test_some_modules_load_little(module: str, absent: str) -> None:
+    code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_no_import_runs_upwards() -> None:
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    upwards = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in sorted(others)
+        if level[room(other)] > level[room(module)]
+    ]
+    assert upwards == []
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    assert circle(imports()) == []
+
+
+def test_no_rooms_import_in_a_circle() -> None:
+    rooms: dict[str, set[str]] = {}
+    for module, others in imports().items():
+        rooms.setdefault(room(module), set()).update(room(other) for other in others)
+    assert circle({name: others - {name} for name, others in rooms.items()}) == []
+
+
+def test_only_wrappers_import_heavy_packages() -> None:
+    for package, wrappers in WRAPPERS.items():
+        found = {
+            str(path.relative_to(PACKAGE))
+            for path in PACKAGE.rglob("*.py")
+            if package in {name.split(".")[0] for name in imported(trees()[module_name(path)])}
+        }
+        assert found == wrappers, package
+
+
+def test_files_are_short() -> None:
+    files = [path for suffix in ("*.py", "*.js") for path in PACKAGE.rglob(suffix)]
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in files}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    lengths = {f"{name}.{key}": n for name, tree in trees().items() for key, n in functions(tree).items()}
+    for path in PACKAGE.rglob("*.js"):
+        found = javascript_functions(path.read_text())
+        assert found, path
+        lengths |= {f"{path.name} {key}": lines for key, lines in found.items()}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def test_the_root_has_few_entries() -> None:
+    assert len({path.name for path in PACKAGE.iterdir()} - {"__pycache__"}) <= MAX_ROOT_ENTRIES
+
+
+def test_the_method_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "method.md").read_text()
+    files = re.findall(r"`(\w+/\w+\.py)` \|$", page.partition("## The reward")[0], re.MULTILINE)
+    assert len(files) > 20
+    assert [file for file in files if not (PACKAGE / file).exists()] == []
