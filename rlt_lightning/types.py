@@ -1,9 +1,11 @@
 """What several rooms use: data classes and errors. Token ids travel to the loss; text is for people.
 
-Problem ──┬─ Rollout ── Rollouts ──┬─ PromptBatch    reinforcement learning, prediction
-Completion┘    RewardTerms ─ Scores ┘
-SFTExample ─────────────────────────── SFTBatch        supervised fine-tuning
-EvaluationProblem ── Response ──────── EvaluationBatch rlt test
+The data classes, from what they hold to what holds them:
+
+    Problem, Completion → Rollout → Rollouts ┐
+                       RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
+                                  SFTExample ─→ SFTBatch         fit and validate of SFTModule
+                 EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 """
 
 from __future__ import annotations
@@ -65,12 +67,12 @@ class Problem:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The columns that an answer is judged by, with the solution among them."""
+        """Return the columns by which an answer is judged, with the solution among them."""
         return {"solution": self.solution, **self.columns}
 
     @property
     def teacher_prompt(self) -> list[int]:
-        """The tokens that the engine completes."""
+        """Return the tokens that the engine completes."""
         return self.teacher_prefix + self.think_prefix
 
 
@@ -121,12 +123,12 @@ class Rollout:
 
     @property
     def body(self) -> list[int]:
-        """The tokens that are copied into the student's context."""
+        """Return the tokens that are copied into the student's context."""
         return self.completion.token_ids[: self.num_body]
 
     @property
     def empty(self) -> bool:
-        """Whether the text is only white space."""
+        """Return whether the text is only white space."""
         return not self.text.strip()
 
 

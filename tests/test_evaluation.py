@@ -21,7 +21,7 @@ from rlt_lightning.datamodules.arithmetic import arithmetic_rows
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge, Verdict
-from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn, majority_accuracy
+from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, majority_accuracy, reported_k
 
 Row = dict[str, Any]
 
@@ -102,7 +102,7 @@ def test_majority_votes_by_equivalence_and_shares_ties() -> None:
 
 
 def test_pass_at_k_is_told_for_powers_of_two_and_all() -> None:
-    assert [drawn(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [reported_k(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 # Reference solutions as responses. No set has an exception among its own solutions. Where another problem's

@@ -205,7 +205,7 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_model
 
 
 def test_our_attention_is_refused_for_windows(tiny_models):
-    with pytest.raises(InputError, match=r"'rlt_segments' is for models .* but .* is another"):
+    with pytest.raises(InputError, match=r"'rlt_segments' is for models .* but .* is not one"):
         load_model(tiny_models["mistral"], attn_implementation=SEGMENT_ATTENTION)
 
 

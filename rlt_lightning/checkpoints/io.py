@@ -1,7 +1,7 @@
 """Save and load our checkpoint folders through Lightning's CheckpointIO.
 
-Lightning's state dict has two kinds of tensors, each with a name of its own: weights, as the LightningModule
-names them, and moments, by the parameter's number in the optimizer. Files name both as from_pretrained does.
+Lightning's state dict has weights, under the LightningModule's names, and moments, under the parameter's
+number in the optimizer. Files name both as from_pretrained does.
 """
 
 from __future__ import annotations

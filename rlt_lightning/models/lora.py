@@ -52,7 +52,7 @@ class LoRA:
 
 
 def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> Read:
-    """Adapt a model in place and freeze all else; A and B are in fp32, whatever type the model has.
+    """Add an adapter to a model and freeze all else; A and B are in fp32, whatever type the model has.
 
     Args:
         model: A model with weights, or an empty one on the meta device.
@@ -149,12 +149,12 @@ class MergedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of W."""
+        """Return the type of W."""
         return self.weight.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole W."""
+        """Return the shape of the whole W."""
         return torch.Size(full_shape(self.weight))
 
     def element_size(self) -> int:

@@ -1,4 +1,4 @@
-"""LightningModules: RLTModule (GRPO), SFTModule, EvaluationModule; and rewards of a text alone."""
+"""LightningModules: RLTModule (GRPO), SFTModule, EvaluationModule; and rewards that need only a text."""
 
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.rlt import RLTModule

@@ -14,12 +14,12 @@ from torchmetrics import Metric
 class PassAt1(Metric):
     """Mean accuracy, and its standard error over problems.
 
-    pass@1 = mean_i p_i, with p_i the part of problem i's k responses that are right
+    pass@1 = mean_i p_i, with p_i the fraction of problem i's k responses that are right
 
     standard error = sqrt(sum_i (p_i - pass@1)^2 / (n (n - 1)))
 
-    The standard error is over n problems, taken as drawn from many alike. Responses to one problem are not
-    independent of each other, so k enters through the p_i alone. NaN for a single problem.
+    The standard error is over n problems, taken as a sample of many like them. Responses to one problem are
+    not independent, so k enters only through the p_i. NaN for a single problem.
     """
 
     full_state_update = False
@@ -40,7 +40,7 @@ class PassAt1(Metric):
         self.total_squares += accuracy**2
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard error."""
+        """Return mean and standard error."""
         mean = self.total / self.count
         squares = (self.total_squares - self.count * mean**2).clamp(min=0)
         return mean, (squares / (self.count * (self.count - 1))).sqrt()
@@ -52,7 +52,7 @@ class PassAtK(Metric):
     1 - C(n - c, k) / C(n, k)          for c right ones of n          (Codex, arXiv:2107.03374, Eq. 1)
 
     Args:
-        k: Responses drawn.
+        k: Responses per draw.
     """
 
     full_state_update = False
@@ -77,7 +77,7 @@ class PassAtK(Metric):
         self.total += 1 - math.comb(num_samples - num_correct, self.k) / math.comb(num_samples, self.k)
 
     def compute(self) -> Tensor:
-        """The mean over problems."""
+        """Return the mean over problems."""
         return self.total / self.count
 
 
@@ -99,12 +99,12 @@ class MajorityAtK(Metric):
         self.total += majority_accuracy(answers, correct)
 
     def compute(self) -> Tensor:
-        """The mean over problems."""
+        """Return the mean over problems."""
         return self.total / self.count
 
 
 def majority_accuracy(answers: Sequence[int | None], correct: Sequence[bool]) -> float:
-    """The part of the most frequent answers that is right: 0, 1 or, where answers are tied, between.
+    """Return the fraction of the most frequent answers that is right: 0, 1 or, in a tie, between.
 
     Args:
         answers: One per response: equal numbers for equivalent answers, None for no answer, which is no vote.
@@ -119,7 +119,7 @@ def majority_accuracy(answers: Sequence[int | None], correct: Sequence[bool]) ->
     return sum(answer in right for answer in winners) / len(winners)
 
 
-def drawn(num_samples: int) -> list[int]:
-    """The k for which pass@k is told: powers of two, and the number of samples."""
+def reported_k(num_samples: int) -> list[int]:
+    """Return the k for which pass@k is reported: powers of two, and the number of samples."""
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
     return [*powers, num_samples]

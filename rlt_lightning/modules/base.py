@@ -98,12 +98,12 @@ class PolicyModule(LightningModule):
 
     @property
     def policy(self) -> Any:
-        """The trained model, to be called through `run`; None before `configure_model`."""
+        """Return the trained model, to be called through `run`; None before `configure_model`."""
         return self.entry and self.entry.model
 
     @property
     def forwards_per_step(self) -> int:
-        """The forwards that forward and backward count as: 3, or 2 if most weights are frozen."""
+        """Return how many forwards a forward with its backward costs: 3, or 2 if most weights are frozen."""
         return 3 if self.lora is None else 2
 
     def setup(self, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation: responses judged, and counted into accuracies per set and overall."""
+"""Evaluation: judge responses, and count them into accuracies per set and overall."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.embedded import EMBEDDED_MODEL
-from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, drawn
+from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, reported_k
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.records.jsonl import Row
 from rlt_lightning.strategies.sharding import sharding_of
@@ -24,12 +24,12 @@ class EvaluationModule(LightningModule):
     """Judge a model's responses to evaluation sets; see docs/evaluation.md.
 
     Args:
-        pretrained: The model: embedded default, local folder or hub id. Where vLLM workers serve it, only its
+        pretrained: The model: embedded default, local folder or hub id. If vLLM workers serve it, only its
             tokenizer is loaded here.
-        dtype: Of the weights; auto: as they are stored.
+        dtype: Type of the weights; auto: as they are stored.
         attn_implementation: transformers' name; None: ours.
         trust_remote_code: Run code that comes with the model.
-        judge_deadline_s: For the answer of one response; one that takes longer is wrong.
+        judge_deadline_s: Seconds for judging one response; an answer that takes longer counts as wrong.
     """
 
     def __init__(
@@ -46,13 +46,15 @@ class EvaluationModule(LightningModule):
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.judge_deadline_s = judge_deadline_s
-        self.needs_model = False  # ResponseCallback says so, where it samples with it
+        # ResponseCallback sets it if it samples with the model.
+        self.needs_model = False
         self.policy: Any = None
-        self.sets = nn.ModuleDict()  # name -> SetMetrics
+        # The SetMetrics of each set, by name.
+        self.sets = nn.ModuleDict()
         self.judge: Judge | None = None
 
     def setup(self, stage: str) -> None:
-        """Check what an evaluation runs on."""
+        """Check that the model is whole, in one process."""
         if sharding_of(self.trainer.strategy).sharded:
             raise InputError(
                 "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
@@ -65,13 +67,13 @@ class EvaluationModule(LightningModule):
             )
 
     def configure_model(self) -> None:
-        """Load the weights, after the data have been checked, if they are needed."""
+        """Load the weights if they are needed, after the data have been checked."""
         if self.needs_model and self.policy is None:
             options = (self.dtype_name, self.attn_implementation, self.trust_remote_code)
             self.policy = load_model(self.pretrained, *options).requires_grad_(False)
 
     def on_test_start(self) -> None:
-        """Start counting, with what an earlier part of the run has recorded."""
+        """Start counting, with the records of an earlier part of the run."""
         data = evaluation_of(self.trainer)
         self.judge = Judge(data.tags, self.judge_deadline_s)
         self.sets = nn.ModuleDict({name: SetMetrics(data.num_samples) for name in data.sets})
@@ -123,10 +125,11 @@ class EvaluationModule(LightningModule):
         """Log what docs/metrics.md lists under eval/."""
         for name, figures in self.figures().items():
             self.log_dict({f"eval/{name}/{figure}": value for figure, value in figures.items()})
-        self.log("step", 0.0)  # else Lightning adds the epoch
+        # Otherwise Lightning adds the epoch.
+        self.log("step", 0.0)
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """The logged figures by set; and, of several sets, "overall": the plain mean, as in the paper."""
+        """Return the logged figures by set; several sets get "overall", the plain mean, as in the paper."""
         found = {name: metrics.figures() for name, metrics in self.sets.items()}  # type: ignore[operator]
         if len(found) > 1:
             parts = list(found.values())
@@ -144,7 +147,7 @@ class EvaluationModule(LightningModule):
             self.judge.close()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave batches alone: they hold text and lists of token ids."""
+        """Keep batches as they are: they hold text and lists of token ids."""
         return batch
 
 
@@ -159,7 +162,7 @@ class SetMetrics(nn.Module):
         super().__init__()
         self.num_samples = num_samples
         self.pass_at_1 = PassAt1()
-        self.pass_at = nn.ModuleDict({str(k): PassAtK(k) for k in drawn(num_samples)})
+        self.pass_at = nn.ModuleDict({str(k): PassAtK(k) for k in reported_k(num_samples)})
         self.majority = MajorityAtK()
         self.means = nn.ModuleDict(
             {
@@ -184,7 +187,7 @@ class SetMetrics(nn.Module):
                 self.means["tokens"].update(float(record["num_tokens"]))  # type: ignore[operator]
 
     def figures(self) -> dict[str, float]:
-        """What is logged, by the last part of its name."""
+        """Return the logged figures by the last part of their names."""
         accuracy, error = self.pass_at_1.compute()
         figures = {
             "num_problems": int(self.pass_at_1.count),
@@ -201,5 +204,5 @@ class SetMetrics(nn.Module):
         return figures
 
     def pass_at_k(self) -> dict[int, float]:
-        """pass@k by k."""
+        """Return pass@k by k."""
         return {int(k): float(metric.compute()) for k, metric in self.pass_at.items()}  # type: ignore[operator]

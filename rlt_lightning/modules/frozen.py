@@ -16,17 +16,18 @@ class FrozenModel:
     """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
 
     Args:
-        entry: The way into the model.
+        entry: The entry of the model.
         offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `on`.
     """
 
     def __init__(self, entry: Entry, offload: bool = False) -> None:
         self.model: Any = entry.model.eval().requires_grad_(False)
-        self.run: Callable[..., Any] = entry  # run(function, *arguments) is function(model, *arguments)
+        # run(function, *arguments) returns function(model, *arguments).
+        self.run: Callable[..., Any] = entry
         self.offload = offload
 
     def place(self, device: torch.device, sharding: Whole) -> None:
-        """Get ready to be used on a device: move there or, when offloading to a GPU, pin the weights."""
+        """Move the model to a device or, when offloading to a GPU, pin its weights in host memory."""
         self.run = sharding.freeze(self.run)
         if sharding.sharded:
             return
@@ -38,7 +39,7 @@ class FrozenModel:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[Callable[..., Any]]:
-        """The way into the model, on the device for the length of the block; nothing may write to it."""
+        """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
         if not self.offload:
             yield self.run
             return
@@ -52,6 +53,6 @@ class FrozenModel:
                 tensor.data = data
 
     def tensors(self) -> Iterator[Tensor]:
-        """Parameters and buffers, each once."""
+        """Yield parameters and buffers, each once."""
         yield from self.model.parameters()
         yield from self.model.buffers()

@@ -19,13 +19,22 @@ GIB = 2**30
 
 @dataclass
 class PhaseCost:
-    """What one phase of a step has cost so far."""
+    """What one phase of a step has cost so far.
+
+    Attributes:
+        seconds: Time on the clock.
+        peak_bytes: The most memory in use at any time.
+        tokens: Tokens that models computed or sampled.
+        unshared_tokens: Tokens that would have been computed without shared prefixes.
+        padding_tokens: Tokens that were computed for nothing.
+        flops: Floating-point operations.
+    """
 
     seconds: float = 0.0
-    peak_bytes: int = 0  # the most memory in use at any time in the phase
-    tokens: int = 0  # computed by models, or sampled
-    unshared_tokens: int = 0  # that would have been computed without shared prefixes
-    padding_tokens: int = 0  # computed for nothing
+    peak_bytes: int = 0
+    tokens: int = 0
+    unshared_tokens: int = 0
+    padding_tokens: int = 0
     flops: float = 0.0
 
     def count(
@@ -57,7 +66,8 @@ class StepMeter:
         if self.on_change:
             self.on_change(phase)
         cost = self.phases.setdefault(phase, PhaseCost())
-        synchronise(self.device)  # else the work of the phase before would count here
+        # Otherwise the work of the phase before would count here.
+        synchronise(self.device)
         reset_peak_memory(self.device)
         start = time.perf_counter()
         try:
@@ -68,7 +78,7 @@ class StepMeter:
             cost.peak_bytes = max(cost.peak_bytes, peak_memory(self.device))
 
     def lap(self) -> dict[str, PhaseCost]:
-        """Return the costs since the last lap, and start anew."""
+        """Return the costs since the last call, and start from zero."""
         phases, self.phases = self.phases, {}
         return phases
 
@@ -80,16 +90,17 @@ def synchronise(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` count from now on. Off Linux, or where /proc is read-only, a CPU's never restarts."""
+    """Let `peak_memory` count from now on; a CPU's count restarts only on Linux with a writable /proc."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with suppress(OSError):  # there is none, or it may not be written
+        # /proc may be missing or read-only.
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_bytes(field: str = "VmRSS") -> int | None:
-    """This process's memory as Linux tells it, now or, by VmHWM, at its peak; None elsewhere."""
+    """Return this process's memory in bytes, now or, for VmHWM, at its peak; None without Linux's /proc."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -98,7 +109,7 @@ def resident_bytes(field: str = "VmRSS") -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most memory in use since the last reset, bytes: allocated on the GPU, or resident in the process."""
+    """Return the most bytes in use since the last reset: allocated on the GPU, or resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if peak_resident := resident_bytes("VmHWM"):
@@ -111,42 +122,44 @@ def peak_memory(device: torch.device) -> int:
 
 
 def forward_flops(model: Any, packed: PackedSequences) -> float:
-    """Floating-point operations of one forward of a packed row; see `flops`."""
+    """Return the floating-point operations of one forward of a packed row; see `flops`."""
     pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
     pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
     return flops(model, packed.input_ids.shape[1], pairs, len(packed.targets))
 
 
 def flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> float:
-    """Floating-point operations of one forward: 2 per weight and token, the head's for scored tokens alone.
+    """Return the floating-point operations of one forward: 2 per weight and token, the head's if scored.
 
     Attention counts 4 * heads * head_dim per layer and pair of tokens that see each other. A backward pass is
-    twice a forward. Of a mixture's experts, those that a token goes through count.
+    twice a forward. Of a mixture's experts only the ones that a token goes through count.
 
     Args:
-        model: Only its shapes are read.
-        num_tokens: That go through the transformer.
-        pairs: Of tokens that see each other.
-        num_scored: That go through the head.
+        model: The model, of which only shapes are read.
+        num_tokens: Tokens that go through the transformer.
+        pairs: Pairs of tokens that see each other.
+        num_scored: Tokens that go through the head.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings().weight  # looked up, not multiplied
+    # The embedding is looked up, not multiplied.
+    embedding = model.get_input_embeddings().weight
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     weights = 0.0
     for parameter in model.base_model.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # of the whole, where it is sharded
+        # ds_shape is the shape of the whole, if DeepSpeed shards it.
+        shape = getattr(parameter, "ds_shape", parameter.shape)
         if len(shape) >= 2 and parameter is not embedding:
             weights += shape.numel() * (chosen if len(shape) == 3 else 1)
-    num_heads = getattr(config, "num_attention_heads", None) or 0  # 0: no attention
+    num_heads = getattr(config, "num_attention_heads", None) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     per_pair = 4 * config.num_hidden_layers * num_heads * head_dim
     return 2 * weights * num_tokens + per_pair * pairs + 2 * num_scored * head.in_features * head.out_features
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the device's rate of matrix products, the best of a second's, FLOP/s: what MFU is a part of."""
+    """Measure the device's best rate of matrix products, FLOP/s, of which MFU is a fraction."""
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=dtype)
     seconds: list[float] = []

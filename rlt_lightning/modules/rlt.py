@@ -215,7 +215,7 @@ class RLTModule(PolicyModule):
     # Training
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """One RLT iteration: score with the student, compare within groups, step the teacher."""
+        """Run one RLT iteration: score with the student, compare within groups, step the teacher."""
         rollouts = self.require_rollouts(batch)
         with self.phase("score") as cost:
             batch.scores = self.score(rollouts, cost)

@@ -1,4 +1,4 @@
-"""Scoring: what the frozen student makes of explanations, token by token and as the RLT reward."""
+"""Scoring: how likely the frozen student finds explanation and solution, as the RLT reward."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from rlt_lightning.types import InputError, Problem, Rollout, Rollouts, Scores
 class StudentScorer:
     """Compute the RLT reward: one student forward for both terms, at most one teacher forward for r_KL.
 
-    The sampled estimators of r_KL take the teacher's log-probs from the rollouts where these have them at the
+    The sampled estimators of r_KL take the teacher's log-probs from the rollouts, if they have them at the
     reward's temperature.
 
     Args:
-        policy: The way into the teacher: policy(function, *arguments) is function(teacher, *arguments).
-        student: The way into the frozen student, which shares the teacher's vocabulary.
+        policy: Calls the teacher: policy(function, *arguments) is function(teacher, *arguments).
+        student: Calls the frozen student, which shares the teacher's vocabulary.
         reward: The reward and its options.
-        device: Where both run.
+        device: The device of both models.
         plan: Divides sequences into rows that go through a model together, with their weights: a row of
             weight 0 is computed only because other ranks compute one.
         head: How log-probs are computed from hidden states.
-        recompute: Whether to run the teacher, given whether the rollouts lack its log-probs; all ranks must
-            come to the same answer where they meet in each row.
-        cost: Where the tokens that models compute are counted.
+        recompute: Returns whether to run the teacher, given whether the rollouts lack its log-probs; if ranks
+            compute rows together, it must return the same on all.
+        cost: Counts the tokens that models compute.
     """
 
     policy: Callable[..., Any]
@@ -65,7 +65,7 @@ class StudentScorer:
 
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite, naming the rows and the term.
-            InputError: If the reward's own terms are not what they must be.
+            InputError: If the reward's extra terms have wrong names or shapes.
         """
         rows = rollouts.rollouts
         extra = self.extra_terms(rows)
@@ -119,7 +119,7 @@ class StudentScorer:
         return Scores(terms, solution, think, kl)
 
     def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
-        """The terms that the reward adds to RLT's, each (N,), in the order of their names."""
+        """Return the terms that the reward adds to RLT's, each (N,), in the order of their names."""
         name, names = type(self.reward).__name__, self.reward.extra_names
         terms = self.reward.extra_terms(rows)
         if not isinstance(terms, dict) or set(terms) != set(names):
@@ -139,7 +139,7 @@ class StudentScorer:
         return {term: terms[term].to(self.device, torch.float32) for term in names}
 
     def teacher_log_probs(self, packed: PackedSequences) -> Tensor:
-        """The teacher's log-probs of the scored tokens, (M,), nats."""
+        """Return the teacher's log-probs of the scored tokens, (M,), nats."""
         log_probs, _ = self.policy(log_probs_of, packed, self.reward.teacher_temperature, self.head)
         return log_probs
 
@@ -159,7 +159,7 @@ class StudentScorer:
         return self.policy(with_teacher)
 
     def sampled_log_probs(self, rollouts: Rollouts) -> list[Tensor] | None:
-        """The teacher's log-probs of each row's think tokens, (K,), as they were sampled; None if unknown."""
+        """Return the teacher's log-probs of each row's think tokens, (K,), as sampled; None if unknown."""
         rows = rollouts.rollouts
         if self.reward.kl_estimator == "exact" or rollouts.temperature != self.reward.teacher_temperature:
             return None
@@ -178,7 +178,7 @@ class StudentScorer:
         ]
 
     def given_log_probs(self, problems: list[Problem]) -> dict[int, Tensor]:
-        """The teacher's log-probs of the separator that a prompt ends with, by number of the problem.
+        """Return the teacher's log-probs of the separator at the end of each prompt, by the problem's row.
 
         No engine sampled it, so each prompt that ends with one goes through the teacher once.
         """
@@ -199,7 +199,7 @@ class StudentScorer:
     def pack(
         self, sequences: list[ScoredSequence], micro_batch: MicroBatch, weight: float
     ) -> PackedSequences:
-        """Lay a row's sequences out, and count them."""
+        """Return one row with the sequences of a micro-batch, and count its cost."""
         packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
         if self.cost is not None:
             self.cost.count(packed, sequences, micro_batch, weight)
@@ -207,7 +207,7 @@ class StudentScorer:
 
 
 def think_tokens(rollout: Rollout, score_given: bool) -> list[int]:
-    """The tokens that r_KL counts: the explanation's and, with `score_given`, the separator before it."""
+    """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
     given = rollout.problem.think_prefix if score_given else []
     return given + rollout.body[: rollout.num_think]
 
@@ -246,7 +246,7 @@ def sampled_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Te
 
 
 def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
-    """Splice the explanation into the student's context; score think and solution tokens (RLT, figure 3)."""
+    """Return the explanation in the student's context; score think and solution tokens (RLT, figure 3)."""
     problem = rollout.problem
     prefix = problem.student_prefix + problem.think_prefix
     rest = rollout.body + problem.student_suffix + problem.solution_ids
@@ -257,14 +257,14 @@ def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
 
 
 def teacher_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
-    """The explanation in the teacher's own context; score the same think tokens."""
+    """Return the explanation in the teacher's context; the same think tokens are scored."""
     prompt, explanation = rollout.problem.teacher_prompt, rollout.body[: rollout.num_think]
     scored = scored_end(len(prompt) + len(explanation) - num_think, num_think)
     return ScoredSequence(prompt, explanation, scored)
 
 
 def scored_end(num_given: int, num_scored: int) -> list[bool]:
-    """A mask of tokens that are given, followed by tokens that are scored."""
+    """Return a mask of tokens that are given, followed by tokens that are scored."""
     return [False] * num_given + [True] * num_scored
 
 
@@ -275,5 +275,5 @@ def require_finite_rows(rows: Sequence[Tensor], term: str, row_numbers: list[int
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Stack rows of different lengths: values (N, T) with zeros behind, and their token_mask."""
+    """Stack rows of different lengths; return values (N, T), padded with 0, and their token_mask."""
     return to_padded(torch.cat(list(rows)), [len(row) for row in rows])

@@ -1,4 +1,4 @@
-"""Rewards that look at a completion's text alone; the correctness reward of traditional RL is one."""
+"""Rewards that need only a completion's text, such as the correctness reward of traditional RL."""
 
 from __future__ import annotations
 
@@ -17,31 +17,37 @@ from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout
 
 
 class TextReward(Reward, ABC):
-    """A reward for which no model is asked, chosen by its class: `--model.reward my_package.MyReward`."""
+    """A reward that asks no model, chosen by its class: `--model.reward my_package.MyReward`."""
 
     @abstractmethod
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
         """Reward N completions.
 
         Args:
-            rollouts: With their `text` and their `problem`, whose row is `problem.columns`.
-            tags: Of the texts.
+            rollouts: N rollouts with their `text` and their `problem`, whose row is `problem.columns`.
+            tags: The tags in the texts.
 
         Returns:
-            The reward and what it is made of, each (N,), on the CPU.
+            The reward and its terms, each (N,), on the CPU.
         """
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Raise an InputError for problems that it cannot judge. Called before a model is loaded."""
+        """Raise an InputError for problems that it cannot judge; called before a model is loaded."""
 
 
 @dataclass(frozen=True)
 class CorrectnessTerms(RewardTerms):
-    """The reward of each answer and what it is made of; all (N,)."""
+    """The reward of each answer and its terms; all (N,), 1 for yes and 0 for no.
 
-    correct: Tensor  # 1 where the answer is right
-    formatted: Tensor  # 1 where thought and solution stand between their tags
-    timed_out: Tensor  # 1 where judging was broken off at its limit of time or memory: it counts as wrong
+    Attributes:
+        correct: Whether the answer is right.
+        formatted: Whether thought and solution stand between their tags.
+        timed_out: Whether judging reached its limit of time or memory, so that the answer counts as wrong.
+    """
+
+    correct: Tensor
+    formatted: Tensor
+    timed_out: Tensor
 
 
 class CorrectnessReward(TextReward):
@@ -51,8 +57,8 @@ class CorrectnessReward(TextReward):
 
     Args:
         right: Reward of a well-formed right answer.
-        wrong: Of a well-formed wrong one.
-        unformatted: Of one whose thought and solution are not between their tags, whatever it says.
+        wrong: Reward of a well-formed wrong answer.
+        unformatted: Reward of an answer whose thought and solution are not between their tags.
 
     Raises:
         InputError: If a better answer would earn less.
@@ -69,7 +75,8 @@ class CorrectnessReward(TextReward):
         self.right = right
         self.wrong = wrong
         self.unformatted = unformatted
-        self.judge: Judge | None = None  # made when the tags are known
+        # It is made when the tags are known.
+        self.judge: Judge | None = None
 
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> CorrectnessTerms:
         """See `TextReward`."""
@@ -84,7 +91,7 @@ class CorrectnessReward(TextReward):
         return CorrectnessTerms(reward, correct, formatted, timed_out)
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Countdown's checker must be installed where it is needed."""
+        """Check that Countdown's checker is installed if it is needed."""
         if any(problem.columns.get("kind") == "countdown" for problem in problems):
             require_reasoning_gym()
 

@@ -122,7 +122,7 @@ def in_groups(rewards: Tensor, group_size: int) -> Tensor:
     if group_size < 2:
         raise ValueError(
             f"group_size must be at least 2, but it is {group_size}: "
-            "a lone completion has none to compare with."
+            "a single completion has none to compare with."
         )
     if rewards.numel() % group_size:
         raise ValueError(

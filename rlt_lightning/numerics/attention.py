@@ -1,7 +1,7 @@
 """Attention within the segments of a packed row, some of which continue a prefix that they share.
 
 Every segment attends to itself, causally. A segment that continues a prefix attends to all of the prefix too.
-Its two parts are computed apart and merged by their log-sum-exps, so that a prefix is held once, nothing is
+Its two parts are computed apart and merged by their log-sum-exps, so that a prefix is stored once, nothing is
 copied or repeated, and no L x L mask exists. The backward pass of an attention kernel needs only the queries,
 keys and values of a part and the log-sum-exp of the whole, so each part's gradient is exact.
 """
@@ -28,14 +28,15 @@ class SharedPrefix(NamedTuple):
 class Segments(NamedTuple):
     """Where the segments of a row of L tokens begin and end, and which of them share a prefix."""
 
-    boundaries: tuple[int, ...]  # ascending, from 0 to L: one more than there are segments, none empty
+    # Ascending from 0 to L, one more than there are segments; no segment is empty.
+    boundaries: tuple[int, ...]
     shared: tuple[SharedPrefix, ...] = ()
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Return causal attention within segments and from segments to the prefix that they continue.
 
-    On a CPU and, in half precision, on an NVIDIA GPU by `MergedAttention`; elsewhere by the slow and obvious
+    A CPU and, in half precision, an NVIDIA GPU use `MergedAttention`; others the slow and obvious
     `looped_attention`.
 
     Args:
@@ -57,7 +58,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
 
 
 def looped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Compute `segment_attention` segment by segment by PyTorch's public attention, on any device."""
+    """Compute `segment_attention` segment by segment with PyTorch's public attention, on any device."""
     key = key.repeat_interleave(len(query) // len(key), dim=0)
     value = value.repeat_interleave(len(query) // len(value), dim=0)
     outputs = []
@@ -94,13 +95,13 @@ class Kernel(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output (A, L, D) and fp32 log-sum-exp (A, L), undefined outside the part's queries."""
+        """Return output (A, L, D) and fp32 log-sum-exp (A, L), undefined outside the part's queries."""
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
         part: Part, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of query, key and value, zero outside the part, given the output and lse of the whole."""
+        """Return gradients of query, key and value, zero outside the part; output and lse are the whole's."""
 
 
 class MergedAttention(torch.autograd.Function):
@@ -156,10 +157,9 @@ class LoopKernel:
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        # (L, heads, D) in memory, as the layers around make and want it
-        output = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format).transpose(
-            0, 1
-        )
+        # The layers around use (L, heads, D) in memory.
+        rows = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
+        output = rows.transpose(0, 1)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for (q0, q1), (k0, k1) in zip(part.queries, part.keys, strict=True):
             output[:, q0:q1], lse[:, q0:q1] = (
@@ -200,12 +200,12 @@ class VarlenKernel:
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        q, k, v = (pick(t, ranges) for t, ranges in zip((query, key, value), part_ranges(part), strict=True))
+        q, k, v = inputs_of(part, query, key, value)
         limits = varlen_limits(part, query.device)
         found, found_lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *limits, 0.0, part.causal, False, scale=scale
         )
-        output = put(found, part.queries, query)
+        output = undo_pick(found, part.queries, query)
         lse = found_lse.new_empty(query.shape[:2])
         put_ranges(lse.t(), part.queries, found_lse.t())
         return output, lse
@@ -215,8 +215,8 @@ class VarlenKernel:
         part: Part, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """See `Kernel`."""
-        q, k, v = (pick(t, ranges) for t, ranges in zip((query, key, value), part_ranges(part), strict=True))
-        g, o = pick(grad, part.queries), pick(output, part.queries)
+        q, k, v = inputs_of(part, query, key, value)
+        g, o = pick_ranges(grad, part.queries), pick_ranges(output, part.queries)
         own_lse = torch.cat([lse[:, start:end] for start, end in part.queries], dim=1).contiguous()
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         found = torch.ops.aten._flash_attention_backward(
@@ -224,46 +224,52 @@ class VarlenKernel:
             no_dropout, no_dropout.new_empty(0), scale=scale,
         )  # fmt: skip
         like = zip(found, part_ranges(part), (query, key, value), strict=True)
-        return tuple(put(gradient, ranges, tensor) for gradient, ranges, tensor in like)  # type: ignore[return-value]
+        return tuple(undo_pick(gradient, ranges, tensor) for gradient, ranges, tensor in like)  # type: ignore[return-value]
 
 
 def part_ranges(part: Part) -> tuple[list[tuple[int, int]], ...]:
-    """The ranges of queries, keys and values."""
+    """Return the ranges of queries, keys and values."""
     return part.queries, part.keys, part.keys
 
 
-def pick(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-    """The tokens in the ranges, as the varlen kernel takes them: (heads, L, D) -> (tokens, heads, D)."""
+def inputs_of(part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Return the part's queries, keys and values."""
+    pairs = zip((query, key, value), part_ranges(part), strict=True)
+    return tuple(pick_ranges(tensor, ranges) for tensor, ranges in pairs)
+
+
+def pick_ranges(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+    """Return the tokens in the ranges, as the varlen kernel takes them: (tokens, heads, D)."""
     rows = tensor.transpose(0, 1)
-    return (
-        rows.contiguous() if is_all(ranges, rows) else torch.cat([rows[start:end] for start, end in ranges])
-    )
+    if covers_all(ranges, rows):
+        return rows.contiguous()
+    return torch.cat([rows[start:end] for start, end in ranges])
 
 
-def put(rows: Tensor, ranges: list[tuple[int, int]], like: Tensor) -> Tensor:
-    """Undo `pick`, with zeros outside the ranges: (tokens, heads, D) -> (heads, L, D)."""
-    if is_all(ranges, rows) and len(rows) == like.shape[1]:
+def undo_pick(rows: Tensor, ranges: list[tuple[int, int]], like: Tensor) -> Tensor:
+    """Undo `pick_ranges`, with zeros outside the ranges: (tokens, heads, D) -> (heads, L, D)."""
+    if covers_all(ranges, rows) and len(rows) == like.shape[1]:
         return rows.transpose(0, 1)
     target = rows.new_zeros(like.shape[1], like.shape[0], like.shape[2])
     put_ranges(target, ranges, rows)
     return target.transpose(0, 1)
 
 
-def is_all(ranges: list[tuple[int, int]], rows: Tensor) -> bool:
-    """Whether the ranges follow on each other and cover all rows, so that nothing needs to be moved."""
+def covers_all(ranges: list[tuple[int, int]], rows: Tensor) -> bool:
+    """Return whether the ranges cover all rows in order, so that nothing needs to be moved."""
     joined = all(before[1] == after[0] for before, after in pairwise(ranges))
     return joined and ranges[0][0] == 0 and ranges[-1][1] == len(rows)
 
 
 def put_ranges(target: Tensor, ranges: list[tuple[int, int]], rows: Tensor) -> None:
-    """Copy the rows of all ranges, which lie one after another, to where they belong."""
+    """Copy rows, which hold the ranges one after another, into the ranges of the target."""
     sizes = [end - start for start, end in ranges]
     for (start, end), piece in zip(ranges, rows.split(sizes), strict=True):
         target[start:end] = piece
 
 
 def varlen_limits(part: Part, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Cumulative lengths of the queries' and keys' ranges, int32, and the longest of each."""
+    """Return cumulative lengths of the queries' and keys' ranges, int32, and the longest of each."""
     lengths = [[end - start for start, end in ranges] for ranges in (part.queries, part.keys)]
     q_ends, k_ends = (
         torch.tensor([0, *part_lengths], device=device).cumsum(0).to(torch.int32) for part_lengths in lengths

@@ -13,12 +13,12 @@ class TruncatedImportanceSampling:
 
     weight = min(pi_trainer / pi_engine, cap), per token, or of the product over the sequence's tokens
 
-    The mean over the engine's samples is then the trainer's mean, but for the cap, which trades a little bias
-    for a bounded variance (Ionides 2008). It makes up for rounding in the engine as for rollouts that are a
-    step old.
+    The mean over the engine's samples is then the trainer's mean, except for the cap, which trades a little
+    bias for a bounded variance (Ionides 2008). The weights correct for rounding in the engine and for stale
+    rollouts.
 
     Args:
-        level: token, or sequence: unbiased but for the cap, with a variance that grows with the length.
+        level: token, or sequence, which has no bias but the cap's, and a variance that grows with the length.
         cap: Largest weight.
 
     Raises:
@@ -36,7 +36,7 @@ class TruncatedImportanceSampling:
 
         Args:
             log_probs: The trainer's, (N, T), nats. Padding may hold anything.
-            engine_log_probs: Of the same tokens, as they were sampled, (N, T), nats.
+            engine_log_probs: The engine's of the same tokens, as they were sampled, (N, T), nats.
             token_mask: True on completion tokens, (N, T).
         """
         log_ratio = (log_probs.detach() - engine_log_probs).masked_fill(~token_mask, 0.0)  # (N, T)
@@ -47,23 +47,32 @@ class TruncatedImportanceSampling:
 
 @dataclass
 class Mismatch:
-    """Sums over tokens of how the trainer's log-probs differ from the engine's, before any clipping.
+    """Sums over tokens of how the trainer's log-probs differ from the engine's, d = trainer - engine.
 
-    Those of micro-batches and of ranks add up (`+`).
+    The sums of micro-batches and of ranks add up (`+`).
+
+    Attributes:
+        largest: max |d|, nats.
+        num_tokens: The number of tokens.
+        distance: sum |d|, nats.
+        kl: sum exp(d) - 1 - d, which estimates KL(engine || trainer), nats, at least 0 (k3).
+        ratio: sum of w = exp(d).
+        squared_ratio: sum of w^2.
     """
 
-    largest: float = 0.0  # max |d|, nats
+    largest: float = 0.0
     num_tokens: float = 0.0
-    distance: float = 0.0  # sum |d|, d = trainer - engine, nats
-    kl: float = 0.0  # sum exp(d) - 1 - d: estimates KL(engine || trainer), >= 0 (k3)
-    ratio: float = 0.0  # sum of w = exp(d)
-    squared_ratio: float = 0.0  # sum w^2
+    distance: float = 0.0
+    kl: float = 0.0
+    ratio: float = 0.0
+    squared_ratio: float = 0.0
 
     @classmethod
     def between(cls, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Mismatch:
         """Measure (N, T) log-probs, nats, where the mask is True."""
         difference = (log_probs.detach() - engine_log_probs)[token_mask].double()
-        ratio = difference.clamp(max=100).exp()  # its square must stay finite
+        # The square of the ratio must stay finite.
+        ratio = difference.clamp(max=100).exp()
         return cls(
             num_tokens=float(difference.numel()),
             distance=difference.abs().sum().item(),
@@ -74,7 +83,7 @@ class Mismatch:
         )
 
     def sums(self) -> tuple[float, ...]:
-        """All figures that add up, in the order of the fields."""
+        """Return all figures that add up, in the order of the fields."""
         return (self.num_tokens, self.distance, self.kl, self.ratio, self.squared_ratio)
 
     def __add__(self, other: Mismatch) -> Mismatch:
@@ -83,15 +92,15 @@ class Mismatch:
 
     @property
     def mean(self) -> float:
-        """Mean |trainer - engine|, nats per token."""
+        """Return the mean |trainer - engine|, nats per token."""
         return self.distance / self.num_tokens
 
     @property
     def mean_kl(self) -> float:
-        """KL of the trainer from the engine, estimated from the engine's samples, nats per token."""
+        """Return the KL of trainer from engine, estimated from the engine's samples, nats per token."""
         return self.kl / self.num_tokens
 
     @property
     def effective_sample_frac(self) -> float:
-        """Effective sample size (sum w)^2 / sum w^2 over the number of tokens, in (0, 1]; 1 is on policy."""
+        """Return the effective sample size (sum w)^2 / sum w^2 per token, in (0, 1]; 1 is on policy."""
         return self.ratio**2 / (self.squared_ratio * self.num_tokens)

@@ -56,7 +56,7 @@ class MicroBatch:
 
     @property
     def indices(self) -> list[int]:
-        """All members, family after family, in the order of the row."""
+        """Return all members, family after family, in the order of the row."""
         return [index for family in self.families for index in family]
 
 

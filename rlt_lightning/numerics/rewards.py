@@ -12,10 +12,8 @@ from torch import Tensor
 from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
 from rlt_lightning.types import RewardTerms, Rollout
 
-# Names under reward/, and columns of records without their _reward, that a term of one's own may not take.
+# Names that an extra term may not have: those under reward/, and columns of records without their _reward.
 TAKEN_NAMES = frozenset({"mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format"})
-
-
 TAKEN_NAMES |= {"solution_log_prob", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"}
 
 
@@ -71,7 +69,7 @@ def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: flo
 
 
 def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -> Tensor:
-    """Measure how little the explanation follows from the question alone, as the student would continue it.
+    """Measure how far the explanation is from what the student would write, given only the question.
 
     r_KL = mean_t KL_t + max_coef * max_t KL_t          (RLT, arXiv:2506.08388, Eq. 4)
 
@@ -90,15 +88,16 @@ def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -
 
 @dataclass(frozen=True)
 class RLTRewardTerms(RewardTerms):
-    """The RLT reward of each completion and what it is made of; all (N,).
+    """The RLT reward of each completion and its terms; all (N,).
 
-    `reward` is the sum of the first three terms and of `extra`. Means, minima and maxima over tokens are
-    given as they entered the reward, after clipping and normalisation, and `raw_`, before them, in nats.
+    `reward` is the sum of the next three, w_SS * r_SS, -lambda * r_KL and 0 or the format penalty, and of
+    `extra`, the terms of a subclass of RLTReward by name. Means, minima and maxima over tokens are given
+    after clipping and normalisation and, as `raw_`, before them, in nats.
     """
 
-    solution_log_prob_reward: Tensor  # w_SS * r_SS
-    kl_reward: Tensor  # -lambda * r_KL
-    format_reward: Tensor  # 0, or the format penalty
+    solution_log_prob_reward: Tensor
+    kl_reward: Tensor
+    format_reward: Tensor
     solution_log_prob_mean: Tensor
     solution_log_prob_min: Tensor
     kl_mean: Tensor
@@ -107,7 +106,7 @@ class RLTRewardTerms(RewardTerms):
     raw_solution_log_prob_min: Tensor
     raw_kl_mean: Tensor
     raw_kl_max: Tensor
-    extra: dict[str, Tensor] = field(default_factory=dict)  # terms that a subclass of RLTReward adds, by name
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Tensor]:
         """See `RewardTerms.parts`."""
@@ -139,23 +138,24 @@ class RLTRewardTerms(RewardTerms):
 class Reward:
     """What a completion is worth: an RLTReward, which two models compute, or a TextReward."""
 
-    tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")  # of the data that it is made for
+    # The values of data.task for which the reward is made.
+    tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")
 
     def columns(self) -> tuple[str, ...]:
-        """Columns of scored rows that pages and groups show: the reward, and the terms that add up to it."""
+        """Return the columns of scored rows that pages show: the reward and the terms that add up to it."""
         return ("reward",)
 
     def close(self) -> None:
-        """Free what it holds; safe to call twice."""
+        """Free processes and memory; safe to call twice."""
 
 
 @dataclass(frozen=True)
 class RLTReward(Reward):
-    """The reward of an explanation; its defaults are the released recipe's, whose tokenizer gives no token.
+    """The reward of an explanation; its defaults are the released recipe's.
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
 
-    A subclass may add terms of its own, from the texts: it names them in `extra_names` and returns them from
+    A subclass may add terms computed from the texts: it names them in `extra_names` and returns them from
     `extra_terms`.
 
     Args:
@@ -179,7 +179,8 @@ class RLTReward(Reward):
     """
 
     tasks = ("rlt", "score")
-    extra_names: ClassVar[tuple[str, ...]] = ()  # of the terms that a subclass adds, in lower case
+    # The names of the terms that a subclass adds, in lower case.
+    extra_names: ClassVar[tuple[str, ...]] = ()
 
     solution_weight: float = 1.0
     min_coef: float = 0.01
@@ -206,13 +207,12 @@ class RLTReward(Reward):
         self.require("normalise_kl", self.normalise_kl in ("none", "one_minus_exp"), "none or one_minus_exp")
         bound = self.clip_log_probs
         self.require("clip_log_probs", bound is None or bound < 0, "negative nats, or null for no bound")
-        self.require(
-            "clip_kl", self.clip_kl is None or self.clip_kl > 0, "positive nats, or null for no bound"
-        )
+        bound = self.clip_kl
+        self.require("clip_kl", bound is None or bound > 0, "positive nats, or null for no bound")
         for name in self.extra_names:
             if name in TAKEN_NAMES or name.startswith("val_") or not name.isidentifier():
                 raise ValueError(
-                    f"A term of a reward needs a name of its own, such as 'length', but "
+                    f"A term of a reward needs a new name, such as 'length', but "
                     f"{type(self).__name__}.extra_names has {name!r}, which is taken or no name. "
                     "Choose another."
                 )
@@ -223,7 +223,7 @@ class RLTReward(Reward):
         return (*own, *(f"{name}_reward" for name in self.extra_names))
 
     def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """Terms that are added to the reward, with their weight and sign; none here. For subclasses.
+        """Return terms that are added to the reward, with their weight and sign; a subclass has some.
 
         A term is logged as reward/NAME and reward/val_NAME, and recorded as NAME_reward.
 

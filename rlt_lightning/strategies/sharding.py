@@ -117,12 +117,12 @@ class DeepSpeedZeRO(Whole):
 
     @property
     def steps_on_cpu(self) -> bool:  # type: ignore[override]
-        """Whether the optimizer is offloaded, by the strategy's offload_optimizer."""
+        """Return whether the strategy has offload_optimizer."""
         return "offload_optimizer" in self.strategy.config["zero_optimization"]
 
     @property
     def half_precision(self) -> bool:
-        """Whether models run in bfloat16, for which DeepSpeed casts the weights instead of using autocast."""
+        """Return whether models run in bfloat16, for which DeepSpeed casts weights, without autocast."""
         return "bf16" in self.strategy.config
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
