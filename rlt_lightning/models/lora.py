@@ -81,7 +81,8 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
             return read(unadapted_name(name))
         if ".lora_B." in name:
             return torch.zeros(shapes[name])
-        bound = 1 / sqrt(shapes[name][1])  # peft's: Kaiming uniform with a = sqrt(5)
+        # Like peft: Kaiming uniform with a = sqrt(5).
+        bound = 1 / sqrt(shapes[name][1])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         return torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)
 
@@ -100,7 +101,7 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
 
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=lora.targets,
         task_type="CAUSAL_LM",
     )
@@ -145,7 +146,8 @@ class MergedWeight:
     a: Tensor  # (rank, in)
     b: Tensor  # (out, rank)
     scale: float
-    transposed: bool  # whether W is stored as (in, out)
+    # Whether W is stored as (in, out).
+    transposed: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,7 +195,8 @@ def without_adapter(model: Any, function: Callable[..., Any], *arguments: Any) -
     """Return `function(model, *arguments)` with the adapter switched off."""
     layers: list[Any] = [m for m in model.modules() if isinstance(m, adapted_layer_class())]
     for layer in layers:
-        layer._disable_adapters = True  # its enable_adapters would freeze A and B as well
+        # enable_adapters() would freeze A and B as well.
+        layer._disable_adapters = True
     try:
         return function(model, *arguments)
     finally:

@@ -15,8 +15,9 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
 
 With sharded weights, each forward and backward of a row waits for the other ranks too. A batch passes through
-five files: this one, `modules/scoring.py` (its reward), `numerics/packing.py` (its rows), `models/packed.py`
-(rows through a model) and `numerics/losses.py` (its loss); pure functions of tensors follow from there.
+five files: this one, `scoring.py` (reward), `base.py` (division into rows), `numerics/packing.py` (a row) and
+`models/packed.py` (a row through a model). From there tensors go through pure functions of `numerics/`, and
+figures through `meter.py` and `logged.py`.
 """
 
 from __future__ import annotations
