@@ -220,10 +220,3 @@ def test_functions_are_short() -> None:
 
 def test_the_root_has_few_entries() -> None:
     assert len({path.name for path in PACKAGE.iterdir()} - {"__pycache__"}) <= MAX_ROOT_ENTRIES
-
-
-def test_the_method_page_names_files_that_exist() -> None:
-    page = (ROOT / "docs" / "method.md").read_text()
-    files = re.findall(r"`(\w+/\w+\.py)` \|$", page.partition("## The reward")[0], re.MULTILINE)
-    assert len(files) > 20
-    assert [file for file in files if not (PACKAGE / file).exists()] == []
