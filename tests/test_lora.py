@@ -1,4 +1,4 @@
-"""Low-rank adapters: the equation by hand, training under every strategy, export merged and alone."""
+"""Low-rank adapters: the equation by hand, training under every strategy, export merged and separate."""
 
 from __future__ import annotations
 
