@@ -50,7 +50,7 @@ class Request:
 
 
 class WorkerClient:
-    """The routes of one `vllm serve`, with token ids in and out, and what the engine knows of it.
+    """The routes of one `vllm serve`, with token ids in and out; they tell how it was set up.
 
     Args:
         url: Of the server, such as http://127.0.0.1:8000.
@@ -67,10 +67,7 @@ class WorkerClient:
         self.api_key = api_key
         self.plain = plain
         self.adapter: str | None = None  # name of the LoRA that it samples with, if any
-        self.weights: str | None = None  # version of the last push to it that went through
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
-        self.losses = 0  # times that it was lost since any request was completed
-        self.verified = -1  # incarnation whose weights were last compared with the trainer's
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
 
@@ -136,11 +133,11 @@ class WorkerClient:
     async def probe(self, deadline_s: float) -> str | None:
         """Ask server, engine and model workers for a sign of life; return the version of their weights.
 
-        A plain one is asked for its health alone, and keeps its weights.
+        A plain worker is asked only for its health; it does not tell a version, so None is returned.
         """
         if self.plain:
             await self.call("GET", "/health", None, deadline_s)
-            return self.weights
+            return None
         _, _, answer = await asyncio.gather(
             self.call("GET", "/health", None, deadline_s),
             self.call("POST", "/collective_rpc", {"method": "check_health"}, deadline_s),

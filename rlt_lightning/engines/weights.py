@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
@@ -295,6 +295,15 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, daemon=True).start()
     return future
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also in a notebook, which has a running loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return in_background(lambda: asyncio.run(work)).result()
 
 
 def free_port(host: str = LOOPBACK) -> int:
