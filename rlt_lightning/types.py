@@ -1,4 +1,17 @@
-"""Dataclasses that cross folders. Token ids travel from the engine to the loss; text is for people."""
+"""Dataclasses that cross folders. Token ids travel from the engine to the loss; text is for people.
+
+The errors of this package, by base class; `rlt` prints those marked * on one line, without a traceback:
+
+    ValueError
+    ├── InputError *          types.py                 something the user controls is wrong
+    └── NonFiniteError *      numerics/rewards.py      a reward is not a number
+    RuntimeError
+    └── EngineError *         engines/base.py          an engine failed, or a worker of it
+        ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
+        └── WorkerError       engines/client.py        one call to one worker failed
+    Exception
+    └── BadRowError           datamodules/bad_rows.py  a row cannot be used: it is counted and left out
+"""
 
 from __future__ import annotations
 

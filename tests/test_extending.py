@@ -27,6 +27,7 @@ from misfits import Terms
 from test_async_rollouts import Witness, assert_same, fit
 from test_docs_metrics import names_of
 
+import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import Engine, EngineDescription, EngineError, HFEngine, Sampling
 from rlt_lightning.models.packed import sequence_log_probs
@@ -395,6 +396,16 @@ def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: Co
     server.script = [9] * 3
     [group] = engine.generate([[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[3])
     assert (group[0].token_ids, group[0].finish_reason) == ([9] * 3, "length")
+
+
+def test_the_tree_of_errors_is_whole() -> None:
+    tree = re.findall(r"[├└]── (\w+) [* ] +([\w/]+)\.py", rlt_lightning.types.__doc__ or "")
+    found = []
+    for path in Path(rlt_lightning.__file__).parent.rglob("*.py"):
+        place = str(path.relative_to(ROOT / "rlt_lightning").with_suffix(""))
+        names = re.findall(r"^class (\w+)\(\w*(?:Error|Exception|Lost)\):", path.read_text(), re.MULTILINE)
+        found += [(name, place) for name in names]
+    assert sorted(tree) == sorted(found)
 
 
 class FourMethods(Engine):

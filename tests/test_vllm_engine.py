@@ -43,6 +43,7 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.verification import disagreement
+from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.engines.weights import pieces
 from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import Completion, InputError
@@ -812,6 +813,16 @@ def test_the_command_line_is_what_a_person_would_type() -> None:
     own = Launch(executable=sys.executable, model="mine").command(0, 1, "the/model", "disk", "teacher")
     assert own[2] == "mine"
     assert "--max-model-len" not in own
+
+
+def test_only_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting_for("nothing", after_s=5.0):
+        pass
+    with waiting_for(lambda: "a worker", deadline_s=9.0, after_s=0.05):  # then 0.1, 0.2, 0.4 ...
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert set(lines) == {"waiting for a worker: 0 s of at most 9 s"}
+    assert 2 <= len(lines) <= 3
 
 
 def test_impossible_launches_are_refused() -> None:

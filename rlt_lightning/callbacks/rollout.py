@@ -313,7 +313,7 @@ class RolloutCallback(Callback):
             "sampling": ", ".join([*settings, f"seed {self.seed}"]),
             "engine": type(self.engine).__name__,
             "traces per problem": self.num_traces,
-            "sampled anew at most": self.max_resamples,
+            "sampled again at most": self.max_resamples,
         }
 
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
