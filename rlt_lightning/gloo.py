@@ -1,4 +1,4 @@
-"""The process group in which trainer and vLLM workers meet; imported on both sides, needs torch alone."""
+"""The process group in which trainer and vLLM workers meet; both sides import it, and it needs only torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def join_group(store: Store, rank: int, world_size: int, timeout_s: float, host: str) -> ProcessGroupGloo:
-    """Join the group that meets at a store; blocks until all have come. Rank 0 is the trainer.
+    """Join the group that meets at a store; block until all members have joined. Rank 0 is the trainer.
 
-    A group whose trainer is on the loopback interface listens there alone; any other on the interface of the
-    machine's host name.
+    If the trainer is on the loopback interface, the group listens only there; otherwise it listens on the
+    interface of the machine's host name.
     """
     timeout = timedelta(seconds=timeout_s)
     address = socket.gethostbyname(host)
@@ -29,7 +29,7 @@ def join_group(store: Store, rank: int, world_size: int, timeout_s: float, host:
 
 
 def from_trainer() -> BroadcastOptions:
-    """Say that a broadcast's source is rank 0."""
+    """Return the options of a broadcast whose source is rank 0."""
     options = BroadcastOptions()
     options.rootRank = 0
     return options

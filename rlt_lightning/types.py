@@ -6,6 +6,18 @@ The data classes, from what they hold to what holds them:
                        RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
+
+The errors of this package, by base class; `rlt` prints those marked * on one line, without a traceback:
+
+    ValueError
+    ├── InputError *          types.py                 something the user controls is wrong
+    └── NonFiniteError *      numerics/rewards.py      a reward is not a number
+    RuntimeError
+    └── EngineError *         engines/base.py          an engine failed, or a worker of it
+        ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
+        └── WorkerError       engines/client.py        one call to one worker failed
+    Exception
+    └── BadRowError           datamodules/bad_rows.py  a row cannot be used: it is counted and left out
 """
 
 from __future__ import annotations

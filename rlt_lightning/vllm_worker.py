@@ -1,7 +1,7 @@
 """Runs inside vLLM's worker processes: takes new weights over gloo or from a folder.
 
-The trainer never imports this file, and it needs none of our dependencies: beside vLLM, a worker's
-environment gets this package alone (`pip install --no-deps`), then
+The trainer never imports this file, and it needs none of our dependencies. Install this package without them
+into the environment that has vLLM (`pip install --no-deps`), then
 
     vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
         --weight-transfer-config '{"backend": "gloo"}'
@@ -34,17 +34,18 @@ from vllm.distributed.weight_transfer.base import (
 from rlt_lightning.gloo import from_trainer, join_group
 
 NamedTensor = tuple[str, Tensor]
-AHEAD = 8  # tensors that are received, or read, before they are loaded
+# Tensors that are received, or read, before they are loaded.
+AHEAD = 8
 
 
 class ReloadEngine(WeightTransferEngine):
-    """What both backends share: vLLM's reload, layer by layer, and what it leaves stale."""
+    """Base of the gloo and disk backends: vLLM's reload, layer by layer, and a repair of what it misses."""
 
     supports_draft_weight_update = False
     helper: ThreadPoolExecutor | None = None  # one thread, which may use any core
 
     def open_helper(self) -> ThreadPoolExecutor:
-        """Start a helper thread; an earlier one, which a trainer may have left waiting, is let go."""
+        """Start a helper thread; forget an earlier one, which a trainer may have left waiting."""
         self.helper = ThreadPoolExecutor(1, initializer=use_any_core)
         return self.helper
 
@@ -101,14 +102,14 @@ class ReloadEngine(WeightTransferEngine):
         repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held between two updates."""
+        """Do nothing: nothing is held between two updates."""
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
     """Rebuild the packed copy of an output head that shares the embedding's weights (vLLM on CPU only).
 
-    A tied head has no tensor of its own in a checkpoint, so a reload never reaches it and it goes on with the
-    packed copy made at start: log-probs off by 0.9 nats, while greedy text may even agree.
+    A checkpoint has no tensor for a tied head, so a reload never reaches it and it keeps the packed copy made
+    at start: log-probs are off by 0.9 nats, while greedy text may even agree.
     """
     from vllm.platforms import current_platform
 
@@ -175,13 +176,13 @@ class GlooEngine(ReloadEngine):
 
 
 def use_any_core() -> None:
-    """Undo vLLM's pinning of a CPU worker to its cores for this thread: else it shares one with loading."""
+    """Let this thread use all cores: vLLM pins a CPU worker's threads, and this one would share a core."""
     if hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def broadcast_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]:
-    """Take tensor after tensor from the trainer."""
+    """Receive tensor after tensor from the trainer."""
     for name, shape, dtype in zip(info.names, info.shapes, info.dtype_names, strict=True):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         for piece in tensor.view(-1).view(torch.uint8).split(info.piece_bytes):
@@ -191,7 +192,7 @@ def broadcast_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]
 
 @dataclass
 class DiskInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: every update names its folder."""
+    """No information is needed: every update names its folder."""
 
 
 @dataclass
@@ -208,7 +209,7 @@ class DiskEngine(ReloadEngine):
     update_info_cls = DiskUpdateInfo
 
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
-        """Nothing to set up."""
+        """Do nothing: nothing to set up."""
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
         """Load tensor after tensor, while the next ones are read."""
@@ -232,37 +233,37 @@ def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
 
 @dataclass
 class AdapterInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
-    """Nothing to tell."""
+    """No information is needed."""
 
 
 class AdapterEngine(WeightTransferEngine):
-    """Leaves the weights alone: an adapter comes by vLLM's own route, and its version by ours."""
+    """Changes no weights: an adapter comes by vLLM's own route, and its version by ours."""
 
     init_info_cls = AdapterInfo
     update_info_cls = AdapterInfo
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: AdapterInfo) -> None:
-        """Nothing to set up."""
+        """Do nothing: nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Nothing to make ready."""
+        """Do nothing: nothing to make ready."""
 
     def receive_weights(self, update_info: AdapterInfo) -> None:
-        """Nothing comes."""
+        """Do nothing: nothing comes."""
 
     def finish_weight_update(self) -> None:
-        """Nothing was loaded."""
+        """Do nothing: nothing was loaded."""
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
 
     def abandon_weight_update(self) -> None:
-        """Forget an update that its trainer did not finish, so that a new one may start."""
+        """Forget an update that its trainer did not finish, so that another may start."""
         self._weight_update_active = False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import rlt
 from fake_worker import FakeWorker, worker_of
-from test_vllm_engine import WEIGHTS, generate, launched, start, start_engine, undisturbed
+from test_vllm_engine import WEIGHTS, generate, launched, servers_of, start, start_engine, undisturbed
 from test_vllm_engine import token_ids as ids
 
 from rlt_lightning.callbacks import RolloutCallback
@@ -34,7 +34,7 @@ def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> 
         engine.health()
         engine.update_weights(WEIGHTS, step)
         assert ids(generate(engine)) == undisturbed()
-        engine.rest()
+        engine.put_to_sleep()
         assert all(worker.asleep for worker in workers)
         assert engine.policy_version == step  # sleep keeps the weights
     engine.health()
@@ -47,7 +47,7 @@ def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
     worker = FakeWorker()
     engine = start(worker)
     engine.health()
-    engine.rest()
+    engine.put_to_sleep()
     assert turns(worker.calls) == "p"
 
 
@@ -66,8 +66,8 @@ def test_a_worker_that_would_keep_its_memory_is_refused(start: Any) -> None:
 
 def test_a_worker_that_does_not_fall_asleep_is_lost(start: Any) -> None:
     engine = start(FakeWorker(broken={"/sleep": 500}), FakeWorker(), sleep=True)
-    engine.rest()
-    assert list(engine.down) == [engine.workers[0].url]
+    engine.put_to_sleep()
+    assert list(engine.fleet.down) == [engine.fleet.workers[0].url]
 
 
 def test_sampling_during_training_is_refused_for_those_that_take_turns() -> None:
@@ -78,17 +78,17 @@ def test_sampling_during_training_is_refused_for_those_that_take_turns() -> None
 
 def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path) -> None:
     engine = launched(tmp_path, num_workers=2)
-    engine.takes_turns = True
+    engine.fleet.sleeps = True
     start_engine(engine, tmp_path)
     try:
         engine.update_weights(WEIGHTS, 0)
-        first, _ = engine.servers.values()
+        first, _ = servers_of(engine)
         assert first.process is not None
         os.killpg(first.process.pid, signal.SIGKILL)
         assert ids(generate(engine)) == undisturbed()
-        assert engine.down
-        engine.rest()  # a start takes memory of the GPU: not while it trains
-        assert not engine.down
+        assert engine.fleet.down
+        engine.put_to_sleep()  # a start takes memory of the GPU: not while it trains
+        assert not engine.fleet.down
         assert engine.policy_version == -1  # it needs a push
     finally:
         engine.close()

@@ -43,6 +43,7 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.verification import disagreement
+from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.engines.weights import pieces
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import Completion, InputError
@@ -240,7 +241,7 @@ def test_a_worker_that_always_fails_is_lost_and_the_other_finishes(start: Any, f
     engine = start(bad, good, max_sequences=4)
     assert token_ids(generate(engine)) == undisturbed()
     assert_each_prompt_once(good)
-    assert engine.serving == [engine.workers[1]]
+    assert engine.fleet.serving == [engine.fleet.workers[1]]
     assert engine.policy_version == 0  # all that serve are current
 
 
@@ -251,7 +252,7 @@ def test_a_worker_that_hangs_or_dies_is_lost_within_the_call_timeout(start: Any,
     begin = time.monotonic()
     assert token_ids(generate(engine)) == undisturbed()
     assert time.monotonic() - begin < 2.0  # 1/4 of the timeout until it is looked at, and the timeout
-    assert list(engine.down) == [bad.url]
+    assert list(engine.fleet.down) == [bad.url]
     assert Counter(map(str, good.delivered + bad.delivered)) >= Counter(map(str, PROMPTS))
 
 
@@ -262,8 +263,8 @@ def test_a_worker_is_lost_if_one_sign_of_life_fails(start: Any, fault: str) -> N
     engine = start(bad, good)
     bad.broken[fault] = 503
     assert token_ids(generate(engine)) == undisturbed()
-    assert list(engine.down) == [bad.url]
-    assert "503" in engine.down[bad.url]
+    assert list(engine.fleet.down) == [bad.url]
+    assert "503" in engine.fleet.down[bad.url]
 
 
 def test_a_lost_worker_costs_no_computing_time_while_the_others_sample(start: Any) -> None:
@@ -282,7 +283,7 @@ def test_answers_of_a_worker_that_was_restarted_meanwhile_are_dropped(start: Any
     assert {completion.worker for group in groups for completion in group} == {steady.url}
     assert len(fickle.bodies) == 1  # and none after it was found out
     engine.health()
-    assert (engine.down, engine.policy_version) == ({}, -1)
+    assert (engine.fleet.down, engine.policy_version) == ({}, -1)
     engine.update_weights(WEIGHTS, 3)
     assert engine.policy_version == 3
     assert fickle.version == steady.version
@@ -377,9 +378,9 @@ def test_a_failed_push_loses_that_worker_alone(start: Any) -> None:
     engine = start(bad, good)
     bad.broken["/update_weights"] = 500
     engine.update_weights(WEIGHTS, 1)
-    assert list(engine.down) == [bad.url]
+    assert list(engine.fleet.down) == [bad.url]
     assert engine.policy_version == 1
-    assert good.version == engine.version_name != bad.version
+    assert good.version == engine.fleet.version_name != bad.version
     assert token_ids(generate(engine)) == undisturbed()
     assert bad.bodies == []
 
@@ -427,7 +428,7 @@ def test_weights_that_another_run_left_are_not_trusted(start: Any) -> None:
     worker = FakeWorker()
     first = start(worker, step=4)
     second = start(worker, step=None)
-    assert first.version_name[:-7] != second.version_name[:-7]
+    assert first.fleet.version_name[:-7] != second.fleet.version_name[:-7]
     second.health()
     assert second.policy_version == -1
     with pytest.raises(WorkersLost):
@@ -459,7 +460,7 @@ def test_a_worker_that_cannot_score_is_lost(start: Any, answer: Any) -> None:
     engine = start(bad, good)
     bad.broken["/v1/completions"] = answer
     engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
-    assert list(engine.down) == [bad.url]
+    assert list(engine.fleet.down) == [bad.url]
 
 
 def test_disagreement_by_hand() -> None:
@@ -517,7 +518,7 @@ def test_a_disk_push_writes_whole_folders_and_deletes_the_one_before(start: Any,
             name: (t.dtype, (t + change).tolist()) for name, t in WEIGHTS
         }
     assert seen[2]["turned"].tolist() == WEIGHTS[0][1].T.tolist()
-    assert [path.name for path in (tmp_path / "pushed").iterdir()] == [engine.version_name]
+    assert [path.name for path in (tmp_path / "pushed").iterdir()] == [engine.fleet.version_name]
 
 
 def test_a_disk_push_leaves_alone_what_it_has_not_written(start: Any, tmp_path: Path) -> None:
@@ -574,7 +575,7 @@ def test_a_gloo_push_arrives_in_another_process_and_outlives_its_death(start: An
         for process in pool._processes.values():
             process.kill()
         engine.update_weights(weights, 2)
-        assert list(engine.down) == [there.url]
+        assert list(engine.fleet.down) == [there.url]
         assert engine.policy_version == 2
 
 
@@ -589,7 +590,7 @@ def test_the_first_gloo_push_to_many_workers_reaches_all(start: Any) -> None:
     received: dict[str, Any] = {}
     workers = [gloo_worker(f"w{i}", received, lambda f, *a: f(*a)) for i in range(6)]
     engine = start(*workers, push=GlooPush(timeout_s=5.0))
-    assert engine.down == {}
+    assert engine.fleet.down == {}
     assert sorted(received) == [f"w{i}" for i in range(6)]
 
 
@@ -603,7 +604,7 @@ def test_a_worker_that_refuses_the_weights_says_why(start: Any) -> None:
     worker.broken["/update_weights"] = 500
     engine = start(worker, push=GlooPush(timeout_s=2.0), step=None)
     engine.update_weights([("big", torch.zeros(30_000_000))], 1)
-    assert "/update_weights was refused with status 500" in engine.down[worker.url]
+    assert "/update_weights was refused with status 500" in engine.fleet.down[worker.url]
 
 
 def test_a_group_of_tensors_is_let_go_before_the_next_is_gathered() -> None:
@@ -709,7 +710,7 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
     engine = VLLMEngine(launch=launch, push=NoPush())
     try:
         engine.start(None, None, tmp_path)
-        [server] = engine.servers.values()
+        [server] = servers_of(engine)
         assert "a/folder" in server.command
         assert not [word for word in server.command if "transfer" in word or "extension" in word]
         assert token_ids(generate(engine)) == undisturbed()
@@ -814,6 +815,16 @@ def test_the_command_line_is_what_a_person_would_type() -> None:
     assert "--max-model-len" not in own
 
 
+def test_only_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting_for("nothing", after_s=5.0):
+        pass
+    with waiting_for(lambda: "a worker", deadline_s=9.0, after_s=0.05):  # then 0.1, 0.2, 0.4 ...
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert set(lines) == {"waiting for a worker: 0 s of at most 9 s"}
+    assert 2 <= len(lines) <= 3
+
+
 def test_impossible_launches_are_refused() -> None:
     with pytest.raises(InputError, match="at least 1"):
         Launch(num_workers=0)
@@ -871,6 +882,10 @@ def test_a_server_that_ended_tells_its_last_error(tmp_path: Path) -> None:
     server.stop()
 
 
+def servers_of(engine: VLLMEngine) -> list[LocalServer]:
+    return [worker.server for worker in engine.fleet.workers if worker.server is not None]
+
+
 def launched(folder: Path, **options: Any) -> VLLMEngine:
     launch = Launch(executable=fake_vllm(folder), start_deadline_s=10.0, **options)
     push = DiskPush(timeout_s=2.0)
@@ -883,12 +898,12 @@ def test_a_launched_worker_that_is_killed_is_started_again(tmp_path: Path) -> No
     try:
         engine.update_weights(WEIGHTS, 0)
         assert token_ids(generate(engine)) == undisturbed()
-        first, second = engine.servers.values()
+        first, second = servers_of(engine)
         assert first.process is not None
         os.killpg(first.process.pid, signal.SIGKILL)
         assert token_ids(generate(engine)) == undisturbed()
-        assert list(engine.down) == [engine.workers[0].url]
-        eventually(lambda: engine.health() or not engine.down)
+        assert list(engine.fleet.down) == [engine.fleet.workers[0].url]
+        eventually(lambda: engine.health() or not engine.fleet.down)
         assert engine.policy_version == -1
         engine.update_weights(WEIGHTS, 0)
         assert engine.policy_version == 0
@@ -904,7 +919,7 @@ def test_a_launched_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         EngineError, match=r"must start, but ended: ValueError: no such model \(log: .*worker-0"
     ):
         start_engine(engine, tmp_path)
-    assert engine.servers == {}
+    assert servers_of(engine) == []
 
 
 def test_a_server_of_somebody_else_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
@@ -922,6 +937,6 @@ def test_the_key_of_a_launched_worker_is_not_on_its_command_line(
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     engine = launched(tmp_path)
     start_engine(engine, tmp_path)  # the fake refuses calls without it
-    [server] = engine.servers.values()
+    [server] = servers_of(engine)
     assert "s3cret" not in " ".join(server.command)
     engine.close()

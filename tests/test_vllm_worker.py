@@ -119,7 +119,7 @@ def engine(server: str, trainer: Trainer) -> Iterator[VLLMEngine]:
 
 def leave_tied_heads_stale(engine: VLLMEngine, stale: bool) -> None:
     body = {"method": "leave_tied_heads_stale", "args": [stale]}
-    asyncio.run(engine.workers[0].call("POST", "/collective_rpc", body, 10))
+    asyncio.run(engine.fleet.workers[0].call("POST", "/collective_rpc", body, 10))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
@@ -231,7 +231,8 @@ def test_a_push_that_broke_off_is_made_good_by_the_next(engine: VLLMEngine, trai
     with pytest.raises(Torn):
         engine.update_weights(list(trainer.model.named_parameters()), 7)
     push.close()
-    successor = VLLMEngine(urls=[engine.workers[0].url], push=GlooPush(timeout_s=30))  # the next trainer
+    [worker] = engine.fleet.workers
+    successor = VLLMEngine(urls=[worker.url], push=GlooPush(timeout_s=30))  # the next trainer
     successor.start(trainer.model, trainer.tokenizer, trainer.folder)
     trainer.step(size=0.05)
     trainer.push(successor)
@@ -503,7 +504,7 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     trainer.push(engine)
     text = prompts[1]
     own = trainer.log_probs(text)
-    assert asyncio.run(engine.workers[0].score(text, 60.0)) == pytest.approx(own, abs=1e-4)
+    assert asyncio.run(engine.fleet.workers[0].score(text, 60.0)) == pytest.approx(own, abs=1e-4)
     assert own != pytest.approx(Trainer(tiny_model, tmp_path).log_probs(text), abs=1e-3)  # untrained
     engine.verify(text, {0: own})
     again = engine.generate(prompts, sampling, 3, "", [1, 2], [4, 16])

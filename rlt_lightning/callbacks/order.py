@@ -1,4 +1,4 @@
-"""What one step asks of an engine, kept until all of it has come."""
+"""What one step asks of an engine, and the completions that have come so far."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from rlt_lightning.engines.base import Sampling, WorkersLost
+from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.types import Completion
 
 
@@ -16,37 +17,42 @@ from rlt_lightning.types import Completion
 class Order:
     """Completions that all ranks of one step are waiting for."""
 
-    rows: list[int]  # of the problems of all ranks, in rank order
+    rows: list[int]  # row numbers of the problems, of all ranks in rank order
     prompts: list[list[int]]
     seeds: list[int]
-    policy_version: int  # of the weights that sample them; older, if some are sampled later, than theirs
+    policy_version: int  # of the weights that sample them; the oldest, if weights differ
     sampling: Sampling
     num_completions: int
     stop: str
     finished: dict[int, list[Completion]] = field(default_factory=dict)  # by position in `prompts`
-    asked: list[int] = field(default_factory=list)  # positions that the engine was asked for
-    future: Future[list[list[Completion]]] | None = None  # of those, while they are sampled; on rank 0
+    asked: list[int] = field(default_factory=list)  # positions that the engine was asked for last
+    future: Future[list[list[Completion]]] | None = None  # their completions, on the rank that asked
 
     def wait(self) -> None:
         """Wait until the engine has finished, or failed."""
         if self.future is not None:
             wait([self.future])
 
-    def take(self) -> None:
-        """Wait for what the engine was asked for and keep it; what lost workers left stays missing."""
-        if self.future is None:
-            return
-        try:
-            groups = dict(enumerate(self.future.result()))
-        except WorkersLost as error:
-            groups = error.finished
-        self.finished |= {self.asked[i]: group for i, group in groups.items()}
-        self.future = None
+    @property
+    def missing(self) -> list[int]:
+        """Return the positions of the prompts without completions."""
+        return [i for i in range(len(self.prompts)) if i not in self.finished]
 
-    def complete(self) -> bool:
-        """Wait, and tell whether nothing is missing."""
-        self.take()
-        return len(self.finished) == len(self.prompts)
+    def collect(self) -> bool:
+        """Wait for what the engine was asked for and keep it; return whether nothing is missing.
+
+        What the engine did not finish, because it lost its workers, stays missing.
+        """
+        if self.future is not None:
+            try:
+                what = f"the engine's completions of {len(self.asked)} prompts"
+                with waiting_for(what, after_s=30.0, on_terminal=False):
+                    groups = dict(enumerate(self.future.result()))
+            except WorkersLost as error:
+                groups = error.finished
+            self.finished |= {self.asked[i]: group for i, group in groups.items()}
+            self.future = None
+        return not self.missing
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as tensors and plain values, such as a checkpoint may hold."""
@@ -67,7 +73,7 @@ class Order:
 
     @classmethod
     def from_plain(cls, state: dict[str, Any]) -> Self:
-        """Return what `to_plain` was called of."""
+        """Return the order whose `to_plain` returned this."""
 
         def completion(entry: dict[str, Any]) -> Completion:
             lists = {name: v.tolist() for name, v in entry.items() if isinstance(v, torch.Tensor)}

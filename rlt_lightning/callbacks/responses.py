@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.models.embedded import resolve
+from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
@@ -40,9 +39,9 @@ class ResponseCallback(Callback):
             serve the model, which is then not loaded here.
         sampling: Temperature and limits. `max_completion_length` counts thought and answer.
         num_samples: Responses to each problem, k.
-        budget: Least and most tokens of a thought; None: as the model likes.
-        seed: Of all sampling. A response depends on (seed, problem, number of the sample) alone, so a run
-            that goes on repeats nothing and changes nothing.
+        budget: Least and most tokens of a thought; None: the model decides.
+        seed: Decides all sampling. A response depends only on (seed, problem, number of the sample), so a
+            resumed run repeats nothing and changes nothing.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ResponseCallback(Callback):
         self.seed = seed
 
     def settings(self) -> dict[str, Any]:
-        """All that a response depends on beside the model and the question."""
+        """Return everything that a response depends on beside the model and the question."""
         return {
             "sampling": asdict(self.sampling),
             "num_samples": self.num_samples,
@@ -79,10 +78,7 @@ class ResponseCallback(Callback):
             return
         if self.budget is not None:
             self.budget.require_room(self.sampling, len(data.format.answer_opening))
-        if isinstance(self.engine, VLLMEngine) and self.engine.plain:
-            launch = self.engine.launch
-            if launch is not None and launch.model is None:
-                self.engine.launch = replace(launch, model=resolve(pl_module.pretrained))
+        if self.engine.load_own_model(pl_module.pretrained):
             return
         pl_module.needs_model = bool(data.left)
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
@@ -118,7 +114,8 @@ class ResponseCallback(Callback):
             return
         while batch.responses is None:
             try:
-                with trainer.precision_plugin.forward_context():
+                what = f"responses to {len(batch.problems)} questions"
+                with waiting_for(what, after_s=30.0), trainer.precision_plugin.forward_context():
                     batch.responses = self._sample(trainer, batch.problems)
             except WorkersLost:
                 self._push(trainer, pl_module)
@@ -132,11 +129,11 @@ class ResponseCallback(Callback):
         self.engine.close()
 
     def _num_opening(self, trainer: Trainer) -> int:
-        """Tokens that a forced budget adds to the prompt: the opened thought."""
+        """Return the number of tokens that a budget adds to the prompt: the opened thought."""
         return len(evaluation_of(trainer).chat_format.thought_opening) if self.budget else 0
 
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
-        """Bring the weights to workers that do not serve them by themselves."""
+        """Push the weights to workers, unless they serve their own or the engine is in process."""
         self.engine.health()
         if self.engine.in_process or module.policy is None:
             return
@@ -189,5 +186,5 @@ class ResponseCallback(Callback):
 
 
 def turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:
-    """The text of a turn, without the token that ended it."""
+    """Return the text of a turn, without the token that ended it."""
     return decode(tokenizer, token_ids[:-1] if finish_reason == "eos" else token_ids)

@@ -1,43 +1,48 @@
-"""The one callback that RL training needs: it brings the completions."""
+"""The one callback that RL training needs: it brings the completions.
+
+One step, and who waits for whom:
+
+    RolloutCallback (every rank)              engine                           RLTModule
+      order of this step, unless kept
+      begin ── weights, if they changed ────▶ hold them, be verified
+            ── prompts, seeds ──────────────▶ generate
+      wait ◀─────────── completions ─────────┘
+      attach to the batch ───────────────────────────────────────────────────▶ training_step
+
+With `asynchronous` the callback also begins the next step's order before training_step starts. The engine
+then samples while this step trains, and the next step finds its order kept:
+
+    engine      generate 0 │ generate 1 │ generate 2 │ ...
+    RLTModule              │ train on 0 │ train on 1 │ ...
+
+engine_link.py says how the ranks share one engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.callbacks.engine_link import EngineLink, InProcessLink, RankZeroLink
 from rlt_lightning.callbacks.order import Order
-from rlt_lightning.callbacks.rollout_checks import require_room
+from rlt_lightning.callbacks.rollout_checks import require_room, require_trainable
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.engines.base import (
-    PROBE_TOKENS,
-    Engine,
-    EngineError,
-    NamedTensor,
-    Sampling,
-    require_context,
-)
+from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.engines.weights import in_background
-from rlt_lightning.models.lora import adapter_weights, merged_weights
-from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Rollout, Rollouts
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts
 
-T = TypeVar("T")
-Schedule = Callable[[Sampling, int], Sampling]  # of the config's sampling and a step: that step's
-VALIDATION, PREDICTION = -1, -2  # stand for the optimizer step in seeds
+# schedule(the config's sampling, optimizer step) is the sampling of that step.
+Schedule = Callable[[Sampling, int], Sampling]
+# In seeds these stand in place of the optimizer step.
+VALIDATION, PREDICTION = -1, -2
 
 
 class RolloutCallback(Callback):
@@ -49,15 +54,15 @@ class RolloutCallback(Callback):
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
         num_traces: Completions per problem of `rlt predict`.
-        max_resamples: How often `rlt predict` samples a trace anew that does not fit a student.
+        max_resamples: How often `rlt predict` samples a trace again that does not fit a student.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
-        verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights; the
-            first push to a worker, or to one that is back, is always checked. 0 checks those alone.
-        deadline_s: How long the other ranks wait for rank 0, which alone talks to an engine that is not in
-            process. Above what sampling takes: it is there for a rank 0 that hangs.
-        seed: Of all sampling. A completion depends on (seed, iteration, problem) alone, so a resumed run
-            repeats it.
+        verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights. The
+            first push to a worker, or to one that is back, is always checked; 0 checks nothing else.
+        deadline_s: How long the other ranks wait for rank 0 while it talks to an engine that is not in
+            process. Set it above the time that sampling takes: it ends the run if rank 0 hangs.
+        seed: Decides all sampling. A completion depends only on (seed, iteration, problem), so a resumed
+            run repeats it.
     """
 
     def __init__(
@@ -74,21 +79,21 @@ class RolloutCallback(Callback):
         seed: int = 0,
     ) -> None:
         self.engine: Engine = HFEngine() if engine is None else engine
-        self.sampling = sampling  # of training: what the schedule starts from, if there is one
-        self.schedule: Schedule | None = None  # see `follow`
+        self.sampling = sampling
+        self.schedule: Schedule | None = None  # set by `follow`
         self.val_sampling = val_sampling or sampling
         self.val_completions = val_completions
         self.num_traces = num_traces
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
-        self.verify_every_n_steps = verify_every_n_steps
-        self.deadline_s = deadline_s
+        self.link: EngineLink = (
+            InProcessLink(self.engine)
+            if self.engine.in_process
+            else RankZeroLink(self.engine, verify_every_n_steps, deadline_s)
+        )
         self.seed = seed
         self.trainer: Trainer | None = None
-        self.waiting_room: Any = None  # the process group in which ranks wait for rank 0
-        self.order: Order | None = None  # not yet handed over
-        self.verified_at: int | None = None  # optimizer step of the last check
-        self.probe_log_probs: dict[int, list[float]] = {}  # the trainer's, by policy version; the last two
+        self.order: Order | None = None  # of the next step, while it is not attached to a batch
         alike = sampling.temperature == 0 and (num_traces > 1 or max_resamples > 0)
         if num_traces < 1 or max_resamples < 0 or alike:
             raise InputError(
@@ -109,10 +114,10 @@ class RolloutCallback(Callback):
 
     @staticmethod
     def of(trainer: Trainer) -> RolloutCallback:
-        """The one that a trainer has.
+        """Return the trainer's RolloutCallback.
 
         Raises:
-            InputError: If it has none.
+            InputError: If the trainer has none.
         """
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RolloutCallback):
@@ -130,8 +135,8 @@ class RolloutCallback(Callback):
 
         Args:
             schedule: schedule(sampling, step) is the sampling of the completions that are trained on after
-                `step` optimizer steps. A function of these alone: it is asked again after a resume, and one
-                step ahead where rollouts are asynchronous.
+                `step` optimizer steps. It must depend on nothing else: it is called again after a resume, and
+                one step ahead where rollouts are asynchronous.
 
         Raises:
             InputError: If another schedule is followed already.
@@ -144,7 +149,7 @@ class RolloutCallback(Callback):
         self.schedule = schedule
 
     def sampling_at(self, step: int) -> Sampling:
-        """Settings of the completions that are trained on after so many optimizer steps.
+        """Return the settings of the completions that are trained on after so many optimizer steps.
 
         Raises:
             InputError: If the schedule gives what was not checked.
@@ -171,7 +176,7 @@ class RolloutCallback(Callback):
         if not isinstance(pl_module, RLTModule):
             return
         if stage == "fit":
-            self._check_sampling(pl_module)
+            require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
             if model is None:
@@ -179,47 +184,13 @@ class RolloutCallback(Callback):
             context = context_length(str(model), bool(pl_module.trust_remote_code))
             require_room(data.problems, role, context, longest)
 
-    def _check_sampling(self, module: RLTModule) -> None:
-        if self.sampling.temperature == 0:
-            raise InputError(
-                "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
-                "a group are all alike. Set it, the released recipe uses 0.7."
-            )
-        reward = module.reward
-        if isinstance(reward, RLTReward) and reward.teacher_temperature != self.sampling.temperature:
-            rank_zero_warn(
-                f"sampling.temperature is {self.sampling.temperature}, but reward.teacher_temperature is "
-                f"{reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
-            )
-        if self.asynchronous and module.max_staleness < 1:
-            raise InputError(
-                "rollouts.asynchronous brings completions that are one step old, but model.max_staleness is "
-                f"{module.max_staleness}. Set it to 1."
-            )
-        weighted = module.importance_sampling is not None or module.max_staleness > 0
-        if weighted and (self.sampling.truncates or not self.engine.reports_log_probs):
-            raise InputError(
-                "Importance sampling and stale rollouts need the log-probs that tokens were sampled with, "
-                f"but {self.sampling} and {type(self.engine).__name__} do not give them: a truncated "
-                "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
-                "the engine's log_probs to worker; or drop model.importance_sampling and set "
-                "model.max_staleness to 0."
-            )
-
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_engine(trainer, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = stratos_of(trainer)
-        sizes = (len(data.val_items), data.val_batch_size)
-        if not self.engine.in_process and any(size % trainer.world_size for size in sizes):
-            raise InputError(
-                f"With one engine for {trainer.world_size} processes, the held-out rows and val_batch_size "
-                f"must be multiples of that, but are {sizes[0]} and {sizes[1]}. Change data.val_rows or "
-                "data.val_batch_size."
-            )
+        self.link.require_even(trainer)
         self._start_engine(trainer, pl_module)
 
     @override
@@ -238,7 +209,8 @@ class RolloutCallback(Callback):
         if self.asynchronous and pl_module.global_step + 1 < pl_module.total_steps():
             upcoming = trainer.train_dataloader.peek()  # type: ignore[union-attr]
             following = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)
-            self._begin(trainer, pl_module, following)  # if it fails, this step's order is still there
+            # If this fails, a checkpoint still finds this step's order.
+            self.link.begin(trainer, pl_module, following)
         self.order = following
 
     @override
@@ -253,7 +225,8 @@ class RolloutCallback(Callback):
         if not isinstance(pl_module, RLTModule):
             return
         if self.order is not None:
-            self._on_rank_zero(trainer, self.order.wait)  # the engine does one thing at a time
+            # The engine does one thing at a time.
+            self.link.call(trainer, self.order.wait)
         order = self._order(trainer, pl_module, batch.problems, VALIDATION)  # the same each time
         order.sampling, order.num_completions = self.val_sampling, self.val_completions
         self._attach(trainer, pl_module, batch, order)
@@ -272,7 +245,7 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Sample the traces of a problem; those depend on seed and row alone, however rows are batched."""
+        """Sample the traces of a problem; they depend only on seed and row, however rows are batched."""
         if not isinstance(pl_module, RLTModule) or batch.rollouts is not None:
             return
         order = self._order(trainer, pl_module, batch.problems, PREDICTION)
@@ -290,25 +263,28 @@ class RolloutCallback(Callback):
             order.num_completions = 1
             traces = [i % self.num_traces for i in misfits]
             order.seeds = [mix_seed(seed, attempt, i) for seed, i in zip(order.seeds, traces, strict=True)]
-            for i, rollout in zip(misfits, self._sampled(trainer, pl_module, problems, order), strict=True):
+            resampled = self.link.rollouts_of(trainer, pl_module, problems, order)
+            for i, rollout in zip(misfits, resampled, strict=True):
                 rollouts[i] = rollout
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The completions that are not handed over yet: a resumed run trains on the same ones."""
+        """Return the completions that are not attached yet: a resumed run trains on the same ones."""
         if self.order is None:
             return {}
         order = self.order
 
-        def take() -> str | None:  # costs nothing: the next step would wait for them
+        def collect() -> str | None:
+            # This wait costs nothing: the next step would wait for the same completions.
             try:
-                order.take()
+                order.collect()
             except (EngineError, InputError) as error:
-                order.future = None  # the next step asks again, and tells if that fails too
+                # The next step asks again, and raises the error if it comes again.
+                order.future = None
                 return str(error)
             return None
 
-        problem = self._on_rank_zero(self.trainer, take) if self.trainer else take()
+        problem = self.link.call(self.trainer, collect) if self.trainer else collect()
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
         return {"order": order.to_plain()}
@@ -320,17 +296,16 @@ class RolloutCallback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.engine.close()
-        self.verified_at, self.probe_log_probs = None, {}
+        self.link.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.engine.close()
+        self.link.close()
         if isinstance(pl_module, RLTModule):
             pl_module.reward.close()  # Lightning tears modules down only after success
 
     def recipe(self) -> dict[str, Any]:
-        """How traces are sampled, for a data card."""
+        """Return how traces are sampled, for a data card."""
         defaults, changed = vars(Sampling()), vars(self.sampling)
         named = ("temperature", "max_completion_length")
         settings = [f"{n} {v}" for n, v in changed.items() if n in named or v != defaults[n]]
@@ -338,156 +313,27 @@ class RolloutCallback(Callback):
             "sampling": ", ".join([*settings, f"seed {self.seed}"]),
             "engine": type(self.engine).__name__,
             "traces per problem": self.num_traces,
-            "sampled anew at most": self.max_resamples,
+            "sampled again at most": self.max_resamples,
         }
 
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start it once the weights are where they will be trained, a restored checkpoint included."""
-        if not isinstance(pl_module, RLTModule):
-            return
-
-        def start() -> None:
-            tokenizer = stratos_of(trainer).format.tokenizer
-            self.engine.start(pl_module.policy, tokenizer, Path(trainer.default_root_dir))
-            if isinstance(self.engine, HFEngine) and pl_module.sharding.sharded:
-                self.engine.share(pl_module.run, pl_module.on_any_rank)
-            longest = max(len(p.teacher_prompt) for p in stratos_of(trainer).problems)
-            limits = (self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-            require_context(longest + max(limits), self.engine.max_model_len)
-
-        self._make_room(trainer)
-        self._on_rank_zero(trainer, start)
+        if isinstance(pl_module, RLTModule):
+            longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
+            self.link.start(trainer, pl_module, longest)
 
     def _order(self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int) -> Order:
-        """What this step needs: of all ranks, unless each has an engine of its own."""
+        """Return what this step asks of the engine, nothing of it sampled yet."""
         jobs = [(p.row, p.teacher_prompt, mix_seed(self.seed, step, p.row)) for p in problems]
-        if not self.engine.in_process and trainer.world_size > 1:
-            parts: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(parts, jobs)
-            jobs = [job for part in parts for job in part]
-        rows, prompts, seeds = (list(column) for column in zip(*jobs, strict=True))
+        rows, prompts, seeds = (
+            list(column) for column in zip(*self.link.jobs_of_all(trainer, jobs), strict=True)
+        )
         stop = stratos_of(trainer).stop
         version, sampling = module.global_step, self.sampling if step < 0 else self.sampling_at(step)
         return Order(rows, prompts, seeds, version, sampling, module.group_size, stop)
 
     def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
         """Wait for an order and put this rank's part of it into the batch."""
-        rollouts = self._sampled(trainer, module, batch.problems, order)
+        rollouts = self.link.rollouts_of(trainer, module, batch.problems, order)
         batch.rollouts = Rollouts(
             rollouts, order.num_completions, order.policy_version, order.sampling.temperature
         )
-
-    def _sampled(
-        self, trainer: Trainer, module: RLTModule, problems: list[Problem], order: Order
-    ) -> list[Rollout]:
-        """Wait for an order; return this rank's part of it."""
-        first = 0 if self.engine.in_process else trainer.global_rank * len(problems)
-        own = range(first, first + len(problems))
-        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in problems]:
-            raise RuntimeError(
-                f"Completions were sampled for rows {order.rows}, but this batch has rows "
-                f"{[p.row for p in problems]}. The loader did not bring what it had announced."
-            )
-        while not self._complete(trainer, module, order):
-            self._begin(trainer, module, order)
-        if self.engine.takes_turns:
-            with module.phase("generate"):
-                self._on_rank_zero(trainer, self.engine.rest)  # no rank trains before all workers sleep
-        order.finished = self._on_rank_zero(trainer, lambda: order.finished)
-        data = stratos_of(trainer)
-        rollouts = [
-            data.rollout(problem, completion)
-            for i, problem in zip(own, problems, strict=True)
-            for completion in order.finished[i]
-        ]
-        module.phase.phases["generate"].tokens += sum(len(r.completion.token_ids) for r in rollouts)
-        return rollouts
-
-    def _complete(self, trainer: Trainer, module: RLTModule, order: Order) -> bool:
-        with module.phase("generate"):  # on every rank: metrics must have the same names everywhere
-            return self._on_rank_zero(trainer, order.complete)
-
-    def _begin(self, trainer: Trainer, module: RLTModule, order: Order) -> None:
-        """Let the engine sample what is missing, with the weights of now."""
-        self._make_current(trainer, module)
-        if not order.finished:
-            order.policy_version = module.global_step
-        order.asked = [i for i in range(len(order.prompts)) if i not in order.finished]
-
-        def generate() -> list[list[Completion]]:
-            prompts, seeds = [order.prompts[i] for i in order.asked], [order.seeds[i] for i in order.asked]
-            return self.engine.generate(prompts, order.sampling, order.num_completions, order.stop, seeds)
-
-        if self.engine.in_process:
-            order.future = Future()
-            with module.phase("generate"), trainer.precision_plugin.forward_context():  # as it is trained
-                order.future.set_result(generate())
-        elif trainer.is_global_zero:
-            order.future = in_background(generate)
-
-    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
-        """Push the weights until every worker that can be reached holds them, at least one."""
-        step, pushed = module.global_step, False
-
-        def needs_push() -> bool:
-            self.engine.health()
-            return self.engine.policy_version != step
-
-        def push() -> None:
-            self.engine.update_weights(named_tensors, step)
-
-        self._make_room(trainer)
-        with module.phase("push"):
-            while self._on_rank_zero(trainer, needs_push):
-                named_tensors = self._weights(module.policy)
-                if not self.engine.in_process and not trainer.is_global_zero:
-                    self.engine.join_update(named_tensors)  # gathers sharded weights in step with rank 0
-                self._on_rank_zero(trainer, push)
-                pushed = True
-            due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
-            if pushed and (due or self._on_rank_zero(trainer, lambda: self.engine.unverified)):
-                self._verify(trainer, module)
-
-    def _weights(self, policy: Any) -> list[NamedTensor]:
-        """What the engine is pushed."""
-        tensors = dict(policy.named_parameters())
-        if self.engine.in_process:
-            return list(tensors.items())
-        return adapter_weights(tensors) if self.engine.takes_adapters else merged_weights(policy, tensors)
-
-    def _make_room(self, trainer: Trainer) -> None:
-        """Leave the GPUs to workers that take turns: free what PyTorch keeps of them for later."""
-        if self.engine.takes_turns:
-            torch.cuda.empty_cache()
-            trainer.strategy.barrier()
-
-    def _verify(self, trainer: Trainer, module: RLTModule) -> None:
-        """Let the engine compare the workers' log-probs of a text with the trainer's."""
-        if self.engine.in_process:
-            return
-        text = stratos_of(trainer).problems[0].teacher_prompt[:PROBE_TOKENS]
-        log_probs = module.run(sequence_log_probs, text)
-        self.verified_at = module.global_step
-        latest = list(self.probe_log_probs.items())[-1:]
-        self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
-        self._on_rank_zero(trainer, lambda: self.engine.verify(text, self.probe_log_probs))
-
-    def _on_rank_zero(self, trainer: Trainer, function: Callable[[], T]) -> T:
-        """Call a function on rank 0; all ranks get its result, or its error. In process: on every rank."""
-        if self.engine.in_process or trainer.world_size == 1:
-            return function()
-        if self.waiting_room is None:  # the strategy's group would give up before the engine does
-            timeout = timedelta(seconds=self.deadline_s)
-            self.waiting_room = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        outcome: list[Any] = [None]
-        failure: EngineError | InputError | None = None
-        if trainer.is_global_zero:
-            try:
-                outcome = [(function(), None)]
-            except (EngineError, InputError) as error:
-                failure, outcome = error, [(None, (isinstance(error, InputError), str(error)))]
-        torch.distributed.broadcast_object_list(outcome, src=0, group=self.waiting_room)
-        result, problem = outcome[0]
-        if problem is not None:
-            raise failure or (InputError if problem[0] else EngineError)(problem[1])
-        return result

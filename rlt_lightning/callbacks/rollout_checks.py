@@ -1,8 +1,46 @@
-"""Refuse, before sampling begins, what cannot fit or makes no sense."""
+"""Checks of the rollout settings, made before any model is loaded."""
 
 from __future__ import annotations
 
+from lightning.pytorch.utilities import rank_zero_warn
+
+from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.types import InputError, Problem
+
+
+def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: RLTModule) -> None:
+    """Check that the module can train on completions that are sampled in this way.
+
+    Raises:
+        InputError: If it would learn nothing, refuse them as stale, or have a biased gradient.
+    """
+    if sampling.temperature == 0:
+        raise InputError(
+            "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
+            "a group are all alike. Set it, the released recipe uses 0.7."
+        )
+    reward = module.reward
+    if isinstance(reward, RLTReward) and reward.teacher_temperature != sampling.temperature:
+        rank_zero_warn(
+            f"sampling.temperature is {sampling.temperature}, but reward.teacher_temperature is "
+            f"{reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
+        )
+    if asynchronous and module.max_staleness < 1:
+        raise InputError(
+            "rollouts.asynchronous brings completions that are one step old, but model.max_staleness is "
+            f"{module.max_staleness}. Set it to 1."
+        )
+    weighted = module.importance_sampling is not None or module.max_staleness > 0
+    if weighted and (sampling.truncates or not engine.reports_log_probs):
+        raise InputError(
+            "Importance sampling and stale rollouts need the log-probs that tokens were sampled with, "
+            f"but {sampling} and {type(engine).__name__} do not give them: a truncated "
+            "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
+            "the engine's log_probs to worker; or drop model.importance_sampling and set "
+            "model.max_staleness to 0."
+        )
 
 
 def require_room(problems: list[Problem], role: str, context: int, max_completion_length: int) -> None:
@@ -21,7 +59,7 @@ def require_room(problems: list[Problem], role: str, context: int, max_completio
             raise InputError(
                 f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
                 f"{problem.row} needs {fixed + len(given.token_ids)}. Lower data.max_length: longer rows are "
-                "counted and kept out."
+                "counted and left out."
             )
         if not given and fixed + max_completion_length > context:
             raise InputError(

@@ -1,8 +1,10 @@
 """Budget forcing (s1, arXiv:2501.19393, section 3): a thought is made longer, or is cut, while it is sampled.
 
-A thought that ends too early loses its closing tag, gets "Wait" instead, and goes on; one that is too long is
-closed and the solution is opened for it. What is appended are token ids, as what is sampled: nothing is
-tokenised again.
+    thought ends too early   its closing tag becomes "Wait" ─▶ sample more of the thought
+    thought is too long      cut, closed, solution opened ───▶ sample the answer
+    thought ends in between  kept as it is ──────────────────▶ sample the answer
+
+What is appended are token ids, like the sampled ones: nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from rlt_lightning.engines.base import Engine, Sampling, generate_patiently
 from rlt_lightning.tags import start_of_tag
 from rlt_lightning.types import Completion, FinishReason, InputError
 
-SEED_BITS = 62  # what every engine takes
+# Every engine takes seeds of this size.
+SEED_BITS = 62
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,12 @@ class BudgetForcing:
     """How many tokens a model thinks before it answers.
 
     Args:
-        min_thinking_tokens: A thought that ends with fewer goes on after `wait`; 0 lets every thought end.
-        max_thinking_tokens: A thought that has as many is cut; None cuts none. What is appended to a thought
-            counts, too.
-        wait: What is appended in place of the closing tag.
-        max_waits: How often at most in one thought: then it may end, however short.
-        min_answer_tokens: Left for the answer of a thought that is cut; a thought that ends by itself may
-            leave less.
+        min_thinking_tokens: A thought that ends with fewer continues after `wait`; 0 lets every thought end.
+        max_thinking_tokens: A thought of so many tokens is cut; None cuts none. Appended tokens count, too.
+        wait: Text that is appended in place of the closing tag.
+        max_waits: How often `wait` is appended to one thought, at most; then it may end, however short.
+        min_answer_tokens: Tokens left for the answer of a thought that is cut; a thought that ends by itself
+            may leave fewer.
     """
 
     min_thinking_tokens: int = 0
@@ -70,28 +72,28 @@ class BudgetForcing:
             )
 
     def asks_for_more(self, num_thinking_tokens: int, num_waits: int) -> bool:
-        """Whether a thought that ends here, sent on so often before, must go on."""
+        """Return whether a thought that ends here, after so many waits, must continue."""
         return num_thinking_tokens < self.min_thinking_tokens and num_waits < self.max_waits
 
 
 @dataclass(frozen=True)
 class BudgetedCompletion:
-    """What follows the opened thought: thought, closing tag and answer, appended tokens included."""
+    """The tokens after the opened thought: thought, closing tag and answer, appended tokens included."""
 
     token_ids: list[int]
     log_probs: list[float | None] | None  # nats, as `Completion` has them; None for tokens that were appended
     finish_reason: FinishReason  # never "stop": an answer ends with eos or at the limit
     num_thinking_tokens: int  # before the closing tag, or before the appended tokens that cut the thought
-    num_waits: int  # how often the thought was sent on
+    num_waits: int  # how often `wait` was appended
     cut: bool  # whether it was ended at max_thinking_tokens
 
 
 @dataclass
-class Draft:
+class BudgetedDraft:
     """One response while it is sampled."""
 
     prompt: list[int]
-    seeds: random.Random  # the response's own stream: one for each time that an engine goes on with it
+    seeds: random.Random  # the response's own stream: one seed for each part that an engine samples
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)
     finish_reason: FinishReason = "length"
@@ -99,24 +101,24 @@ class Draft:
     num_waits: int = 0
     cut: bool = False
 
-    def take(self, completion: Completion, num_tokens: int) -> None:
-        """Go on with a completion's first tokens."""
+    def add_sampled(self, completion: Completion, num_tokens: int) -> None:
+        """Append the first tokens of a completion."""
         self.token_ids += completion.token_ids[:num_tokens]
         log_probs = completion.log_probs
         self.log_probs += [None] * num_tokens if log_probs is None else log_probs[:num_tokens]
         self.finish_reason = completion.finish_reason
 
-    def append(self, token_ids: list[int]) -> None:
-        """Go on with tokens that nobody sampled."""
+    def add_given(self, token_ids: list[int]) -> None:
+        """Append tokens that nobody sampled."""
         self.token_ids += token_ids
         self.log_probs += [None] * len(token_ids)
 
     def has_answer(self, num_tokens: int) -> bool:
-        """Whether, its thought closed, there is room for an answer within this number of tokens."""
+        """Return whether the thought is closed and there is room for an answer within `num_tokens`."""
         return (self.cut or self.finish_reason == "stop") and len(self.token_ids) < num_tokens
 
     def done(self) -> BudgetedCompletion:
-        """The finished response."""
+        """Return the finished response."""
         known = any(log_prob is not None for log_prob in self.log_probs)
         return BudgetedCompletion(
             token_ids=self.token_ids,
@@ -143,14 +145,14 @@ def generate_with_budget(
     """Sample `num_completions` responses per prompt, each with its thought within the budget.
 
     Args:
-        engine: Started, with the weights that shall sample.
-        tokenizer: The model's.
+        engine: Started, with the weights that are to sample.
+        tokenizer: The model's tokenizer.
         prompts: P prompts, token ids, through the opened thought.
         sampling: `max_completion_length` counts thought, tags and answer.
         num_completions: Responses per prompt.
-        seeds: One per prompt. A response depends on its prompt's seed and on its number alone, whatever else
-            is sampled at the same time.
-        budget: Of the thoughts.
+        seeds: One per prompt. A response depends only on its prompt's seed and its number, whatever else is
+            sampled at the same time.
+        budget: Limits of the thoughts.
         thought_close: The tag that closes a thought.
         answer_opening: Tokens that cut a thought, closing tag through opened solution.
 
@@ -167,42 +169,42 @@ def generate_with_budget(
     # A thought that ends just in time needs room for its closing tag.
     room = len(answer_opening) if budget.max_thinking_tokens else 0
     drafts = [
-        Draft(prompt, random.Random(f"{seed}/{number}"))
+        BudgetedDraft(prompt, random.Random(f"{seed}/{number}"))
         for prompt, seed in zip(prompts, seeds, strict=True)
         for number in range(num_completions)
     ]
     thinking = drafts
     while thinking:
-        sent_on = []
-        completions = go_on(engine, thinking, sampling, longest + room, thought_close)
+        continued = []
+        completions = continue_drafts(engine, thinking, sampling, longest + room, thought_close)
         for draft, completion in zip(thinking, completions, strict=True):
             num_body = body_length(tokenizer, completion, thought_close)
             num_thinking = len(draft.token_ids) + num_body
             if num_thinking > longest:
-                draft.take(completion, longest - len(draft.token_ids))
+                draft.add_sampled(completion, longest - len(draft.token_ids))
                 draft.num_thinking_tokens, draft.cut = longest, True
-                draft.append(answer_opening)
+                draft.add_given(answer_opening)
             elif budget.asks_for_more(num_thinking, draft.num_waits) and num_thinking + len(wait) < longest:
-                draft.take(completion, num_body)
+                draft.add_sampled(completion, num_body)
                 draft.num_waits += 1
-                draft.append(wait)
-                sent_on.append(draft)
+                draft.add_given(wait)
+                continued.append(draft)
             else:
-                draft.take(completion, len(completion.token_ids))
+                draft.add_sampled(completion, len(completion.token_ids))
                 draft.num_thinking_tokens = num_thinking
-        thinking = sent_on
+        thinking = continued
     answering = [draft for draft in drafts if draft.has_answer(sampling.max_completion_length)]
-    answers = go_on(engine, answering, sampling, sampling.max_completion_length, stop="")
+    answers = continue_drafts(engine, answering, sampling, sampling.max_completion_length, stop="")
     for draft, answer in zip(answering, answers, strict=True):
-        draft.take(answer, len(answer.token_ids))
+        draft.add_sampled(answer, len(answer.token_ids))
     done = [draft.done() for draft in drafts]
     return [done[i : i + num_completions] for i in range(0, len(done), num_completions)]
 
 
-def go_on(
-    engine: Engine, drafts: list[Draft], sampling: Sampling, num_tokens: int, stop: str
+def continue_drafts(
+    engine: Engine, drafts: list[BudgetedDraft], sampling: Sampling, num_tokens: int, stop: str
 ) -> list[Completion]:
-    """Sample on from where each draft is, until it has at most `num_tokens`."""
+    """Sample the next part of each draft, which then has at most `num_tokens`."""
     if not drafts:
         return []
     prompts = [draft.prompt + draft.token_ids for draft in drafts]
@@ -213,7 +215,7 @@ def go_on(
 
 
 def body_length(tokenizer: Any, completion: Completion, tag: str) -> int:
-    """Number of a completion's tokens before its end tag, or its end-of-sequence token."""
+    """Return the number of a completion's tokens before its end tag or end-of-sequence token."""
     if completion.finish_reason == "stop":
         return start_of_tag(tokenizer, completion.token_ids, tag)
     return len(completion.token_ids) - (completion.finish_reason == "eos")

@@ -39,21 +39,21 @@ class Request:
     num_completions: int
     sampling: Sampling
     stop: str
-    eos_token_ids: tuple[int, ...]  # beside those that the server knows
+    eos_token_ids: tuple[int, ...]  # in addition to those that the server knows
     vocab_size: int
     seed: int  # of the first completion; those after it take the numbers that follow
 
     @property
     def num_sampled(self) -> int:
-        """Completions to ask for: greedy ones are all alike, and vLLM refuses to sample several."""
+        """Return the completions to ask for: greedy ones are all alike, and vLLM refuses several."""
         return self.num_completions if self.sampling.temperature > 0 else 1
 
 
 class WorkerClient:
-    """The routes of one `vllm serve`, with token ids in and out, and what the engine knows of it.
+    """The routes of one `vllm serve`, with token ids in and out; they tell how it was set up.
 
     Args:
-        url: Of the server, such as http://127.0.0.1:8000.
+        url: Address of the server, such as http://127.0.0.1:8000.
         model: The name that it serves; None: the first that it lists.
         api_key: Sent as a bearer token, if any.
         plain: Whether it may lack the routes of VLLM_SERVER_DEV_MODE, as it serves weights of its own.
@@ -67,22 +67,19 @@ class WorkerClient:
         self.api_key = api_key
         self.plain = plain
         self.adapter: str | None = None  # name of the LoRA that it samples with, if any
-        self.weights: str | None = None  # version of the last push to it that went through
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
-        self.losses = 0  # times that it was lost since any request was completed
-        self.verified = -1  # incarnation whose weights were last compared with the trainer's
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
 
     @property
     def sampled_model(self) -> str | None:
-        """What requests name: the adapter, if there is one, or the model."""
+        """Return the name that requests use: the adapter's, if there is one, or the model's."""
         return self.adapter or self.model
 
     async def call(
         self, method: str, path: str, body: JSON | None, deadline_s: float, in_words: bool = False
     ) -> JSON:
-        """Make one call and return the decoded answer; an empty one, or one in words, is an empty dictionary.
+        """Make one call and return the decoded answer; for an empty answer, or text, an empty dictionary.
 
         Raises:
             WorkerError: On a refused or broken connection, a missed deadline, an error status or an answer
@@ -125,7 +122,7 @@ class WorkerClient:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every call."""
+        """Return the headers of every call."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def _http(self) -> httpx.AsyncClient:
@@ -136,11 +133,11 @@ class WorkerClient:
     async def probe(self, deadline_s: float) -> str | None:
         """Ask server, engine and model workers for a sign of life; return the version of their weights.
 
-        A plain one is asked for its health alone, and keeps its weights.
+        A plain worker is asked only for its health; it does not tell a version, so None is returned.
         """
         if self.plain:
             await self.call("GET", "/health", None, deadline_s)
-            return self.weights
+            return None
         _, _, answer = await asyncio.gather(
             self.call("GET", "/health", None, deadline_s),
             self.call("POST", "/collective_rpc", {"method": "check_health"}, deadline_s),
@@ -149,7 +146,7 @@ class WorkerClient:
         return str(answer.get("weight_version"))  # of the last finished push; "default" before the first
 
     async def context(self, deadline_s: float) -> int:
-        """Tokens of prompt and completion that the served model takes; remembers the model's name."""
+        """Return the tokens of prompt and completion that the model takes; remember the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
         with self.understanding(answer, "a list of models"):
             models = {entry["id"]: int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]}
@@ -166,10 +163,10 @@ class WorkerClient:
     async def describe(self, deadline_s: float, sleeps: bool = False) -> None:
         """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type.
 
-        A plain one does not tell.
+        A plain worker does not tell.
 
         Raises:
-            WorkerError: Also if it is to sleep, but would keep its memory.
+            WorkerError: Also if the worker is to sleep, but would keep its memory.
         """
         if self.plain:
             self.dtype = "unknown"
@@ -190,10 +187,10 @@ class WorkerClient:
             )
 
     async def reports_sampled_log_probs(self, token_id: int, deadline_s: float) -> bool:
-        """Whether log-probs are those that tokens are sampled with (--logprobs-mode processed_logprobs).
+        """Return whether log-probs are those of sampling (--logprobs-mode processed_logprobs).
 
-        When one token alone is allowed, it is sampled with probability 1: its processed log-prob is 0, its
-        raw one is not.
+        If only one token is allowed, it is sampled with probability 1: its processed log-prob is 0, its raw
+        one is not.
         """
         body: JSON = {
             "model": self.sampled_model,
@@ -224,7 +221,7 @@ class WorkerClient:
             "stop": [request.stop] if request.stop else [],
             "stop_token_ids": list(request.eos_token_ids),
             "skip_special_tokens": False,  # the end tag may be one
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
         }
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
@@ -233,7 +230,7 @@ class WorkerClient:
         return completions * (request.num_completions // request.num_sampled)
 
     async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
-        """Log-probs of all tokens but the first under the worker's weights at temperature 1, nats."""
+        """Return log-probs of all tokens but the first, by the worker's weights at temperature 1, nats."""
         body = {
             "model": self.sampled_model,
             "prompt": token_ids,
@@ -262,7 +259,7 @@ class WorkerClient:
 
 
 def on_cpu(config: JSON) -> bool:
-    """Whether a vLLM runs on a CPU, where it takes no --enable-sleep-mode and sleeping frees nothing."""
+    """Return whether a vLLM runs on a CPU, where it has no --enable-sleep-mode and sleep frees nothing."""
     return "cpu" in str(config["device_config"])
 
 
@@ -310,7 +307,7 @@ def finish_reason(choice: JSON, request: Request) -> FinishReason:
 
 
 def refusal(place: str, response: httpx.Response) -> WorkerError:
-    """The error of a status: 5xx and overload may pass, anything else is the request's own fault."""
+    """Return the error of a status: 5xx and overload may pass, anything else is the request's fault."""
     status, reason = response.status_code, response.text.strip().replace("\n", " ")[:300]
     advice = "Correct the request's settings."
     if status in (401, 403):
@@ -328,7 +325,7 @@ def refusal(place: str, response: httpx.Response) -> WorkerError:
 
 
 def key_from(variable: str) -> str:
-    """The API key in an environment variable; empty if there is none.
+    """Return the API key in an environment variable; empty if there is none.
 
     Raises:
         InputError: If no header can carry it.

@@ -1,4 +1,4 @@
-"""Weights into vLLM workers through folders that both sides see: all of them, or an adapter alone."""
+"""Weights into vLLM workers through folders that both sides see: all weights, or only an adapter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import InputError
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
-VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")  # as VLLMEngine names versions
+# The ranks that --max-lora-rank takes.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Matches what VLLMEngine calls a version.
+VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
 
 
 class DiskPush(WeightPush):
@@ -63,7 +65,7 @@ class DiskPush(WeightPush):
                 if problem is None:
                     save_file(bucket, scratch / self.file_name(number))
             except OSError as error:
-                problem = error  # go on gathering: the other ranks do
+                problem = error  # keep gathering: the other ranks do
             bucket.clear()
         if problem is not None:
             raise EngineError(
@@ -77,10 +79,10 @@ class DiskPush(WeightPush):
                 shutil.rmtree(other, ignore_errors=True)
 
     def describe(self, folder: Path) -> None:
-        """Write what belongs beside the weights: nothing."""
+        """Write the files that belong beside the weights: none."""
 
     def file_name(self, number: int) -> str:
-        """Of a bucket."""
+        """Return the name of a bucket's file."""
         return f"model-{number:05d}.safetensors"
 
     def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
@@ -91,10 +93,10 @@ class DiskPush(WeightPush):
 
 
 class AdapterPush(DiskPush):
-    """Write a LoRA's matrices alone, as peft does, and let the workers load them beside the base's weights.
+    """Write only a LoRA's matrices, as peft does, and let the workers load them beside the base's weights.
 
-    Far less to write and to load than merged weights; sampling is slower, since each adapted layer multiplies
-    twice more. Every push has a name of its own that requests ask for, so none is served with an older one.
+    There is far less to write and to load than merged weights, but sampling is slower, since each adapted
+    layer multiplies twice more. Requests name the push that they want, so an older adapter never serves them.
 
     Args:
         timeout_s: As in `WeightPush`.
@@ -110,7 +112,7 @@ class AdapterPush(DiskPush):
 
     @property
     def gather_bytes(self) -> int:
-        """All at once: they are few, and peft wants one file."""
+        """Return no limit: the matrices are few, and peft wants one file."""
         return sys.maxsize
 
     def open(self, model: Any, folder: Path) -> None:

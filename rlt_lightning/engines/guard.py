@@ -1,8 +1,7 @@
 """Run a command that must not outlive the process that asked for it: `python guard.py COMMAND ARGUMENT …`.
 
-Needs nothing but Python. Standard input is a pipe held by the asking process. When that process ends in
-whatever way, SIGKILL included, the pipe closes, and the command is stopped with everything that it has
-started.
+It needs only Python. Standard input is a pipe held by the asking process. However that process ends, even by
+SIGKILL, the pipe closes, and the command is stopped with everything that it has started.
 """
 
 import contextlib
@@ -19,13 +18,13 @@ def main() -> None:
     """Start the command in this process's own group, and end with it."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the command gets it, the guard stays to see it end
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-    threading.Thread(target=stop_when_alone, args=(child,), daemon=True).start()
+    threading.Thread(target=stop_when_orphaned, args=(child,), daemon=True).start()
     status = child.wait()
     print(f"guard: the worker ended with status {status}", file=sys.stderr, flush=True)
     stop_group(child)
 
 
-def stop_when_alone(child: "subprocess.Popen[bytes]") -> None:
+def stop_when_orphaned(child: "subprocess.Popen[bytes]") -> None:
     """Wait until the asking process closes the pipe or is gone."""
     sys.stdin.buffer.read()
     stop_group(child)

@@ -30,14 +30,14 @@ class Launch:
         num_workers: Servers to start, each with a copy of the teacher.
         model: What they load at first; None: the teacher. The trainer's weights replace it before the first
             request, unless the engine's push is NoPush.
-        dtype: Of the worker's weights.
+        dtype: Data type of the worker's weights.
         max_model_len: Tokens of prompt and completion; None: as many as the model allows.
         tensor_parallel_size: GPUs that share one copy of the weights.
         data_parallel_size: Copies behind one server.
         gpus: GPU ids of each worker, one list per worker; None: as the environment has it.
-        port: Of the first worker, the others follow; 0: free ones.
+        port: Port of the first worker, the others follow; 0: free ports.
         start_deadline_s: Time to load the model and answer.
-        arguments: Further ones for `vllm serve`, such as --enforce-eager.
+        arguments: Further arguments of `vllm serve`, such as --enforce-eager.
         environment: Further environment variables, such as VLLM_CPU_KVCACHE_SPACE.
     """
 
@@ -69,7 +69,7 @@ class Launch:
             )
 
     def command(self, index: int, port: int, model: str, backend: str | None, served_model: str) -> list[str]:
-        """The command line of worker number `index`, which a person could type as well."""
+        """Return the command line of worker number `index`, which a person could type as well."""
         program = which(self.executable)
         if program is None:
             raise InputError(
@@ -94,8 +94,8 @@ class LocalServer:
 
     Args:
         command: Its command line.
-        environment: Variables beside those of this process.
-        log: File that its output goes to.
+        environment: Further environment variables.
+        log: File for its output.
         dev_mode: Whether it has the routes of VLLM_SERVER_DEV_MODE.
     """
 
@@ -107,16 +107,18 @@ class LocalServer:
         self.environment = environment
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
-        self.log_begin = 0  # where this life's part of the log begins, bytes
-        # The worker must find this package, and of this environment nothing else.
+        self.log_begin = 0  # bytes in the log before the last start
+        # The worker must find this package, and nothing else of this environment.
         self.import_folder = tempfile.TemporaryDirectory(prefix="rlt-worker-")
         package = Path(rlt_lightning.__file__).parent
         (Path(self.import_folder.name) / package.name).symlink_to(package)
         atexit.register(self.stop)
 
     def start(self) -> None:
-        """Start it, or start it again."""
+        """Start the process, or start it again, and say so."""
         self.kill()
+        words = " ".join([Path(self.command[0]).name, *self.command[1:3]])
+        print(f"starting `{words}` (log: {self.log})", file=sys.stderr, flush=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         defaults["VLLM_SERVER_DEV_MODE"] = "1" if self.dev_mode else "0"
@@ -134,24 +136,24 @@ class LocalServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the trainer alone
+                start_new_session=True,  # Ctrl-C must reach only the trainer
             )
 
     def ending(self) -> str | None:
-        """What it said at its end; None while it runs."""
+        """Return the error that the process ended with; None while it runs."""
         if self.process is None or self.process.poll() is None:
             return None
         return f"{self.last_words()} (log: {self.log})"
 
     def last_words(self) -> str:
-        """The last line of its log that tells of an error, or else the last."""
+        """Return the last line of its log that names an error, or else the last line."""
         text = self.log.read_bytes()[self.log_begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or ["its log is empty"])[-1][-300:]
 
     def kill(self) -> None:
-        """End it at once, with all that it has started."""
+        """End the process at once, with all that it has started."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -161,7 +163,7 @@ class LocalServer:
         self.process = None
 
     def stop(self) -> None:
-        """Let it end by itself, but not for long; safe to call twice."""
+        """Ask the process to end, and kill it if it does not; safe to call twice."""
         if self.process is not None:
             self._close_pipe()
             with contextlib.suppress(subprocess.TimeoutExpired):

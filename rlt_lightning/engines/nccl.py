@@ -19,9 +19,9 @@ from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_ten
 class NCCLPush(WeightPush):
     """Broadcast from GPU to GPU by vLLM's own trainer-side code, which the trainer's environment must hold.
 
-    All workers form one group with the trainer, so one gather and one broadcast serve them all, and the loss
-    of one breaks the group: the push fails for all and they meet anew at the next. A rank that dies within a
-    broadcast makes NCCL wait; after `timeout_s` the run stops.
+    All workers form one group with the trainer, so one gather and one broadcast serve them all. The loss of
+    one worker breaks the group: the push fails for all, and the next push forms a new group. A rank that dies
+    within a broadcast makes NCCL wait; after `timeout_s` the run stops.
 
     Args:
         bucket_mib: Size of each of the two buffers that NCCL sends from.
@@ -43,7 +43,7 @@ class NCCLPush(WeightPush):
 
     @property
     def gather_bytes(self) -> int:
-        """One tensor at a time: that is how vLLM's code asks for them."""
+        """Return 0, one tensor at a time: so vLLM's code asks for them."""
         return 0
 
     def prepare(self, worker: WorkerClient) -> None:
@@ -67,7 +67,7 @@ class NCCLPush(WeightPush):
         device = torch.cuda.current_device()
 
         def send() -> None:
-            torch.cuda.set_device(device)  # is a property of the thread
+            torch.cuda.set_device(device)  # each thread has its own
             self.group_of(named_tensors, workers, version).send_weights()
 
         try:
@@ -76,14 +76,14 @@ class NCCLPush(WeightPush):
             raise EngineError(
                 f"The NCCL push to {', '.join(w.url for w in workers)} must end within {self.timeout_s:g} s, "
                 "but did not: a worker died, or the network is not the one that NCCL chose "
-                "(NCCL_SOCKET_IFNAME). Look at the workers' logs, then go on with --resume true."
+                "(NCCL_SOCKET_IFNAME). Look at the workers' logs, then resume with --resume true."
             ) from error
         except (RuntimeError, EngineError) as error:
             self.close()
             failures.update({worker.url: error for worker in workers})
 
     def group_of(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> Any:
-        """The group of these workers, formed anew if one has changed."""
+        """Return the group of these workers; form a new one if a worker has changed."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -137,7 +137,7 @@ class SyncClient:
         self._on_all(self.push.start)
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive everywhere; returns when all have."""
+        """Let all workers receive; return when they have."""
         self._on_all(lambda w: self.push.post(w, "/update_weights", {"update_info": update_info}))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -158,7 +158,7 @@ class WholeTensors:
         self.named_tensors = named_tensors
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Names with tensors, or with what becomes one by `full_tensor()`."""
+        """Yield names with tensors, or with objects whose `full_tensor()` is one."""
         for name, tensor in self.named_tensors:
             yield name, Partitioned(tensor) if hasattr(tensor, "ds_id") else tensor
 

@@ -1,11 +1,11 @@
-"""The way of new weights into vLLM workers, and the default one: broadcast over gloo."""
+"""How new weights get into vLLM workers; the default: broadcast over gloo."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
@@ -35,13 +35,14 @@ class WeightPush(ABC):
     worker that fails on the way is left out of the rest; its weights are then undefined until the next push.
 
     Args:
-        bucket_mib: Most of the weights, in MiB, that the trainer holds a second time: gathered from its
-            ranks, or on their way. A tensor larger than that is a bucket of its own where it must be whole.
+        bucket_mib: Weights, in MiB, that the trainer holds a second time at most: gathered from its ranks, or
+            on their way. A larger tensor that must be whole is a bucket by itself.
         timeout_s: Deadline of every single transfer and of every call to a worker.
     """
 
     backend: ClassVar[str | None]  # what the worker's --weight-transfer-config names; None: it needs none
     takes_adapters: ClassVar[bool] = False  # whether it pushes a LoRA's matrices rather than merged weights
+    dtype: torch.dtype | None = None  # in which weights travel; None: as the trainer holds them
 
     def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0) -> None:
         if bucket_mib < 1 or timeout_s <= 0:
@@ -57,16 +58,16 @@ class WeightPush(ABC):
 
         Args:
             model: The trainer's teacher.
-            folder: In the run folder, for backends that write.
+            folder: A place in the run folder, for backends that write.
         """
 
     def launch_options(self) -> tuple[list[str], dict[str, str]]:
-        """Further arguments and environment variables that workers must be started with."""
+        """Return further arguments and environment variables that workers must be started with."""
         return [], {}
 
     @property
     def gather_bytes(self) -> int:
-        """Weights that are gathered from the trainer's ranks at once, in bytes; every rank does the same."""
+        """Return the bytes of weights that every rank gathers at once."""
         return self.bucket_bytes
 
     def push(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> Failures:
@@ -115,24 +116,23 @@ class WeightPush(ABC):
 class NoPush(WeightPush):
     """Push nothing: workers serve weights of their own, and may be any `vllm serve FOLDER`.
 
-    For evaluation and generation with a model that is trained already. Nothing is asked of the workers but
-    what every vLLM server answers; whether they hold the trainer's weights, if there is a trainer, is
-    verified as after any push.
+    For evaluation and generation with a trained model. Workers are asked only what every vLLM server
+    answers. If there is a trainer, its weights are compared with theirs as after any push.
     """
 
     backend = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.version: str | None = None  # that the workers are taken to hold
+        self.version: str | None = None  # the version that the workers are taken to hold
 
     def prepare(self, worker: WorkerClient) -> None:
-        """Nothing: the worker goes on serving."""
+        """Do nothing: the worker keeps serving."""
 
     def transfer(
         self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
     ) -> None:
-        """Require that the trainer's weights are those of before."""
+        """Refuse weights that have changed since the first push."""
         if self.version not in (None, version):
             raise InputError(
                 "NoPush leaves workers the weights that they serve, but the trainer's have changed. Train "
@@ -141,21 +141,21 @@ class NoPush(WeightPush):
         self.version = version
 
     def conclude(self, worker: WorkerClient) -> None:
-        """Nothing, as before."""
+        """Do nothing, as in `prepare`."""
 
     def close(self) -> None:
-        """Take whatever weights the next trainer has."""
+        """Accept whatever weights the next trainer has."""
         self.version = None
 
 
 class GlooPush(WeightPush):
-    """Broadcast tensor after tensor over TCP; each server's workers meet the trainer in a group of their own.
+    """Broadcast tensor after tensor over TCP; each server's workers form one group with the trainer.
 
     Args:
         bucket_mib: As in `WeightPush`; longer tensors go in pieces of this size.
         timeout_s: As in `WeightPush`.
         host: Address of this machine that the workers can reach.
-        dtype: In which the weights travel, such as bfloat16; None: as the trainer holds them.
+        dtype: Data type in which weights travel, such as bfloat16; None: as the trainer holds them.
     """
 
     backend = "gloo"
@@ -197,7 +197,7 @@ class GlooPush(WeightPush):
         return result
 
     def open_store(self) -> TCPStore:
-        """Listen on our address alone; a TCPStore left to itself listens everywhere."""
+        """Listen only on our address; by default a TCPStore listens on all."""
         try:
             listener = socket.create_server((self.host, 0))
         except OSError as error:
@@ -231,7 +231,7 @@ class GlooPush(WeightPush):
         on_each(sent, lambda worker: self.finish(worker, version), failures)
 
     def send(self, tensors: list[Tensor], updates: dict[str, Future[JSON]], failures: Failures) -> None:
-        """Send tensors to every worker that still takes part; keeps none of them."""
+        """Send tensors to every worker that still takes part; keep none of them."""
         for tensor in tensors:
             for piece in pieces(tensor, self.dtype or tensor.dtype, self.bucket_bytes):
                 self.broadcast(piece, updates, failures)
@@ -296,8 +296,17 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     return future
 
 
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also in a notebook, which has a running loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return in_background(lambda: asyncio.run(work)).result()
+
+
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -1,0 +1,332 @@
+"""The two links between the rollout callback and its engine.
+
+InProcessLink: every rank has the engine, and samples its own problems with its own model.
+
+    rank 0   order ─▶ update_weights ─▶ generate ─▶ rollouts
+    rank 1   order ─▶ update_weights ─▶ generate ─▶ rollouts
+
+RankZeroLink: rank 0 talks to the engine for all ranks. Each ═ is a collective: all ranks wait there.
+
+    rank 0   problems ═▶ one order ─▶ health ═ update_weights ═ verify ═ generate ─▶ completions ═▶ rollouts
+    rank 1   problems ═▶ one order ──────────═ gather_weights ═────────═─────────────────────────═▶ rollouts
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+
+from rlt_lightning.callbacks.order import Order
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.engines.base import PROBE_TOKENS, Engine, EngineError, NamedTensor, require_context
+from rlt_lightning.engines.waiting import waiting_for
+from rlt_lightning.engines.weights import in_background
+from rlt_lightning.models.lora import adapter_weights, merged_weights
+from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.types import Completion, InputError, Problem, Rollout
+
+T = TypeVar("T")
+# A rollout job: row of the problem, prompt and seed.
+Job = tuple[int, list[int], int]
+
+
+class EngineLink(ABC):
+    """What the rollout callback asks of its engine, on all ranks together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def start(self, trainer: Trainer, module: RLTModule, max_completion_length: int) -> None:
+        """Start the engine once the weights are where they are trained, a restored checkpoint included."""
+
+        def start() -> None:
+            data = stratos_of(trainer)
+            self.engine.start(module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
+            longest = max(len(problem.teacher_prompt) for problem in data.problems)
+            require_context(longest + max_completion_length, self.engine.max_model_len)
+
+        self._free_gpu_cache(trainer)
+        self.call(trainer, start)
+
+    def rollouts_of(
+        self, trainer: Trainer, module: RLTModule, problems: list[Problem], order: Order
+    ) -> list[Rollout]:
+        """Sample what an order misses, wait for it, and return this rank's part.
+
+        Args:
+            trainer: The trainer.
+            module: The module whose policy samples.
+            problems: Those of this rank.
+            order: Holds the problems of this rank, or of all ranks.
+        """
+        first = self._first_position(trainer, len(problems))
+        own = range(first, first + len(problems))
+        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in problems]:
+            raise RuntimeError(
+                f"Completions were sampled for rows {order.rows}, but this batch has rows "
+                f"{[p.row for p in problems]}. The loader did not bring what it had announced."
+            )
+        while not self._collect(trainer, module, order):
+            self.begin(trainer, module, order)
+        if self.engine.takes_turns:
+            with module.phase("generate"):
+                # No rank trains before all workers sleep.
+                self.call(trainer, self.engine.put_to_sleep)
+        order.finished = self.call(trainer, lambda: order.finished)
+        data = stratos_of(trainer)
+        rollouts = [
+            data.rollout(problem, completion)
+            for i, problem in zip(own, problems, strict=True)
+            for completion in order.finished[i]
+        ]
+        module.phase.phases["generate"].tokens += sum(len(r.completion.token_ids) for r in rollouts)
+        return rollouts
+
+    def begin(self, trainer: Trainer, module: RLTModule, order: Order) -> None:
+        """Let the engine sample what an order misses, with the weights of this step."""
+        self._free_gpu_cache(trainer)
+        with module.phase("push"):
+            self._make_current(trainer, module)
+        if not order.finished:
+            order.policy_version = module.global_step
+        order.asked = order.missing
+
+        def generate() -> list[list[Completion]]:
+            prompts, seeds = [order.prompts[i] for i in order.asked], [order.seeds[i] for i in order.asked]
+            return self.engine.generate(prompts, order.sampling, order.num_completions, order.stop, seeds)
+
+        self._generate(trainer, module, order, generate)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
+
+    @abstractmethod
+    def call(self, trainer: Trainer, function: Callable[[], T]) -> T:
+        """Call a function of the engine where the engine is; return its result on every rank.
+
+        Raises:
+            EngineError: On every rank, if the function raised it; InputError likewise.
+        """
+
+    @abstractmethod
+    def jobs_of_all(self, trainer: Trainer, jobs: list[Job]) -> list[Job]:
+        """Return the jobs that one order holds: those of this rank, or of all ranks."""
+
+    @abstractmethod
+    def require_even(self, trainer: Trainer) -> None:
+        """Raise InputError if validation cannot be split evenly over the ranks."""
+
+    @abstractmethod
+    def _first_position(self, trainer: Trainer, num_problems: int) -> int:
+        """Return the position in an order of this rank's first problem."""
+
+    @abstractmethod
+    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+        """Push the weights until the engine samples with those of this step."""
+
+    @abstractmethod
+    def _generate(
+        self,
+        trainer: Trainer,
+        module: RLTModule,
+        order: Order,
+        generate: Callable[[], list[list[Completion]]],
+    ) -> None:
+        """Call `generate`, now or in the background, and put its result into `order.future`."""
+
+    def _collect(self, trainer: Trainer, module: RLTModule, order: Order) -> bool:
+        # On every rank: metrics must have the same names everywhere.
+        with module.phase("generate"):
+            return self.call(trainer, order.collect)
+
+    def _free_gpu_cache(self, trainer: Trainer) -> None:
+        """Return the GPU memory that PyTorch keeps for later, if workers share the GPUs."""
+        if self.engine.takes_turns:
+            torch.cuda.empty_cache()
+            with waiting_for_ranks(trainer, "all ranks to free their GPU"):
+                trainer.strategy.barrier()
+
+
+class InProcessLink(EngineLink):
+    """An engine in every process: each rank samples its own problems with the model that it trains."""
+
+    def start(self, trainer: Trainer, module: RLTModule, max_completion_length: int) -> None:
+        """Start the engine; if weights are sharded, let all ranks call the model together."""
+        super().start(trainer, module, max_completion_length)
+        if module.sharding.sharded:
+            self.engine.share(module.run, module.on_any_rank)
+
+    def call(self, trainer: Trainer, function: Callable[[], T]) -> T:
+        """Call a function on every rank, each for itself."""
+        return function()
+
+    def jobs_of_all(self, trainer: Trainer, jobs: list[Job]) -> list[Job]:
+        """Return this rank's jobs."""
+        return jobs
+
+    def require_even(self, trainer: Trainer) -> None:
+        """Accept any size: ranks do not share an order."""
+
+    def _first_position(self, trainer: Trainer, num_problems: int) -> int:
+        return 0
+
+    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+        self.engine.health()
+        while self.engine.policy_version != module.global_step:
+            self.engine.update_weights(list(module.policy.named_parameters()), module.global_step)
+            self.engine.health()
+
+    def _generate(
+        self,
+        trainer: Trainer,
+        module: RLTModule,
+        order: Order,
+        generate: Callable[[], list[list[Completion]]],
+    ) -> None:
+        order.future = Future()
+        # In the precision that the model is trained in.
+        with module.phase("generate"), trainer.precision_plugin.forward_context():
+            order.future.set_result(generate())
+
+
+class RankZeroLink(EngineLink):
+    """An engine outside the trainer's processes: rank 0 talks to it for all ranks.
+
+    Args:
+        engine: The engine.
+        verify_every_n_steps: Optimizer steps between two verifications; 0: only after the first push to a
+            worker.
+        deadline_s: How long the other ranks wait for rank 0.
+    """
+
+    def __init__(self, engine: Engine, verify_every_n_steps: int, deadline_s: float) -> None:
+        super().__init__(engine)
+        self.verify_every_n_steps = verify_every_n_steps
+        self.deadline_s = deadline_s
+        self.rank_zero_group: Any = None  # process group in which ranks wait for rank 0
+        self.verified_at: int | None = None  # optimizer step of the last verification
+        # The trainer's log-probs of the probe, by policy version: those of the last two verifications.
+        self.probe_log_probs: dict[int, list[float]] = {}
+
+    def close(self) -> None:
+        """Close the engine; its weights are verified again after the next push."""
+        super().close()
+        self.verified_at, self.probe_log_probs = None, {}
+
+    def call(self, trainer: Trainer, function: Callable[[], T]) -> T:
+        """Call a function on rank 0 and return its result on all ranks, or raise its error there."""
+        if trainer.world_size == 1:
+            return function()
+        if self.rank_zero_group is None:
+            # The strategy's own group would give up before the engine does.
+            timeout = timedelta(seconds=self.deadline_s)
+            self.rank_zero_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        outcome: list[Any] = [None]
+        failure: EngineError | InputError | None = None
+        if trainer.is_global_zero:
+            try:
+                outcome = [(function(), None)]
+            except (EngineError, InputError) as error:
+                failure, outcome = error, [(None, (isinstance(error, InputError), str(error)))]
+        with waiting_for_ranks(trainer, "rank 0, which talks to the engine", "the other ranks"):
+            torch.distributed.broadcast_object_list(outcome, src=0, group=self.rank_zero_group)
+        result, problem = outcome[0]
+        if problem is not None:
+            raise failure or (InputError if problem[0] else EngineError)(problem[1])
+        return result
+
+    def jobs_of_all(self, trainer: Trainer, jobs: list[Job]) -> list[Job]:
+        """Gather the jobs of all ranks, in rank order."""
+        if trainer.world_size == 1:
+            return jobs
+        parts: list[Any] = [None] * trainer.world_size
+        with waiting_for_ranks(trainer, "all ranks to announce their problems"):
+            torch.distributed.all_gather_object(parts, jobs)
+        return [job for part in parts for job in part]
+
+    def require_even(self, trainer: Trainer) -> None:
+        """Require equally many held-out rows on every rank, in every batch."""
+        data = stratos_of(trainer)
+        sizes = (len(data.val_items), data.val_batch_size)
+        if any(size % trainer.world_size for size in sizes):
+            raise InputError(
+                f"With one engine for {trainer.world_size} processes, the held-out rows and val_batch_size "
+                f"must be multiples of that, but are {sizes[0]} and {sizes[1]}. Change data.val_rows or "
+                "data.val_batch_size."
+            )
+
+    def _first_position(self, trainer: Trainer, num_problems: int) -> int:
+        return trainer.global_rank * num_problems
+
+    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+        """Push until all workers that can be reached, at least one, hold the weights; then verify."""
+        step, pushed = module.global_step, False
+
+        def needs_push() -> bool:
+            self.engine.health()
+            return self.engine.policy_version != step
+
+        while self.call(trainer, needs_push):
+            named_tensors = self._weights(module.policy)
+            if not trainer.is_global_zero:
+                self.engine.gather_weights(named_tensors)
+
+            def push(named_tensors: list[NamedTensor] = named_tensors) -> None:
+                self.engine.update_weights(named_tensors, step)
+
+            self.call(trainer, push)
+            pushed = True
+        due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
+        if pushed and (due or self.call(trainer, lambda: self.engine.unverified)):
+            self._verify(trainer, module)
+
+    def _weights(self, policy: Any) -> list[NamedTensor]:
+        """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
+        tensors = dict(policy.named_parameters())
+        return adapter_weights(tensors) if self.engine.takes_adapters else merged_weights(policy, tensors)
+
+    def _verify(self, trainer: Trainer, module: RLTModule) -> None:
+        """Let the engine compare the workers' log-probs of a text with the trainer's."""
+        text = stratos_of(trainer).problems[0].teacher_prompt[:PROBE_TOKENS]
+        log_probs = module.run(sequence_log_probs, text)
+        self.verified_at = module.global_step
+        latest = list(self.probe_log_probs.items())[-1:]
+        self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
+        self.call(trainer, lambda: self.engine.verify(text, self.probe_log_probs))
+
+    def _generate(
+        self,
+        trainer: Trainer,
+        module: RLTModule,
+        order: Order,
+        generate: Callable[[], list[list[Completion]]],
+    ) -> None:
+        if trainer.is_global_zero:
+            order.future = in_background(generate)
+
+
+def waiting_for_ranks(
+    trainer: Trainer, what: str, on_rank_zero: str | None = None
+) -> AbstractContextManager[None]:
+    """Say that this process waits for other ranks, once on each machine.
+
+    Args:
+        trainer: Knows this process's rank.
+        what: What is waited for.
+        on_rank_zero: What rank 0 waits for, if that is something else.
+    """
+    if trainer.is_global_zero:
+        return waiting_for(on_rank_zero or what, after_s=30.0)
+    if trainer.local_rank == 0:
+        return waiting_for(what, after_s=30.0)
+    return nullcontext()

@@ -1,0 +1,395 @@
+"""The vLLM workers of an engine: which of them serve, and how one that failed serves again.
+
+A worker is in one state. Any failure takes it back to DOWN; a launched worker is then started again.
+
+              greet          push             verify
+      ┌────▶ DOWN ────▶ READY ────▶ CURRENT ────────▶ VERIFIED
+      │                   │          │   ▲ │ push      │   ▲ │ push
+      │                   │          │   └─┘           │   └─┘
+      └──── lose, close ──┴──────────┴─────────────────┘
+
+    state      answers   has the weights   agrees with the          samples
+               calls     of the last push  trainer's log-probs
+    DOWN       no        no                unknown                  no
+    READY      yes       no                unknown                  no
+    CURRENT    yes       yes               unknown                  yes
+    VERIFIED   yes       yes               yes, when last compared  yes
+
+A worker is READY while weights are pushed to it: after a push that broke off no worker seems current. Without
+a trainer (NoPush) a greeted worker is CURRENT at once. A sleeping worker keeps its weights and its state;
+`health` wakes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rlt_lightning.engines.base import EngineError, NamedTensor
+from rlt_lightning.engines.client import WorkerClient, WorkerError
+from rlt_lightning.engines.launch import Launch, LocalServer
+from rlt_lightning.engines.verification import verify_worker
+from rlt_lightning.engines.waiting import waiting_for
+from rlt_lightning.engines.weights import WeightPush, run_to_end
+
+log = logging.getLogger(__name__)
+# Deadline of the first call to a worker that may not be there.
+GREETING_S = 5.0
+NO_ANSWER = "It never answered."
+
+
+class State(Enum):
+    """Where a worker stands; the head of this file draws it."""
+
+    DOWN = "down"
+    READY = "ready"
+    CURRENT = "current"
+    VERIFIED = "verified"
+
+
+class Worker(WorkerClient):
+    """A worker's routes, and all that the fleet knows of it."""
+
+    state = State.DOWN
+    reason = NO_ANSWER  # why it is down
+    silence = ""  # what came of the last attempt to greet it
+    asleep = False
+    losses = 0  # times that it was lost since any request was completed
+    max_model_len = sys.maxsize  # tokens; known once it was greeted
+    server: LocalServer | None = None  # its process, if it was launched
+
+    @property
+    def up(self) -> bool:
+        """Tell whether the worker answers calls."""
+        return self.state is not State.DOWN
+
+    @property
+    def current(self) -> bool:
+        """Tell whether the worker has the weights of the last push."""
+        return self.state in (State.CURRENT, State.VERIFIED)
+
+    def go_down(self, reason: str) -> None:
+        """Forget what was known of its weights, and which connections it had."""
+        self.state, self.reason, self.asleep = State.DOWN, reason, False
+        self.adapter = None
+        self.incarnation += 1
+
+
+class Fleet:
+    """All workers of an engine, and the version of the weights that they were pushed.
+
+    Args:
+        workers: One for each server.
+        run_id: Marks the versions of this trainer: those of another run's trainer are not ours.
+        launch: How workers are started; None: they run already.
+        sleeps: Whether workers sleep while the GPUs train.
+        call_timeout_s: Deadline of every call.
+        recovery_timeout_s: How long to wait for one worker if none is left.
+        max_restarts: How often a worker may be lost in a row, while no request is completed.
+    """
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        run_id: str,
+        launch: Launch | None,
+        sleeps: bool,
+        call_timeout_s: float,
+        recovery_timeout_s: float,
+        max_restarts: int,
+    ) -> None:
+        self.workers = workers
+        self.run_id = run_id
+        self.launch = launch
+        self.sleeps = sleeps
+        self.call_timeout_s = call_timeout_s
+        self.recovery_timeout_s = recovery_timeout_s
+        self.max_restarts = max_restarts
+        self.pushed = -1  # policy version of the last push
+        self.started = False
+        self.without_trainer = False  # whether there are no weights but the workers' own
+
+    @property
+    def serving(self) -> list[Worker]:
+        """Return the workers that are not down."""
+        return [worker for worker in self.workers if worker.up]
+
+    @property
+    def absent(self) -> list[Worker]:
+        """Return the workers that are down."""
+        return [worker for worker in self.workers if not worker.up]
+
+    @property
+    def down(self) -> dict[str, str]:
+        """Return the workers that are down, by URL, each with the reason."""
+        return {worker.url: worker.reason for worker in self.absent}
+
+    @property
+    def version_name(self) -> str:
+        """Return what workers call the version of the last push."""
+        return f"{self.run_id}-{self.pushed:06d}"
+
+    @property
+    def policy_version(self) -> int:
+        """Return the optimizer steps of the weights of all serving workers; -1 if one needs a push."""
+        serving = self.serving
+        return self.pushed if serving and all(worker.current for worker in serving) else -1
+
+    @property
+    def unverified(self) -> bool:
+        """Tell whether a worker has come, or come back, since the last verification."""
+        return not self.serving or any(worker.state is not State.VERIFIED for worker in self.serving)
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the tokens of prompt and completion that every greeted worker takes."""
+        return min(worker.max_model_len for worker in self.workers)
+
+    # Start and stop
+
+    def start(self, model: str, push: WeightPush, logs: Path) -> None:
+        """Start the workers that are to be launched, and wait until every worker answers."""
+        for worker in self.workers:
+            worker.reason = NO_ANSWER
+        if self.launch is not None:
+            for index, worker in enumerate(self.workers):
+                worker.server = server_of(worker, index, self.launch, model, push, logs)
+                worker.server.start()
+        run_to_end(self._wait(all_of_them=True))
+        self.started = True
+
+    def close(self) -> None:
+        """Stop the workers that were launched. What the others hold later on is not known."""
+        for worker in self.workers:
+            if worker.server is not None:
+                worker.server.stop()
+            worker.server = None
+            worker.go_down("The engine is closed.")
+        self.started = self.without_trainer = False
+        self.pushed = -1
+
+    # Workers that come and go
+
+    def health(self) -> None:
+        """Look after every worker, and wake it; wait for one if none is left."""
+        with waiting_for(f"a sign of life from vLLM worker {urls_of(self.workers)}"):
+            run_to_end(on_all(self.workers, self._look_after))
+        if not self.serving:
+            run_to_end(self._wait(all_of_them=False))
+
+    def put_to_sleep(self) -> None:
+        """Put all workers to sleep, a launched one that is being started as soon as it is ready.
+
+        A worker takes its memory of the GPU when it starts, and must not do so while the GPU trains.
+        """
+        while self.sleeps:
+            if self.launch is not None:
+                run_to_end(self._wait(all_of_them=True))
+            awake = [worker for worker in self.serving if not worker.asleep]
+            with waiting_for(f"vLLM worker {urls_of(awake)} to fall asleep"):
+                run_to_end(on_all(awake, self._put_to_sleep))
+            if self.launch is None or not self.absent:
+                return
+
+    def lose(self, worker: Worker, reason: str, restart: bool = True) -> None:
+        """Take a worker out of service; start a launched one again.
+
+        Raises:
+            EngineError: If it was lost too often.
+        """
+        worker.go_down(reason)
+        worker.losses += 1
+        # Logged and not warned: Python shows a warning only once.
+        log.warning("Lost vLLM worker %s: %s", worker.url, reason)
+        if worker.losses > self.max_restarts:
+            raise EngineError(
+                f"vLLM worker {worker.url} was lost {worker.losses} times in a row: {reason} Repair it, then "
+                "resume with --resume true."
+            )
+        if restart and worker.server is not None:
+            worker.server.start()
+
+    def forgive_losses(self) -> None:
+        """Count losses from zero again: a request was completed."""
+        for worker in self.workers:
+            worker.losses = 0
+
+    async def _look_after(self, worker: Worker) -> None:
+        """Greet a worker that is down; lose one that does not answer, or that was restarted."""
+        if not worker.up:
+            self._restart_if_ended(worker)
+            await self._greet(worker)
+            return
+        try:
+            version = await worker.probe(self.call_timeout_s)
+            if worker.current and version not in (None, self.version_name):
+                self.lose(worker, "It was restarted and holds old weights.", restart=False)
+                await self._greet(worker)
+                return
+            await self._wake(worker)
+        except WorkerError as error:
+            self.lose(worker, str(error))
+
+    async def _greet(self, worker: Worker) -> None:
+        """Take a worker into service if it answers.
+
+        Raises:
+            WorkerError: If it answers, but is not set up as it must be.
+        """
+        try:
+            await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
+            max_model_len = await worker.context(self.call_timeout_s)
+            await worker.describe(self.call_timeout_s, self.sleeps)
+            await self._wake(worker)  # another run may have left it asleep
+        except WorkerError as error:
+            if not error.retryable:
+                raise
+            worker.silence = str(error)
+            return
+        worker.max_model_len = max_model_len
+        worker.state = State.CURRENT if self.without_trainer else State.READY
+
+    async def _wake(self, worker: Worker) -> None:
+        """Wake a worker, or find it awake."""
+        if self.sleeps:
+            await worker.call("POST", "/wake_up", None, self.call_timeout_s)
+            worker.asleep = False
+
+    async def _put_to_sleep(self, worker: Worker) -> None:
+        try:
+            await worker.call("POST", "/sleep?level=1", None, self.call_timeout_s)
+            worker.asleep = True
+        except WorkerError as error:
+            self._lose_or_raise(worker, error)
+
+    def _lose_or_raise(self, worker: Worker, error: WorkerError) -> None:
+        """Lose a worker that may be well later; raise an error that would only come again."""
+        if not error.retryable:
+            raise error
+        self.lose(worker, str(error))
+
+    def _restart_if_ended(self, worker: Worker) -> None:
+        """Start a launched worker again if its process has ended while it was waited for."""
+        ending = worker.server.ending() if worker.server else None
+        if ending and not self.started:
+            raise EngineError(
+                f"vLLM worker {worker.url} must start, but ended: {ending}. Correct what it reports."
+            )
+        if ending:
+            self.lose(worker, f"It ended: {ending}.")
+
+    async def _wait(self, all_of_them: bool) -> None:
+        """Wait until all workers serve, or one of them.
+
+        Raises:
+            EngineError: After the deadline.
+        """
+        deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
+        end = time.monotonic() + deadline_s
+
+        def missing() -> str:
+            return f"vLLM worker {urls_of(self.absent)} to answer" if self.absent else ""
+
+        with waiting_for(missing, deadline_s):
+            await on_all(self.absent, self._greet)
+            while self.absent if all_of_them else not self.serving:
+                absent = self.absent
+                for worker in absent:
+                    self._restart_if_ended(worker)
+                if time.monotonic() > end:
+                    reasons = " ".join(f"{worker.reason} {worker.silence}" for worker in absent)
+                    raise EngineError(
+                        f"vLLM worker {urls_of(absent)} must answer within {deadline_s:g} s, but did not. "
+                        f"{reasons} Then resume with --resume true."
+                    )
+                await asyncio.sleep(0.5)
+                await on_all(absent, self._greet)
+
+    # Weights
+
+    def push(self, push: WeightPush, named_tensors: list[NamedTensor], policy_version: int) -> None:
+        """Push to all serving workers. One that fails is lost, and needs another push when it is back."""
+        before = {worker: worker.state for worker in self.serving}
+        self.pushed = policy_version
+        for worker in before:
+            worker.state = State.READY
+        names = f"vLLM worker {urls_of(before)}"
+        with waiting_for(f"{names} to take the weights of step {policy_version} by {type(push).__name__}"):
+            failures = push.push(named_tensors, list(before), self.version_name)
+        for worker, state in before.items():
+            if worker.url not in failures:
+                worker.state = State.VERIFIED if state is State.VERIFIED else State.CURRENT
+        for worker in before:
+            error = failures.get(worker.url)
+            if isinstance(error, WorkerError) and not error.retryable:
+                raise error
+            if error is not None:
+                self.lose(worker, f"The weights could not be pushed to it: {error}")
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]], needs_log_probs: bool) -> None:
+        """Compare every current worker's log-probs of a text with the trainer's.
+
+        Args:
+            token_ids: The text.
+            log_probs: The trainer's log-probs of it, by policy version; see `Engine.verify`.
+            needs_log_probs: Whether workers must report log-probs at the sampling temperature.
+        """
+
+        async def verify(worker: Worker) -> None:
+            try:
+                await verify_worker(worker, token_ids, log_probs, needs_log_probs, self.call_timeout_s)
+                worker.state = State.VERIFIED
+            except WorkerError as error:
+                self._lose_or_raise(worker, error)
+
+        current = [worker for worker in self.serving if worker.current]
+        with waiting_for(f"vLLM worker {urls_of(current)} to score a text"):
+            run_to_end(on_all(current, verify))
+
+    async def require_current(self, worker: Worker) -> None:
+        """Raise WorkerError if a worker shows no sign of life, or has other weights than it was pushed."""
+        version = await worker.probe(self.call_timeout_s)
+        if version not in (None, self.version_name):
+            raise WorkerError(
+                f"vLLM worker {worker.url} was restarted: it has weights '{version}' instead of "
+                f"'{self.version_name}'. What it sampled is dropped and it gets the current weights.",
+                retryable=True,
+            )
+
+    async def watch(self, worker: Worker) -> list[Any]:
+        """Look for signs of life while requests are in work; only an error ends it."""
+        while True:
+            await asyncio.sleep(self.call_timeout_s / 4)
+            await self.require_current(worker)
+
+
+def urls_of(workers: Iterable[Worker]) -> str:
+    """Return the addresses of workers, for a message."""
+    return ", ".join(worker.url for worker in workers)
+
+
+async def on_all(workers: list[Worker], function: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
+    """Call a function for all workers at the same time."""
+    await asyncio.gather(*map(function, workers))
+
+
+def server_of(
+    worker: Worker, index: int, launch: Launch, model: str, push: WeightPush, logs: Path
+) -> LocalServer:
+    """Return the process that is to be worker number `index`; it is not started yet."""
+    port = int(worker.url.rpartition(":")[2])
+    arguments, environment = push.launch_options()
+    command = launch.command(index, port, model, push.backend, str(worker.model)) + arguments
+    environment = environment | launch.environment
+    if launch.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus[index]))
+    if key := worker.api_key:
+        # Not on the command line, where every user of the machine could read it.
+        environment["VLLM_API_KEY"] = key
+    return LocalServer(command, environment, logs / f"worker-{index}.log", dev_mode=not worker.plain)
