@@ -18,6 +18,7 @@ from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row
 from rlt_lightning.datamodules.countdown import countdown_rows
 from rlt_lightning.datamodules.rows import complete_countdown
+from rlt_lightning.models.announce import announce, announce_reading
 from rlt_lightning.types import InputError
 
 ARITHMETIC = "arithmetic"
@@ -88,6 +89,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         raise InputError(
             f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {SOURCE_CHOICES}."
         )
+    announce_reading(path)
     try:
         yield from READERS[path.suffix](path)
     except (OSError, UnicodeDecodeError) as error:
@@ -239,6 +241,7 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
     level = hub_log.level
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
     name, _, configuration = source.partition(":")
+    announce(f"loading the data set {source} from the Hugging Face hub or its cache")
     try:
         dataset = datasets.load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from rlt_lightning.models.announce import announce_check
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.packed import log_probs_of
 from rlt_lightning.numerics.packing import Layout, PackedSequences, ScoredSequence
@@ -47,6 +48,7 @@ def verified_layout(
     architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
         candidates = candidates[1:]  # nothing is lost that was asked for
+    run(lambda model: announce_check(name, model))
     faults: list[str] = []
     for layout in candidates:
         fault = run(known_fault, layout) or run(layout_fault, layout)
