@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -504,6 +505,65 @@ def test_a_second_run_refuses_the_folder_until_told_to_overwrite(
     assert (run / "thesis.txt").exists()
 
 
+def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> None:
+    run, bad, wrong = tmp_path / "runs" / "run", tmp_path / "bad.jsonl", tmp_path / "wrong.jsonl"
+    bad.write_text('{"question": "1 + 1?", "solution": "2"}\nnot json\n')
+    wrong.write_text('{"question": 5, "solution": ["2"]}\n')
+    fit = ["fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=1", f"--output_dir={run}"]
+    for options, expected in (
+        (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
+        (["--model.teacher=nobody/nothing"], "The tokenizer 'nobody/nothing' could not be loaded"),
+        ([f"--data.source={bad}"], f"broken_json 1 (row 2). All of them are listed in {run}"),
+        (["--model.group_sise=4"], "group_sise"),
+        ([f"--data.source={wrong}"], "wrong_type 1 (row 1)"),
+        (["--trainer.strategy=fsdp"], "trainer.strategy must be auto, ddp or an overlay's"),
+        (["--model.attn_implementation=flash_attention_2"], "flash-attn extra"),
+        (["--config=configs/quickstrat.yaml"], "quickstrat.yaml"),
+    ):
+        assert_one_clear_line(rlt(*fit, *options), expected)
+        left = {path.name for path in run.rglob("*")}
+        assert left <= {"config.yaml", "data_report.json"}, options
+        assert left or not run.exists()
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "data_report.json"}
+    result = rlt(*fit)
+    assert result.returncode == 0, result.stderr
+    assert (run / "model" / "model.safetensors").exists()
+    assert "max_steps: 1" in (run / "config.yaml").read_text()
+    assert_one_clear_line(rlt(*fit), "must be empty or new")
+
+
+@pytest.mark.parametrize("verb", ["predict", "test"])
+def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
+    verb: str, tiny_model: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "run"
+    if verb == "predict":
+        command = ["predict", "--config=configs/score.yaml", "--data.source=arithmetic"]
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command += ["--data.num_embedded_rows=2", "--trainer.accelerator=cpu"]
+        mistakes = ["--data.source=/no/such/rows.jsonl", "--scores.rank_groups=9"]
+    else:
+        given = tmp_path / "given.jsonl"
+        given.write_text("".join(json.dumps({"id": str(i + 1), "response": "5"}) + "\n" for i in range(2)))
+        command = ["test", "--config=configs/smollm2_evaluate.yaml", f"--data.responses={given}"]
+        command += ["--data.max_rows=2", "--rollouts.num_samples=1"]
+        mistakes = ["--data.responses=/no/such/rows.jsonl", "--data.max_rows=5"]
+    for mistake in mistakes:
+        result = rlt(*command, f"--output_dir={run}", mistake)
+        assert result.returncode == 2, result.stderr
+        assert "must be empty or new" not in result.stderr
+    result = rlt(*command, f"--output_dir={run}")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_mistake_leaves_no_empty_folder_in_runs(tmp_path: Path) -> None:
+    words = ["fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--data.source=/no/such/rows.jsonl"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([*RLT, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert_one_clear_line(result, "/no/such/rows.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
 def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -619,6 +679,8 @@ def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: 
     run.terminate()
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 143
-    assert re.search(r"rlt: terminated\. The newest checkpoint is .*ckpt\. To go on: --output_dir .*", errors)
+    assert re.search(
+        r"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: --output_dir .*", errors
+    )
     result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
     assert_one_clear_line(result, "--ckpt_path last needs --output_dir")
