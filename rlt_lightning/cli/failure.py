@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from rlt_lightning.engines import EngineError
 from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.records.run_folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
 # The message of these says what to do in one line; a traceback would say nothing more.
@@ -79,6 +80,7 @@ def end_process(failure: Failure) -> NoReturn:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"timestamp": str(int(time.time())), "py_callstack": failure.line}
         Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
+    remove_empty_folders()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failure.status)

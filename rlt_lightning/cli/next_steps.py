@@ -74,7 +74,7 @@ def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: list[
     print(f"See it: {program()} report {shlex.quote(str(folder))}")
     if not (folder / "model").exists() or adapter:
         return
-    if following := after_fit(config, on_cpu, examples):
+    if following := propose_after_fit(config, on_cpu, examples):
         print(f"Next: {following}")
 
 
@@ -84,7 +84,7 @@ def print_after_predict(config: Namespace, on_cpu: bool) -> None:
     print("\nDone:")
     print_files(folder, PREDICT_FILES)
     traces = folder / "distillation.jsonl"
-    if traces.exists() and (following := after_generation(config, on_cpu, traces)):
+    if traces.exists() and (following := propose_after_generation(config, on_cpu, traces)):
         print(f"Next: {following}")
 
 
@@ -95,13 +95,13 @@ def print_files(folder: Path, meanings: dict[str, str]) -> None:
             print(f"  {folder / name}: {meaning}")
 
 
-def after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | None:
+def propose_after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | None:
     """Return what to do with the trained model and the command for it; arguments as `print_after_fit`."""
     data, models, model = config.data.init_args, config.model.init_args, f"{config.output_dir}/model"
     if data.task == "teacher_sft":
         path = config_path("teacher_rlt", on_cpu, config)
-        options: Options = {"model.teacher": model, **own("model.student", models.pretrained, on_cpu)}
-        options |= {"data.source": data.source, **room(config, path, model, examples)}
+        options: Options = {"model.teacher": model, **this_model("model.student", models.pretrained, on_cpu)}
+        options |= {"data.source": data.source, **completion_length(config, path, model, examples)}
         words = command("fit", path, options, data, TEACHER_FORMAT)
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
@@ -115,13 +115,13 @@ def after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | Non
     if data.task in ("student_rl", "student_sft"):
         path = config_path("evaluate", on_cpu, config)
         is_rl = data.task == "student_rl"
-        sampling = sampling_of(config) if is_rl else room(config, path, model, examples)
+        sampling = sampling_of(config) if is_rl else completion_length(config, path, model, examples)
         options = {"model.pretrained": model, **sampling}
         return f"evaluate it (docs/evaluation.md):\n  {command('test', path, options, data, STUDENT_FORMAT)}"
     return None
 
 
-def after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:
+def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:
     """Return what to do with the selected traces and the command for it; None if there are none.
 
     Args:
@@ -135,7 +135,7 @@ def after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | Non
     if not num_rows:
         return None
     student = config.model.init_args.student
-    options: Options = {"data.source": str(source), **own("model.pretrained", student, on_cpu)}
+    options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
     options |= at_most(path, "data.prompts_per_step", num_rows)
     limit = data.student_context or context_of(config, student)
     options |= at_most(path, "data.max_length", limit)
@@ -146,7 +146,7 @@ def command(verb: str, path: str, options: Options, data: Namespace, format_sett
     """Return a command line with these options, in the format of the data."""
     formats = {f"data.{name}": data.get(name) for name in format_settings}
     unlike = {n: v for n, v in formats.items() if v is not None or setting(path, n) is not None}
-    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", word(value)))
+    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", as_word(value)))
     return shlex.join([program(), verb, "--config", path, *words])
 
 
@@ -155,7 +155,7 @@ def program() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
 
 
-def word(value: Any) -> str:
+def as_word(value: Any) -> str:
     """Return a setting as the command line takes it."""
     if isinstance(value, str):
         return value
@@ -169,7 +169,7 @@ def config_path(stage: str, on_cpu: bool, config: Namespace) -> str:
     return f"configs/{laptop[stage] if on_cpu else stage}.yaml"
 
 
-def own(option: str, model: str, on_cpu: bool) -> Options:
+def this_model(option: str, model: str, on_cpu: bool) -> Options:
     """Return an option that names this run's model, unless the proposed config names it already."""
     return {} if model in RECIPE_MODELS and not on_cpu else {option: model}
 
@@ -189,7 +189,7 @@ def new_questions(data: Namespace) -> Options:
     return {"data.source": "FILE"}
 
 
-def room(config: Namespace, path: str, model: str, examples: list[Any]) -> Options:
+def completion_length(config: Namespace, path: str, model: str, examples: list[Any]) -> Options:
     """Return an option for completions as long as the examples, where the proposed config does not fit."""
     longest_prompt = max(example.loss_mask.count(False) for example in examples)
     longest = max(sum(example.loss_mask) for example in examples)

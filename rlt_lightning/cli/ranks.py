@@ -45,8 +45,8 @@ def watch_trainer(trainer: Trainer) -> None:
     global watch
     if trainer.world_size == 1:
         return
-    doing = "starting the others" if trainer.strategy.launcher else "waiting until all have started"
-    announce(f"{trainer.world_size} processes on {trainer.num_nodes} node(s): {doing}")
+    last = trainer.world_size - 1
+    announce(f"waiting for {'rank 1' if last == 1 else f'ranks 1 to {last}'} to start")
     # Lightning's own observer kills rank 0 without a word when a child has failed.
     subprocess_script._launch_process_observer = lambda child_processes: None
     known = watch or RankZero(one_node=trainer.num_nodes == 1)
