@@ -150,7 +150,7 @@ def test_two_processes_with_unequal_lengths_equal_one(
     result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
     assert result.returncode == 0, result.stderr
     assert result.stderr.startswith("waiting for rank 1 to start\n")
-    assert result.stderr.count("loading ") == 3  # rank 0 alone says it
+    assert result.stderr.count("loading ") == 3  # only rank 0 says it
     for step, row in metrics(one).items():
         # Adam turns rounding of near-zero gradients into whole updates: later steps agree less closely.
         bound = 1e-5 if step == 1 else 1e-3
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
     for run in (mine, other):
         assert rlt(*small_fit(tiny_model, run, short_config, "--trainer.max_steps=2")).returncode == 0
     before = (mine / "metrics.csv").read_text()
-    [checkpoint] = (other / "checkpoints").iterdir()  # a finished run keeps its newest alone
+    [checkpoint] = (other / "checkpoints").iterdir()  # a finished run keeps only its newest
     assert checkpoint.name == "step=000002.ckpt"
     result = rlt(*small_fit(tiny_model, mine, short_config, f"--ckpt_path={checkpoint}"))
     assert_one_clear_line(result, "must be empty or new")
