@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlt_lightning.models.announce import announce_model
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import MODEL_CHOICES, quiet_transformers, resolve
 from rlt_lightning.models.weights import Read, WeightFiles
@@ -66,6 +67,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     options = attention_options(name, attn_implementation, trust_remote_code)
+    announce_model(name, dtype)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),

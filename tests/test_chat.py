@@ -129,7 +129,7 @@ def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(smo
     command += ["--student_system_prompt=Answer in one word.", "--temperature=0"]
     result = subprocess.run(command, input=QUESTION, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    assert result.stderr.splitlines() == [f"loading {smollm2} (538.1 MB)"]
     engine, tokenizer = HFEngine(), load_tokenizer(smollm2)
     engine.start(load_model(smollm2), tokenizer, Path())
     chat_format = ChatFormat(tokenizer, "r1", student_system_prompt="Answer in one word.")

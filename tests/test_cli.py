@@ -92,6 +92,7 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
     assert "--data.tags r1" in result.stdout
+    assert result.stderr.count(f"loading {tiny_model} (12.9 MB) as float32\n") == 3
     assert "iteration 2/2: reward" in result.stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
@@ -148,6 +149,8 @@ def test_two_processes_with_unequal_lengths_equal_one(
     assert result.returncode == 0, result.stderr
     result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
     assert result.returncode == 0, result.stderr
+    assert result.stderr.startswith("waiting for rank 1 to start\n")
+    assert result.stderr.count("loading ") == 3  # only rank 0 says it
     for step, row in metrics(one).items():
         # Adam turns rounding of near-zero gradients into whole updates: later steps agree less closely.
         bound = 1e-5 if step == 1 else 1e-3
@@ -193,7 +196,7 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
     for run in (mine, other):
         assert rlt(*small_fit(tiny_model, run, short_config, "--trainer.max_steps=2")).returncode == 0
     before = (mine / "metrics.csv").read_text()
-    [checkpoint] = (other / "checkpoints").iterdir()  # a finished run keeps its newest alone
+    [checkpoint] = (other / "checkpoints").iterdir()  # a finished run keeps only its newest
     assert checkpoint.name == "step=000002.ckpt"
     result = rlt(*small_fit(tiny_model, mine, short_config, f"--ckpt_path={checkpoint}"))
     assert_one_clear_line(result, "must be empty or new")
@@ -362,7 +365,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
 
 
 def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: str) -> None:
-    lines = result.stderr.strip().splitlines()
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("loading ")]
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     assert len(lines) == 1, lines
@@ -503,6 +506,54 @@ def test_a_second_run_refuses_the_folder_until_told_to_overwrite(
     assert (run / "thesis.txt").exists()
 
 
+def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> None:
+    run, bad, wrong = tmp_path / "runs" / "run", tmp_path / "bad.jsonl", tmp_path / "wrong.jsonl"
+    bad.write_text('{"question": "1 + 1?", "solution": "2"}\nnot json\n')
+    wrong.write_text('{"question": 5, "solution": ["2"]}\n')
+    fit = ["fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=1", f"--output_dir={run}"]
+    for options, expected in (
+        (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
+        (["--model.teacher=nobody/nothing"], "The tokenizer 'nobody/nothing' could not be loaded"),
+        ([f"--data.source={bad}"], f"broken_json 1 (row 2). All of them are listed in {run}"),
+        (["--model.group_sise=4"], "group_sise"),
+        ([f"--data.source={wrong}"], "wrong_type 1 (row 1)"),
+        (["--trainer.strategy=fsdp"], "trainer.strategy must be auto, ddp or an overlay's"),
+        (["--model.attn_implementation=flash_attention_2"], "flash-attn extra"),
+        (["--config=configs/quickstrat.yaml"], "quickstrat.yaml"),
+    ):
+        assert_one_clear_line(rlt(*fit, *options), expected)
+        left = {path.name for path in run.rglob("*")}
+        assert left <= {"config.yaml", "data_report.json"}, options
+        assert left or not run.parent.exists()  # no empty folder, neither the run's nor runs/
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "data_report.json"}
+    result = rlt(*fit)
+    assert result.returncode == 0, result.stderr
+    assert (run / "model" / "model.safetensors").exists()
+    assert "max_steps: 1" in (run / "config.yaml").read_text()
+    assert_one_clear_line(rlt(*fit), "must be empty or new")
+
+
+@pytest.mark.parametrize("verb", ["predict", "test"])
+def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
+    verb: str, tiny_model: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "run"
+    if verb == "predict":
+        command = ["predict", "--config=configs/score.yaml", "--data.source=arithmetic"]
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command += ["--data.num_embedded_rows=2", "--trainer.accelerator=cpu"]
+        mistake, expected = "--scores.rank_groups=9", "the number of scored rows, 2, but is 9"
+    else:
+        given = tmp_path / "given.jsonl"
+        given.write_text("".join(json.dumps({"id": str(i + 1), "response": "5"}) + "\n" for i in range(2)))
+        command = ["test", "--config=configs/smollm2_evaluate.yaml", f"--data.responses={given}"]
+        command += ["--data.max_rows=2", "--rollouts.num_samples=1"]
+        mistake, expected = "--data.max_rows=5", "has none to 3 of 5"
+    assert_one_clear_line(rlt(*command, f"--output_dir={run}", mistake), expected)
+    result = rlt(*command, f"--output_dir={run}")
+    assert result.returncode == 0, result.stderr
+
+
 def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -618,6 +669,8 @@ def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: 
     run.terminate()
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 143
-    assert re.search(r"rlt: terminated\. The newest checkpoint is .*ckpt\. To go on: --output_dir .*", errors)
+    assert re.search(
+        r"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: --output_dir .*", errors
+    )
     result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
     assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

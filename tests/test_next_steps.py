@@ -100,12 +100,12 @@ def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(next_steps, "context_length", lambda *_: 32768)
     examples = [SFTExample(1, [1, 2, 3], [False, True, True])]
     warmed_up = config_of("teacher_sft", pretrained="Qwen/Qwen2.5-7B-Instruct")
-    text = next_steps.after_fit(warmed_up, False, examples)
+    text = next_steps.propose_after_fit(warmed_up, False, examples)
     assert text is not None
     assert "--config configs/teacher_rlt.yaml --model.teacher runs/one/model --data.source bespoke" in text
     assert "--model.student" not in text
     trained = config_of("rlt", teacher="runs/zero/model", student="bespokelabs/Bespoke-Stratos-7B")
-    text = next_steps.after_fit(trained, False, [])
+    text = next_steps.propose_after_fit(trained, False, [])
     assert text is not None
     assert "--config configs/generate.yaml" in text
     assert "--data.source FILE" in text  # not what it was trained on
@@ -116,7 +116,7 @@ def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPa
 def test_completions_may_be_as_long_as_those_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_steps, "context_length", lambda *_: 8192)
     examples = [SFTExample(1, [1] * 101, [False] + [True] * 100)]  # quickstart_smollm2.yaml allows 48
-    text = next_steps.after_fit(config_of("teacher_sft", pretrained="smollm2-135m"), True, examples)
+    text = next_steps.propose_after_fit(config_of("teacher_sft", pretrained="smollm2-135m"), True, examples)
     assert text is not None
     assert "--rollouts.sampling.max_completion_length 100" in text
 
@@ -124,11 +124,11 @@ def test_completions_may_be_as_long_as_those_trained_on(monkeypatch: pytest.Monk
 def test_nothing_is_proposed_where_no_trace_was_selected(tmp_path: Path) -> None:
     (tmp_path / "distillation.jsonl").touch()
     config = config_of("rlt", student="smollm2-135m")
-    assert next_steps.after_generation(config, True, tmp_path / "distillation.jsonl") is None
+    assert next_steps.propose_after_generation(config, True, tmp_path / "distillation.jsonl") is None
 
 
 def test_a_prompt_that_the_run_left_out_replaces_the_configs() -> None:
-    text = next_steps.after_fit(config_of("rlt", student="smollm2-135m"), True, [])
+    text = next_steps.propose_after_fit(config_of("rlt", student="smollm2-135m"), True, [])
     assert text is not None
     words = shlex.split(text.splitlines()[1])
     assert words[words.index("--data.student_system_prompt") + 1] == "null"

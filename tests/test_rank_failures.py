@@ -96,14 +96,14 @@ def slow(*values: Any) -> Any:
         ("ddp", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
         slow("ddp", 0, "on_train_batch_end", "bug", 1, "rank 0: ZeroDivisionError: made on rank 0"),
         ("ddp", 1, "setup", "mistake", 2, "rank 1: The test must pass, but rank 1 was told"),
-        ("ddp", 1, "init", "kill", 1, "rank 1: .* gone without a word"),
-        slow("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
-        ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* gone without a word"),
+        ("ddp", 1, "init", "kill", 1, "rank 1: .* ended without a message"),
+        slow("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: .* ended without a message"),
+        ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* ended without a message"),
         ("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
         slow("ddp", 0, "on_train_batch_end", "bug while the other sleeps", 1, "rank 0: ZeroDivisionError"),
         ("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
         ("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
-        slow("zero3", 1, "on_train_batch_start", "kill", 1, "rank 1: .* gone without a word"),
+        slow("zero3", 1, "on_train_batch_start", "kill", 1, "rank 1: .* ended without a message"),
     ],
 )
 def test_all_ranks_end_within_seconds_with_the_message_of_the_one_that_failed(

@@ -32,7 +32,7 @@ def small(model: str) -> list[str]:
 
 
 def test_a_seed_sets_all_but_those_that_are_options(tiny_model: str, tmp_path: Path) -> None:
-    # Before --seed or after it, an option of its own wins; a config does not.
+    # A seed option wins before and after --seed; a config does not.
     (tmp_path / "seeds.yaml").write_text("rollouts: {seed: 5}")
     options = [*small(tiny_model), f"--config={tmp_path / 'seeds.yaml'}", "--trainer.max_steps=2"]
     seeds = ["--data.seed=3", "--seed=7", "--model.init_args.seed=4"]

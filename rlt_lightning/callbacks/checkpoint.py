@@ -17,6 +17,8 @@ from rlt_lightning.checkpoints.choices import checkpoint_of, read_best, write_be
 from rlt_lightning.checkpoints.folder import discard, discard_unfinished
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import EngineError
+from rlt_lightning.models.announce import announce_writing, weights_size
+from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.types import InputError
 
 
@@ -130,6 +132,14 @@ class Checkpoint(ModelCheckpoint):
             newest = [Path(path).name for path in (self.best_model_path, *self.best_k_models)]
             if previous and self.save_top_k != -1 and previous["checkpoint"] not in newest:
                 discard(self.folder / previous["checkpoint"])
+
+    @override
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        policy: Any = getattr(trainer.lightning_module, "policy", None)
+        if policy is not None:
+            trained = (parameter for _, parameter in trained_parameters(policy))
+            announce_writing(Path(filepath), 3 * weights_size(trained))  # AdamW has two moments
+        super()._save_checkpoint(trainer, filepath)
 
     @override
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:

@@ -12,6 +12,7 @@ from rlt_lightning.checkpoints.export import Adapter, export_model, pretrained_t
 from rlt_lightning.checkpoints.folder import whole_or_absent
 from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.announce import announce_writing, weights_size
 from rlt_lightning.models.weights import trained
 
 
@@ -41,5 +42,6 @@ class ModelExporter(Callback):
             tensors: dict[str, Any] = strategy.weights(policy) if named else trained(policy)
             if module.lora is not None:
                 tensors = pretrained_tensors(facts)[1] | tensors
+            announce_writing(folder, weights_size(tensors.values()))
             adapter: Adapter = "merged" if module.lora is None else self.adapter
             export_model(policy, tensors, tokenizer, facts, folder, adapter, strategy)

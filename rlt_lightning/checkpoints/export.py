@@ -11,6 +11,7 @@ from torch import Tensor
 from rlt_lightning import __version__
 from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.folder import ONE_PROCESS, STATE, WEIGHTS, read_state, whole_or_absent
+from rlt_lightning.models.announce import announce_writing, weights_size
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
@@ -121,6 +122,7 @@ def export_checkpoint(
     files = WeightFiles(str(path / WEIGHTS))
     tensors |= {name: deferred(files, name, tensor) for name, tensor in trained(model).items()}
     tokenizer = load_tokenizer(facts["tokenizer"], facts["trust_remote_code"])
+    announce_writing(folder, weights_size(tensors.values()))
     with whole_or_absent(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, facts, scratch, adapter)
     print(f"Done: {folder}, from {path}")

@@ -20,18 +20,21 @@ from rlt_lightning.report.explain import Explainer, ExplainOptions, rows_to_scor
 
 
 class BorrowingCommandLine(RLTCommandLine):
-    """A verb with the arguments of another one, and a group of its own."""
+    """A verb that takes the arguments of another verb, and one group of options more.
 
-    lender: str  # the other verb
-    group: tuple[type, str]  # class of the own options, and their name
+    Subclasses set `lender`, the other verb, and `group`: the class of the further options and their name.
+    """
+
+    lender: str
+    group: tuple[type, str]
 
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
-        """The parser is the other verb's."""
+        """Return the other verb, whose parser this one uses."""
         return {cls.lender: VERBS[cls.lender]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the own ones."""
+        """Add the further options."""
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(*self.group)
 
@@ -42,14 +45,14 @@ class BorrowingCommandLine(RLTCommandLine):
         return self.borrowed
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the command line as the other verb's, under its own name."""
+        """Read the command line as the other verb's; messages name this one."""
         self.borrowed.prog = f"rlt {sys.argv[1]}"
         self.config = parser.parse_args([self.lender, *sys.argv[2:]])
         self.spread_seed()
 
 
 class PlanCommandLine(BorrowingCommandLine):
-    """`rlt plan`: what `rlt fit` with the same arguments would need. Nothing is loaded, no folder is made."""
+    """`rlt plan`: the memory and time that `rlt fit` would need. It loads no model and makes no folder."""
 
     lender, group = "fit", (PlanOptions, "plan")
 
@@ -57,7 +60,7 @@ class PlanCommandLine(BorrowingCommandLine):
         """Make no run folder."""
 
     def instantiate_classes(self) -> None:
-        """Make what loads nothing; of the trainer, whose devices may not be here, the settings will do."""
+        """Make what loads nothing, and no trainer: its devices may not be here, so its settings must do."""
         config = self.config.clone()
         trainer = config["fit"].trainer.clone()
         for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
@@ -71,34 +74,37 @@ class PlanCommandLine(BorrowingCommandLine):
         self.status = 0 if plan.fits else 1
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing is run."""
+        """Run nothing: the plan has been printed."""
 
 
 class ExplainCommandLine(BorrowingCommandLine):
-    """`rlt explain`: what `rlt predict` makes of one explanation, token by token. No run folder is made."""
+    """`rlt explain`: one explanation's reward, as `rlt predict` computes it. It makes no run folder."""
 
     lender, group = "predict", (ExplainOptions, "explain")
 
     def before_instantiate_classes(self) -> None:
-        """Put the explanation in the place of the source, in a folder that is gone at the end."""
+        """Score a file with this one explanation, in a temporary folder."""
         config = self.config["predict"]
         self.folder = TemporaryDirectory(prefix="rlt-explain-")
-        warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")  # said below the figures
+        # The page says it below the figures.
+        warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")
         data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
         options = ExplainOptions(**config.explain.as_dict())
         score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
         rows = rows_to_score(options, data.as_dict(), score_given)
-        path.write_text("\n" * (options.row - 1))  # messages and the page name rows by their lines
+        # Messages and the page name rows by their lines.
+        path.write_text("\n" * (options.row - 1))
         append_rows(path, rows)
         data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
         data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
         config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto"))
-        config.ckpt_path = None  # a resumed run's config.yaml names what it went on from
+        # The config.yaml of a resumed run names its checkpoint.
+        config.ckpt_path = None
         config.scores.update(Namespace(rank_groups=None, per_token=False))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Only what prints."""
+        """Add the callback that prints the explanation, and show no progress."""
         trainer = super().instantiate_trainer(**kwargs)
         trainer.callbacks.append(Explainer(self.config_init["predict"].explain))  # type: ignore[attr-defined]
         trainer.progress_bar_callback.disable()  # type: ignore[union-attr]
@@ -109,4 +115,4 @@ class ExplainCommandLine(BorrowingCommandLine):
             super()._run_subcommand(subcommand)
 
     def after_predict(self) -> None:
-        """The callback has said it."""
+        """Print nothing: the callback has said it."""

@@ -1,4 +1,4 @@
-"""What ended a process, in words that another process can show."""
+"""Why a process failed, in words that another process can show, and how it then ends."""
 
 from __future__ import annotations
 
@@ -16,33 +16,44 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from rlt_lightning.engines import EngineError
 from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.records.run_folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
-MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)  # told in one line
+# The message of these says what to do in one line; a traceback would say nothing more.
+MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed."""
+    """Why a rank failed.
+
+    Args:
+        rank: The rank that failed.
+        message: What happened, in one line.
+        status: The exit status of all processes.
+        details: A traceback, or nothing.
+        kind: "own": the rank said what went wrong; "silent": it ended without a word; "connection": it waited
+            for another rank that had ended or was late.
+    """
 
     rank: int
-    message: str  # one line
-    status: int  # of the processes
-    details: str = ""  # a traceback, or nothing
-    kind: Literal["own", "silent", "connection"] = "own"  # silent: gone; connection: another is gone, or late
+    message: str
+    status: int
+    details: str = ""
+    kind: Literal["own", "silent", "connection"] = "own"
 
-    def tell(self) -> None:
-        """Print it."""
+    def print(self) -> None:
+        """Print the failure to the standard error stream."""
         print(f"{self.details}{self.line}", file=sys.stderr, flush=True)
 
     @property
     def line(self) -> str:
-        """What the user is told last."""
+        """Return the last line that the user sees."""
         return f"rlt: error: rank {self.rank}: {self.message}"
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What an exception means for the run."""
+    """Return an exception as the failure of a rank."""
     text = " ".join(str(error).split())
     if isinstance(error, MISTAKES):
         return Failure(rank, text, 2)
@@ -55,20 +66,21 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(rank, f"{name}: {text}" if text else name, 1, details, "connection" if broken else "own")
 
 
-def gone(rank: int, how: str = "It was killed, or ran out of memory.") -> Failure:
-    """A rank has ended and has not said why."""
+def silent_failure(rank: int, how: str = "It was killed, or ran out of memory.") -> Failure:
+    """Return the failure of a rank that ended without saying why."""
     message = (
-        f"Every rank must stay to the end, but this one is gone without a word. {how} What it printed, if "
+        f"Every rank must run to the end, but this one ended without a message. {how} What it printed, if "
+        "anything, stands above or in its log. Resume with --resume true."
     )
-    message += "anything, stands above or in its log. Go on with --resume true."
     return Failure(rank, message, 1, kind="silent")
 
 
 def end_process(failure: Failure) -> NoReturn:
-    """End at once: cleaning up may take ranks that are gone. torchrun shows what its error file holds."""
+    """End at once, since cleaning up may wait for ranks that have ended; tell torchrun in its error file."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"timestamp": str(int(time.time())), "py_callstack": failure.line}
         Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": extra}}))
+    remove_empty_folders()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failure.status)

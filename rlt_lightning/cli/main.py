@@ -1,4 +1,9 @@
-"""Run a verb; turn what went wrong into one line and an exit status."""
+"""Run a verb, and turn what went wrong into one line and an exit status.
+
+2    a mistake of the user's: one line that says what to do
+1    anything else: a traceback, or the line of the rank that failed first
+130  interrupted, 143 terminated: the line says how to resume
+"""
 
 from __future__ import annotations
 
@@ -21,16 +26,17 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
 from rlt_lightning.cli.failure import MISTAKES
-from rlt_lightning.cli.parser import OneLineParser, fail
+from rlt_lightning.cli.parser import OneLineParser, end_with_mistake
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig, global_rank
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.loggers.workspace import dashboard
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.records.run_folder import FINISHED_ROWS
+from rlt_lightning.records.run_folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.report import report
 
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {  # verbs without a trainer
+# The verbs without a trainer.
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "export": (
         export_checkpoint,
         "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
@@ -44,9 +50,9 @@ COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine}
 
 
 def run() -> int:
-    """Run the command line; 2 after a mistake of the user's, which is told in one line."""
+    """Run the command line and return the exit status."""
     quiet_third_parties()
-    ranks.join(global_rank())
+    ranks.start_watch(global_rank())
     try:
         refuse_while_imported()
         if sys.argv[1] in COMMANDS:
@@ -60,7 +66,7 @@ def run() -> int:
                 "log_every_n_steps": 1,
                 "num_sanity_val_steps": 0,
                 "enable_model_summary": False,
-                "use_distributed_sampler": False,  # our loader shares the rows out itself
+                "use_distributed_sampler": False,  # our loader distributes the rows itself
             },
             seed_everything_default=0,
             parser_class=OneLineParser,
@@ -71,28 +77,30 @@ def run() -> int:
         )
     except Exception as error:
         if isinstance(error, BrokenPipeError) and sys.argv[1] not in VERBS:
-            # Who reads the answer has enough; Python shall not try to write the rest.
+            # The reader has closed the pipe; Python must not try to write the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
-        # A class that refuses its arguments is a ValueError: the parser wraps what it said.
+        # A class that refuses its arguments raises a ValueError, and the parser wraps its message.
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
         if refused or isinstance(error, MISTAKES):
-            return fail(str(error))
-        ranks.fail(error)
+            return end_with_mistake(str(error))
+        remove_empty_folders()
+        ranks.fail_run(error)
         raise
     except SystemExit as ending:
         terminated = isinstance(ending, SIGTERMException)
         if not terminated and ending.code != 1:
             raise
-        ranks.fail(ending)
-        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_go_on()}", file=sys.stderr)
+        remove_empty_folders()
+        ranks.fail_run(ending)
+        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_resume()}", file=sys.stderr)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
-    ranks.leave()
+    ranks.end_run()
     return command_line.status
 
 
 def run_command(verb: str) -> int:
-    """Run a verb that has no trainer; returns the exit status."""
+    """Run a verb that has no trainer, and return the exit status."""
     function, description = COMMANDS[verb]
     words = sys.argv[2:]
     auto_cli(
@@ -107,7 +115,7 @@ def run_command(verb: str) -> int:
 
 
 def named_folders(words: list[str]) -> list[str]:
-    """`A B --output FILE` as the parser reads it: words that belong to no option are one list of folders."""
+    """Return `A B --output FILE` as the parser reads it: words that belong to no option are folders."""
     folders, options = [], []
     left = iter(words)
     for word in left:
@@ -118,35 +126,41 @@ def named_folders(words: list[str]) -> list[str]:
     return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
 
 
-def how_to_go_on() -> str:
-    """What a stopped run has left, and the words that go on from it."""
+def how_to_resume() -> str:
+    """Return what a stopped run has left, and the options that resume it."""
     folder = RLTCommandLine.run_folder
     found = [] if folder is None else checkpoints_in(folder / "checkpoints")
     if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
-        return f"What is finished is kept. To go on: --output_dir {folder} --resume true"
+        return f"What is finished is kept. To resume: --output_dir {folder} --resume true"
     if not found:
         return "No checkpoint was written."
-    return f"The newest checkpoint is {found[-1]}. To go on: --output_dir {folder} --resume true"
+    return f"The newest checkpoint is {found[-1]}. To resume: --output_dir {folder} --resume true"
 
 
 def quiet_third_parties() -> None:
-    """Silence what says nothing about the user's run: tips, hardware lists, warnings about workers."""
+    """Silence tips, hardware lists and warnings that say nothing about the user's run."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it takes it
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for pattern in (
-        ".*does not have many workers.*",  # the loaders make batches of lists: no workers wanted
-        ".*Using `?ModelCheckpoint`? with manual optimization.*",  # ours saves at the end of a step
-        ".*predict returned None.*",  # scores lie in the batch, for the writer
-        ".*exists and is not empty.*",  # a resumed run's folder is
+        # Our loaders make batches of lists and want no workers.
+        ".*does not have many workers.*",
+        # Our checkpoint callback saves at the end of a step.
+        ".*Using `?ModelCheckpoint`? with manual optimization.*",
+        # Scores lie in the batch, where the writer takes them.
+        ".*predict returned None.*",
+        # The folder of a resumed run is not empty.
+        ".*exists and is not empty.*",
         ".*have overridden `transfer_batch_to_device`.*",
-        ".*Total length of `list` across ranks is zero.*",  # no validation set was asked for
+        # No validation set was asked for.
+        ".*Total length of `list` across ranks is zero.*",
         ".*defined a `validation_step` but have no `val_dataloader`.*",
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*gradient_checkpointing_enable` is deprecated.*",
-        ".*all_gather_into_tensor.*deprecated.*",  # DeepSpeed's calls
+        # DeepSpeed calls these two.
+        ".*all_gather_into_tensor.*deprecated.*",
         ".*reduce_scatter_tensor.*deprecated.*",
     ):
         warnings.filterwarnings("ignore", pattern)

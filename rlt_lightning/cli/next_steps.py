@@ -1,4 +1,7 @@
-"""The command to go on with after a run: in its format, on its device, within its models' contexts."""
+"""What a run prints at its end: its files, and the command of the next stage.
+
+The command keeps the run's format and device and stays within its models' contexts.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,89 @@ from rlt_lightning.datamodules.stratos import as_list
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
 
-STUDENT_FORMAT = ("tags", "student_system_prompt")  # the same in all stages
+# Settings of the format, which are the same in all stages.
+STUDENT_FORMAT = ("tags", "student_system_prompt")
 TEACHER_FORMAT = (*STUDENT_FORMAT, "teacher_system_prompt")
-ON_A_CPU = {  # configs of the stages: the recipe -> what runs on a laptop
+# The config of a stage in the recipe -> the one that runs on a laptop.
+ON_A_CPU = {
     "teacher_rlt": "quickstart_smollm2",
     "generate": "smollm2_generate",
     "student_sft": "smollm2_student_sft",
     "evaluate": "smollm2_evaluate",
 }
-IN_MINIATURE = {  # the same for runs with an embedded miniature, on last-digit chains
+# The same for runs with an embedded miniature, on last-digit chains.
+IN_MINIATURE = {
     "teacher_rlt": "quickstart",
     "generate": "miniature_generate",
     "student_sft": "miniature_student_sft",
     "evaluate": "miniature_evaluate",
 }
-RECIPE_MODELS = {
-    "Qwen/Qwen2.5-7B-Instruct",
-    "bespokelabs/Bespoke-Stratos-7B",
-}  # the recipe's configs name them
+# The models that the recipe's configs name.
+RECIPE_MODELS = {"Qwen/Qwen2.5-7B-Instruct", "bespokelabs/Bespoke-Stratos-7B"}
 MAX_COMPLETION_LENGTH = "rollouts.sampling.max_completion_length"
 Options = dict[str, Any]
+MODEL = "the trained model, an ordinary Hugging Face folder"
+ADAPTER = "the trained adapter, as peft and vLLM read it"
+FIT_FILES = {
+    "model": MODEL,
+    "metrics.csv": "every metric of every step",
+    "rollouts.jsonl": "every completion with its reward terms",
+}
+PREDICT_FILES = {
+    "scores.jsonl": "every row with its reward and the terms of it",
+    "groups.json": "groups of equal size by reward: rows in groups/, plot in groups.svg",
+    "comparison.md": "where one trace beats the other most; all problems: comparison.jsonl",
+    "traces.jsonl": "every trace with every term of its reward",
+    "distillation.jsonl": "the traces that were selected; also as distillation.parquet",
+    "README.md": "the data card",
+}
 
 
-def after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | None:
-    """What to do with the trained model, and the command for it.
+def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: list[Any]) -> None:
+    """Print what a finished training left, and the command of the next stage.
 
     Args:
         config: The run's resolved settings.
-        on_cpu: Whether it ran on one.
-        examples: What it was trained on.
+        on_cpu: Whether it ran on a CPU.
+        steps: Optimizer steps.
+        examples: The items that it was trained on.
     """
+    folder = Path(config.output_dir)
+    adapter = (folder / "model" / "adapter_config.json").exists()
+    print(f"\nDone: {steps} step{'s' if steps > 1 else ''}.")
+    resume = {"checkpoints": f"to resume: --output_dir {folder} --resume true"}
+    print_files(folder, FIT_FILES | ({"model": ADAPTER} if adapter else {}) | resume)
+    print(f"See it: {program()} report {shlex.quote(str(folder))}")
+    if not (folder / "model").exists() or adapter:
+        return
+    if following := propose_after_fit(config, on_cpu, examples):
+        print(f"Next: {following}")
+
+
+def print_after_predict(config: Namespace, on_cpu: bool) -> None:
+    """Print what a finished scoring or generation left, and the command of the next stage."""
+    folder = Path(config.output_dir)
+    print("\nDone:")
+    print_files(folder, PREDICT_FILES)
+    traces = folder / "distillation.jsonl"
+    if traces.exists() and (following := propose_after_generation(config, on_cpu, traces)):
+        print(f"Next: {following}")
+
+
+def print_files(folder: Path, meanings: dict[str, str]) -> None:
+    """Print those files and folders that exist, with what they hold."""
+    for name, meaning in meanings.items():
+        if (folder / name).exists():
+            print(f"  {folder / name}: {meaning}")
+
+
+def propose_after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | None:
+    """Return what to do with the trained model and the command for it; arguments as `print_after_fit`."""
     data, models, model = config.data.init_args, config.model.init_args, f"{config.output_dir}/model"
     if data.task == "teacher_sft":
         path = config_path("teacher_rlt", on_cpu, config)
-        options: Options = {"model.teacher": model, **own("model.student", models.pretrained, on_cpu)}
-        options |= {"data.source": data.source, **room(config, path, model, examples)}
+        options: Options = {"model.teacher": model, **this_model("model.student", models.pretrained, on_cpu)}
+        options |= {"data.source": data.source, **completion_length(config, path, model, examples)}
         words = command("fit", path, options, data, TEACHER_FORMAT)
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
@@ -64,18 +115,18 @@ def after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | Non
     if data.task in ("student_rl", "student_sft"):
         path = config_path("evaluate", on_cpu, config)
         is_rl = data.task == "student_rl"
-        sampling = sampling_of(config) if is_rl else room(config, path, model, examples)
+        sampling = sampling_of(config) if is_rl else completion_length(config, path, model, examples)
         options = {"model.pretrained": model, **sampling}
         return f"evaluate it (docs/evaluation.md):\n  {command('test', path, options, data, STUDENT_FORMAT)}"
     return None
 
 
-def after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:
-    """What to do with the traces that were selected; None if there are none.
+def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:
+    """Return what to do with the selected traces and the command for it; None if there are none.
 
     Args:
         config: The run's resolved settings.
-        on_cpu: Whether it ran on one.
+        on_cpu: Whether it ran on a CPU.
         source: The file of the traces.
     """
     data = config.data.init_args
@@ -84,7 +135,7 @@ def after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | Non
     if not num_rows:
         return None
     student = config.model.init_args.student
-    options: Options = {"data.source": str(source), **own("model.pretrained", student, on_cpu)}
+    options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
     options |= at_most(path, "data.prompts_per_step", num_rows)
     limit = data.student_context or context_of(config, student)
     options |= at_most(path, "data.max_length", limit)
@@ -92,54 +143,54 @@ def after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | Non
 
 
 def command(verb: str, path: str, options: Options, data: Namespace, format_settings: tuple[str, ...]) -> str:
-    """A command line with these options, in the format of the data."""
+    """Return a command line with these options, in the format of the data."""
     formats = {f"data.{name}": data.get(name) for name in format_settings}
     unlike = {n: v for n, v in formats.items() if v is not None or setting(path, n) is not None}
-    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", word(value)))
+    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", as_word(value)))
     return shlex.join([program(), verb, "--config", path, *words])
 
 
 def program() -> str:
-    """The command that this process was started as."""
+    """Return the command that this process was started as."""
     return sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
 
 
-def word(value: Any) -> str:
-    """A setting as the command line takes it."""
+def as_word(value: Any) -> str:
+    """Return a setting as the command line takes it."""
     if isinstance(value, str):
         return value
     return json.dumps(value.as_dict() if isinstance(value, Namespace) else value)
 
 
 def config_path(stage: str, on_cpu: bool, config: Namespace) -> str:
-    """The config of a stage that fits the device and, on a CPU, this run's models."""
+    """Return the config of a stage that fits the device and, on a CPU, this run's models."""
     models = {config.model.init_args.get(name) for name in ("pretrained", "teacher", "student")}
     laptop = IN_MINIATURE if models & MINIATURES.keys() else ON_A_CPU
     return f"configs/{laptop[stage] if on_cpu else stage}.yaml"
 
 
-def own(option: str, model: str, on_cpu: bool) -> Options:
-    """This run's model in place of the proposed config's, unless both are the recipe's."""
+def this_model(option: str, model: str, on_cpu: bool) -> Options:
+    """Return an option that names this run's model, unless the proposed config names it already."""
     return {} if model in RECIPE_MODELS and not on_cpu else {option: model}
 
 
 def sampling_of(config: Namespace) -> Options:
-    """Completions as this run has sampled them."""
+    """Return options that sample completions as this run has sampled them."""
     sampling = config.rollouts.sampling
     length = {MAX_COMPLETION_LENGTH: sampling.max_completion_length}
     return {"rollouts.sampling.temperature": sampling.temperature, **length}
 
 
 def new_questions(data: Namespace) -> Options:
-    """Questions that this run has not seen: an embedded source makes others of another seed."""
+    """Return options for questions that this run has not seen: an embedded source has others by seed."""
     if all(source in EMBEDDED for source in as_list(data.source)):
         # The next seed is that of configs/quickstart_smollm2_warmup.yaml, so the one after it.
         return {"data.source": data.source, "data.seed": data.seed + 2}
     return {"data.source": "FILE"}
 
 
-def room(config: Namespace, path: str, model: str, examples: list[Any]) -> Options:
-    """Completions as long as those that were trained on, if the proposed config's are shorter or too long."""
+def completion_length(config: Namespace, path: str, model: str, examples: list[Any]) -> Options:
+    """Return an option for completions as long as the examples, where the proposed config does not fit."""
     longest_prompt = max(example.loss_mask.count(False) for example in examples)
     longest = max(sum(example.loss_mask) for example in examples)
     limit = setting(path, MAX_COMPLETION_LENGTH)
@@ -149,18 +200,18 @@ def room(config: Namespace, path: str, model: str, examples: list[Any]) -> Optio
 
 
 def context_of(config: Namespace, model: str) -> int:
-    """The context of a model that this run could load, tokens."""
+    """Return the context of a model that this run could load, tokens."""
     return context_length(model, config.model.init_args.trust_remote_code)
 
 
 def at_most(path: str, name: str, limit: int) -> Options:
-    """A setting of the proposed config, lowered if it is above a limit; set if the file is not here."""
+    """Return an option that lowers a setting of the proposed config to a limit; none if it is below."""
     value = setting(path, name)
     return {} if value is not None and value <= limit else {name: limit}
 
 
 def setting(path: str, name: str) -> Any:
-    """What a config sets, by the name of its option; None if it does not."""
+    """Return what a config sets for an option; None if it does not set it."""
     value: Any = yaml.safe_load(Path(path).read_text()) if Path(path).exists() else None
     for key in name.split("."):
         value = value and value.get("init_args", value).get(key)

@@ -12,14 +12,17 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
 from rlt_lightning.engines import Engine
+from rlt_lightning.records.run_folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
-CLASS_FAULTS = re.compile("does not implement protocol|is abstract")  # what the parser says, and not why
+# The parser says this much and not why.
+CLASS_FAULTS = re.compile("does not implement protocol|is abstract")
 
 
 def one_line(message: str) -> str:
-    """Put a message into one line; of a parser's nested alternatives, tell the reason and not the dump."""
-    reasons = re.findall(  # each with the deeper lines that go on with it
+    """Return a message as one line, with the reason in place of a parser's dump of nested alternatives."""
+    # Each reason comes with the deeper lines that continue it.
+    reasons = re.findall(
         r"^\s*- (?!Expected a <class 'NoneType'>|Does not validate)(.+(?:\n {8,}(?!- )\S.*)*)$",
         message,
         re.MULTILINE,
@@ -27,9 +30,8 @@ def one_line(message: str) -> str:
     if "Does not validate against any of the Union subtypes" in message and reasons:
         place = re.match(r'Parser key "[^"]+":', message)
         value = re.search(r"Given value: (.+)$", message)
-        plain = reasons[-1].startswith(
-            ("Expected a", "Import path does")
-        )  # else a class says itself what came
+        # Any other reason says itself what came.
+        plain = reasons[-1].startswith(("Expected a", "Import path does"))
         got = f". Got value: {value.group(1)}" if plain and value else ""
         fault = class_fault(value.group(1)) if value and CLASS_FAULTS.search(reasons[-1]) else None
         message = (f"{place.group()} " if place else "") + (fault or reasons[-1] + got)
@@ -48,7 +50,7 @@ def one_line(message: str) -> str:
 
 
 def class_fault(value: str) -> str | None:
-    """Say why a class of one's own cannot be used where a setting names it; None if that is not known.
+    """Return why a user's class cannot be used where a setting names it; None if that is not known.
 
     Args:
         value: The setting as a message shows it: a class path, or a mapping with one.
@@ -75,28 +77,30 @@ def class_fault(value: str) -> str | None:
             f"{' and '.join(parts)}. Derive it from that class or from rlt_lightning.engines.ServedEngine, "
             "which have most of them, and write the rest."
         )
-    return (  # the parser compares annotations, and resolves only those that are postponed
+    # The parser compares annotations, and resolves only those that are postponed.
+    return (
         f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. "
         "Copy the annotations, and put `from __future__ import annotations` on top of its file."
     )
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a method's parameters."""
+    """Return the names of a method's parameters."""
     return list(inspect.signature(function).parameters)
 
 
 class OneLineParser(LightningArgumentParser):
-    """Says what is wrong with an argument in one line, without the usage text."""
+    """A parser that says in one line what is wrong with an argument, without the usage text."""
 
     def error(self, message: str, *args: Any) -> NoReturn:
         """Print the innermost reason and exit with status 2."""
-        sys.exit(fail(message))
+        sys.exit(end_with_mistake(message))
 
 
-def fail(message: str) -> int:
-    """Tell what is wrong in one line; returns the exit status, or ends this process with all other ranks."""
+def end_with_mistake(message: str) -> int:
+    """Print a user's mistake in one line and return the exit status; with other ranks, end them all here."""
     line = one_line(message)
-    ranks.fail(InputError(line))
+    remove_empty_folders()
+    ranks.fail_run(InputError(line))
     print(f"rlt: error: {line}", file=sys.stderr)
     return 2

@@ -1,9 +1,9 @@
-"""When a process of a run fails, all of them end within seconds, and rank 0 tells why as its last line.
+"""When a process of a run fails, all of them end within seconds, and rank 0 prints why as its last line.
 
-A thread of every rank holds a connection to rank 0's. The operating system closes it when a process ends in
-whatever way, so a rank that was killed is missed at once, also where collectives would wait for it for ever.
-Rank 0 judges which failure came first, tells all others, and is the last to end. A rank whose main thread
-does not come back from a collective is ended by its thread.
+start_watch     a rank that another process or a launcher has started    -> its thread connects to rank 0
+watch_trainer   rank 0, before it starts others                          -> its thread listens
+fail_run        any rank, on an exception                                -> all ranks end (see watch.py)
+end_run         every rank, after a run that went well                   -> its thread ends
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing_extensions import override
 from rlt_lightning.cli.failure import failure_of
 from rlt_lightning.cli.watch import OtherRank, RankZero, Watch
 from rlt_lightning.engines import EngineError
+from rlt_lightning.models.announce import announce
 
 
 class FailureReport(Callback):
-    """Tell the other ranks of an exception before anything is cleaned up, which may take a meeting."""
+    """Report an exception to the other ranks before anything is cleaned up, which may wait for them."""
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -27,22 +28,25 @@ class FailureReport(Callback):
             watch.reports.append(failure_of(exception, watch.rank))
 
 
-watch: Watch | None = None  # of this process; None where it is alone
+# This process's thread; None where a run has one process.
+watch: Watch | None = None
 
 
-def join(rank: int) -> None:
-    """Start the watch of a rank that another process, or a launcher, has started; nothing on rank 0."""
+def start_watch(rank: int) -> None:
+    """Start the thread of a rank that another process or a launcher has started; do nothing on rank 0."""
     global watch
     if rank > 0:
         watch = OtherRank(rank)
         watch.start()
 
 
-def watch_over(trainer: Trainer) -> None:
-    """Start rank 0's watch, before it starts other processes; nothing if there will be none."""
+def watch_trainer(trainer: Trainer) -> None:
+    """Start rank 0's thread before other processes start; do nothing if there will be none."""
     global watch
     if trainer.world_size == 1:
         return
+    last = trainer.world_size - 1
+    announce(f"waiting for {'rank 1' if last == 1 else f'ranks 1 to {last}'} to start")
     # Lightning's own observer kills rank 0 without a word when a child has failed.
     subprocess_script._launch_process_observer = lambda child_processes: None
     known = watch or RankZero(one_node=trainer.num_nodes == 1)
@@ -53,13 +57,13 @@ def watch_over(trainer: Trainer) -> None:
         watch.start()
 
 
-def leave() -> None:
+def end_run() -> None:
     """End this process's part of a run that went well."""
     if watch is not None:
-        watch.leave()
+        watch.end_run()
 
 
-def fail(error: BaseException) -> None:
-    """End the run on all ranks; returns where this process is alone."""
+def fail_run(error: BaseException) -> None:
+    """End the run on all ranks; return only where the run has no other process."""
     if watch is not None:
-        watch.fail(failure_of(error, watch.rank))
+        watch.fail_run(failure_of(error, watch.rank))

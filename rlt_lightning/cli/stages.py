@@ -1,9 +1,15 @@
-"""The command line: Lightning's, plus the run folder, the linked arguments and one-line errors."""
+"""The life of `rlt fit|validate|predict|test`, in Lightning's command line.
+
+parse_arguments               read the configs and options; --seed sets the seeds
+before_instantiate_classes    choose and make the run folder (records/run_folder.py)
+instantiate_trainer           add what every run has; watch the other processes (ranks.py)
+SaveConfig                    write config.yaml, before the models are loaded
+after_fit, after_predict      say where everything is and what to do next (next_steps.py)
+"""
 
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -20,7 +26,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rlt_lightning import __version__, callbacks
 from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.checkpoints.choices import CHECKPOINT_CHOICES, checkpoints_in
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.cli import next_steps, ranks
@@ -29,12 +34,7 @@ from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.records.run_folder import (
-    FINISHED_ROWS,
-    open_run_folder,
-    require_dead_start,
-    require_same_run,
-)
+from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.types import InputError
 
 VERBS: dict[str, set[str]] = {
@@ -44,16 +44,18 @@ VERBS: dict[str, set[str]] = {
     "test": {"model", "dataloaders", "datamodule"},
 }
 SEEDS = ("seed_everything", "data.init_args.seed", "model.init_args.seed", "rollouts.seed")
-RUN_FOLDER = "RLT_RUN_FOLDER"  # environment variable, from the first process to those that it starts
+# The first process names the run folder in this environment variable for the processes that it starts.
+RUN_FOLDER = "RLT_RUN_FOLDER"
 
 
 class SaveConfig(SaveConfigCallback):
     """Write the resolved configuration to `config.yaml` in the run folder, and show it where metrics go."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called on rank zero, before the models are loaded."""
+        """Write the file; Lightning calls this on rank 0, before the models are loaded."""
         path = Path(trainer.default_root_dir) / "config.yaml"
-        scratch = path.with_suffix(".tmp")  # a kill must not leave half of what a resumed run compares with
+        # A kill must not leave half a file: a resumed run compares its settings with this one.
+        scratch = path.with_suffix(".tmp")
         self.parser.save(self.config, str(scratch), skip_none=False, overwrite=True, multifile=False)
         scratch.replace(path)
         settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": code_version()}
@@ -64,13 +66,15 @@ class SaveConfig(SaveConfigCallback):
 class RLTCommandLine(LightningCLI):
     """`rlt fit|validate|predict|test --config FILE [--config OVERLAY …] [--KEY VALUE …]`."""
 
-    status = 0  # of the process, at its end
+    # The exit status of the process.
+    status = 0
     run_folder: Path | None = None
-    verb = ""  # whose parser is being built
+    # The verb whose parser is being built.
+    verb = ""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the verbs, or only the one that the command line names: each takes time to build."""
+        """Return the verbs, or only the one that the command line names: building a parser takes time."""
         named = [verb for verb in VERBS if verb in sys.argv[1:2]]
         return {verb: VERBS[verb] for verb in named or VERBS}
 
@@ -100,13 +104,13 @@ class RLTCommandLine(LightningCLI):
             "--resume",
             type=bool,
             default=False,
-            help="Go on with the run in output_dir from what it has finished; start it if there is none.",
+            help="Resume the run in output_dir after what it has finished; start it if there is none.",
         )
         parser.add_argument(
             "--seed",
             type=NonNegativeInt | None,
             default=None,
-            help="Sets the seeds of data, model, rollouts and all else, but for those that are options too.",
+            help="Set the seeds of data, model, rollouts and all else; --data.seed and the like override it.",
         )
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         if self.verb == "test":
@@ -125,12 +129,12 @@ class RLTCommandLine(LightningCLI):
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the command line, and let --seed set the others."""
+        """Read the command line, and let --seed set the other seeds."""
         super().parse_arguments(parser, args)
         self.spread_seed()
 
     def spread_seed(self) -> None:
-        """Set the seeds that this verb and its classes have, but for those that are options themselves."""
+        """Set every seed of this verb and its classes, except those that the command line names."""
         config = self.config[self.config.subcommand]
         if config.seed is None:
             return
@@ -138,42 +142,23 @@ class RLTCommandLine(LightningCLI):
         for name in SEEDS:
             if name in config and f"--{name.replace('.init_args', '')}" not in options:
                 config[name] = int(config.seed)
-        config.seed = None  # config.yaml repeats the run: there it would win over a seed that was an option
+        # A run repeated from config.yaml would let it override a seed that was an option.
+        config.seed = None
 
     def before_instantiate_classes(self) -> None:
-        """Choose and check the run folder, before anything is built."""
+        """Choose and make the run folder before anything is built."""
         config = self.config[self.subcommand]
-        if config.get("ckpt_path") in CHECKPOINT_CHOICES and not config.output_dir:
-            raise InputError(f"--ckpt_path {config.ckpt_path} needs --output_dir, the run to go on with.")
-        if config.resume and not config.output_dir:
-            raise InputError("--resume needs --output_dir, the run to go on with.")
-        folder = Path(config.output_dir or self.default_run_folder(config.config))
-        if self.subcommand == "fit" and config.resume:
-            config.ckpt_path, config.overwrite = "last", True
-        resumes_or_starts = self.subcommand == "fit" and config.overwrite and config.ckpt_path == "last"
-        if resumes_or_starts and not checkpoints_in(folder / "checkpoints"):
-            config.ckpt_path = None
-        if config.get("ckpt_path") in CHECKPOINT_CHOICES:
-            config.ckpt_path = str(CHECKPOINT_CHOICES[config.ckpt_path](folder / "checkpoints"))
-            folder /= "" if self.subcommand == "fit" else str(self.subcommand)  # leave the run as it is
-        elif config.get("ckpt_path") and not Path(config.ckpt_path).exists():
-            raise InputError(
-                f"--ckpt_path must be last, best or a checkpoint that exists, but is {config.ckpt_path}."
-            )
-        config.output_dir = str(folder)
-        RLTCommandLine.run_folder = folder
+        verb = str(self.subcommand)
+        default = "" if config.output_dir else self.default_run_folder(config.config)
+        options = (config.get("ckpt_path"), config.resume, config.overwrite)
+        choice = choose_run_folder(verb, config.output_dir, default, *options)
+        folder = RLTCommandLine.run_folder = choice.folder
+        config.output_dir, config.ckpt_path = str(folder), choice.ckpt_path
+        config.overwrite = choice.overwrite
         if global_rank() == 0:
-            ckpt_path = config.get("ckpt_path")  # only a checkpoint of this folder goes on with its run
-            resume = bool(ckpt_path) and self.subcommand == "fit"
-            resume = resume and folder.resolve() in Path(ckpt_path).resolve().parents
-            if self.subcommand != "fit" and config.resume:
-                resume = any((folder / name).exists() for name in FINISHED_ROWS)
-                if resume:
-                    require_same_run(folder, yaml.safe_load(self._parser(self.subcommand).dump(config)))
-            if config.resume and not resume:
-                require_dead_start(folder)
-                config.overwrite = True
-            open_run_folder(folder, resume, config.overwrite)
+            if choice.resume and verb != "fit":
+                require_same_run(folder, yaml.safe_load(self._parser(verb).dump(config)))
+            open_run_folder(choice, [Path(str(path)) for path in config.config or []])
         config.trainer.default_root_dir = str(folder)
         if "output_dir" in (config.data.get("init_args") or {}):
             config.data.init_args.output_dir = str(folder)
@@ -184,13 +169,14 @@ class RLTCommandLine(LightningCLI):
     def default_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""
         launched = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
-        if launched and RUN_FOLDER not in os.environ:  # each process would name its own
+        # Each process would choose another name.
+        if launched and RUN_FOLDER not in os.environ:
             raise InputError("A run that a launcher starts in several processes needs --output_dir. Set it.")
         name = Path(str(configs[0])).stem if configs else str(self.subcommand)
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add what every run has and no config needs to name."""
+        """Add the logger, plugin and callbacks that every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
         of_every_run = (callbacks.RolloutCallback, callbacks.ResponseCallback)
@@ -204,7 +190,7 @@ class RLTCommandLine(LightningCLI):
         config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
         config["callbacks"] = [ranks.FailureReport(), *named, IterationBar(), MetricsResume()]
         trainer = super().instantiate_trainer(**kwargs)
-        ranks.watch_over(trainer)
+        ranks.watch_trainer(trainer)
         return trainer
 
     def _parse_ckpt_path(self) -> None:
@@ -212,68 +198,28 @@ class RLTCommandLine(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
-        if not self.trainer.is_global_zero:
-            return
-        config = self.config[self.subcommand]
-        folder = Path(config.output_dir)
-        adapter = (folder / "model" / "adapter_config.json").exists()
-        model = "the trained model, an ordinary Hugging Face folder"
-        model = "the trained adapter, as peft and vLLM read it" if adapter else model
-        steps = self.trainer.global_step
-        print(f"\nDone: {steps} step{'s' if steps > 1 else ''}.")
-        for name, meaning in (
-            ("model", model),
-            ("metrics.csv", "every metric of every step"),
-            ("rollouts.jsonl", "every completion with its reward terms"),
-            ("checkpoints", f"to go on: --output_dir {folder} --resume true"),
-        ):
-            if (folder / name).exists():
-                print(f"  {folder / name}: {meaning}")
-        print(f"See it: {next_steps.program()} report {shlex.quote(str(folder))}")
-        if not (folder / "model").exists() or adapter:
-            return
-        if following := next_steps.after_fit(config, self.on_cpu, self.datamodule.items):
-            print(f"Next: {following}")
+        if self.trainer.is_global_zero:
+            steps, items = self.trainer.global_step, self.datamodule.items
+            next_steps.print_after_fit(self.config[self.subcommand], self.on_cpu, steps, items)
+
+    def after_predict(self) -> None:
+        """Say where the scores or the traces are and what to do next."""
+        next_steps.print_after_predict(self.config[self.subcommand], self.on_cpu)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the run's models were on a CPU."""
+        """Return whether the run's models were on a CPU."""
         return bool(self.trainer.strategy.root_device.type == "cpu")
-
-    def after_predict(self) -> None:
-        """Say where the scores, or the traces, are."""
-        config = self.config[self.subcommand]
-        folder = Path(config.output_dir)
-        print("\nDone:")
-        for name, meaning in (
-            ("scores.jsonl", "every row with its reward and the terms of it"),
-            (
-                "groups.json",
-                "groups of equal size by reward: rows in groups/, plot in groups.svg",
-            ),
-            ("comparison.md", "where one trace beats the other most; all problems: comparison.jsonl"),
-            ("traces.jsonl", "every trace with every term of its reward"),
-            (
-                "distillation.jsonl",
-                "the traces that were selected; also as distillation.parquet",
-            ),
-            ("README.md", "the data card"),
-        ):
-            if (folder / name).exists():
-                print(f"  {folder / name}: {meaning}")
-        traces = folder / "distillation.jsonl"
-        if traces.exists() and (following := next_steps.after_generation(config, self.on_cpu, traces)):
-            print(f"Next: {following}")
 
 
 def code_version() -> dict[str, Any]:
-    """Of this package: its version and, in a checkout, the commit and whether files of it were changed."""
+    """Return this package's version and, in a checkout, the commit and whether tracked files have changed."""
     folder = Path(__file__).parents[1]
 
     def git(*words: str) -> str | None:
         try:
             result = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
-        except OSError:  # there is no git
+        except OSError:  # no git
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
@@ -284,19 +230,19 @@ def code_version() -> dict[str, Any]:
 
 
 def global_rank() -> int:
-    """Rank of this process, from what its launcher has set; 0 before anything is launched."""
+    """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def trained_model(model: Any) -> str | None:
-    """The model whose tokenizer the data are made with."""
+    """Return the name of the model whose tokenizer makes the data."""
     arguments = (model and model.get("init_args")) or {}
     return arguments.get("teacher") or arguments.get("pretrained")
 
 
 def frozen_student(model: Any) -> str | None:
-    """The student's name, so that its vocabulary is compared before any model is loaded."""
+    """Return the student's name: its vocabulary is compared before any model is loaded."""
     return ((model and model.get("init_args")) or {}).get("student")
 
 

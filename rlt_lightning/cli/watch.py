@@ -1,4 +1,20 @@
-"""Threads that see when another process of the run fails, and end this one."""
+"""A thread in every process, which notices when another process of the run fails and ends this one.
+
+Each thread of ranks 1, 2, … holds a connection to rank 0's thread. The operating system closes it however a
+process ends, so that a killed rank is noticed even where collectives would wait for it for ever.
+
+    main thread, rank 1        thread, rank 1           thread, rank 0                   main thread, rank 0
+    exception ──fail_run──▶    ──── failure ─────────▶  collect failures
+                               ◀─── where? ───────────  to all: where is your main thread?
+                               ──── place ───────────▶  pick the failure that came first
+                               ◀─── failure ──────────  to all: end with this failure    waits, or hangs in
+    cleans up, GRACE_S         ends the process         waits until all have ended,      a collective
+                                                        prints it, ends the process
+
+    rank 1 is killed: its connection closes, which is a silent failure of rank 1
+    rank 0 is killed: all connections close, and one rank of each node prints that rank 0 ended
+    the run goes well: each rank sends done, rank 0 answers done to all, and the threads end
+"""
 
 from __future__ import annotations
 
@@ -23,43 +39,51 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from rlt_lightning.cli.failure import Failure, end_process, gone
+from rlt_lightning.cli.failure import Failure, end_process, silent_failure
 from rlt_lightning.gloo import LOOPBACK
 
-ADDRESS = "RLT_RANK_ZERO"  # host:port:token, in the environment that children inherit, and in the store
+# host:port:token of rank 0, in the environment that children inherit, and in the store of the process group.
+ADDRESS = "RLT_RANK_ZERO"
 POLL_S = 0.1
-SETTLE_S = 1.5  # how long a broken connection waits for news of the failure that broke it
-GRACE_S = 4.0  # for the main thread to come back and clean up, once the run has failed
-FAREWELL_S = 60.0  # how long rank 0 waits at the end of a run until the others are done as well
-ASIDE_S = 3.0  # where there is no connection: a launcher that ends this rank because of another needs less
+# How long rank 0 waits, after a broken connection, for the failure that broke it.
+SETTLE_S = 1.5
+# How long the main thread may take to return and clean up once the run has failed.
+GRACE_S = 4.0
+# How long rank 0 waits at the end of a run until the other ranks are done as well.
+OTHERS_DONE_S = 60.0
+# How long a rank without a connection waits: a launcher that ends it because of another rank needs less.
+LAUNCHER_S = 3.0
 
 
-class Line:
-    """JSON messages over a socket."""
+class Connection:
+    """JSON messages over a socket.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    Attributes:
+        rank: The rank of the other end; -1 until it has said so.
+        place: Where the other end's main thread is, and whether it waits for other ranks there.
+        done: Whether the other end has ended well.
+    """
+
+    def __init__(self, opened: socket.socket) -> None:
+        self.socket = opened
         self.socket.settimeout(GRACE_S)
-        self.socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-        )  # a node that lost power is missed too
+        # With these, a node that lost power is noticed too.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.received = b""
-        self.rank = -1  # of the other end, once it has said so
-        self.place: tuple[str, bool] | None = (
-            None  # where its main thread is, and whether that is a collective
-        )
+        self.rank = -1
+        self.place: tuple[str, bool] | None = None
         self.done = False
 
     def send(self, **message: Any) -> None:
-        """Send a message; that the other end is gone is seen in what it sends."""
+        """Send a message. If the other end has ended, `receive` will notice."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[bytes] | None:
-        """What has come; None: the other end is gone."""
+        """Return the messages that have come, or None if the other end has ended."""
         try:
             chunk = self.socket.recv(65536)
         except OSError:
@@ -69,20 +93,20 @@ class Line:
 
 
 class Watch(threading.Thread, ABC):
-    """A rank's thread. The main thread reports to it, and leaves the end of a failed process to it.
+    """A rank's thread. The main thread reports failures to it; the thread then ends the process.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__(daemon=True, name="rank-failures")
         self.rank = rank
-        self.world_size = 0  # until the trainer is there
+        self.world_size = 0  # until the trainer exists
         self.launcher: Any = None
-        self.reports: list[Failure] = []  # of the main thread
-        self.parked = threading.Event()  # the main thread has nothing more to do
-        self.leaving = threading.Event()  # the run has ended well
+        self.reports: list[Failure] = []  # from the main thread
+        self.main_is_done = threading.Event()  # the main thread waits for this one to end the process
+        self.ended_well = threading.Event()
 
     @override
     def run(self) -> None:
@@ -90,42 +114,42 @@ class Watch(threading.Thread, ABC):
             self.watch()
         except Exception:
             print_exc()
-            os._exit(1)  # without this thread nobody would notice anything
+            os._exit(1)  # without this thread no failure would be noticed
 
     @abstractmethod
     def watch(self) -> None:
         """Listen until the run ends."""
 
-    def fail(self, failure: Failure) -> NoReturn:
-        """End the run on all ranks."""
+    def fail_run(self, failure: Failure) -> NoReturn:
+        """End the run on all ranks; the main thread calls this."""
         self.reports.append(failure)
-        self.parked.set()
+        self.main_is_done.set()
         self.join()
         raise AssertionError("The thread ends the process.")
 
-    def leave(self) -> None:
-        """End this rank's part of a run that went well."""
-        self.leaving.set()
+    def end_run(self) -> None:
+        """End this rank's part of a run that went well; the main thread calls this."""
+        self.ended_well.set()
         self.join()
 
     def children(self) -> list[Popen[bytes]]:
-        """Processes of this node that this one has started."""
+        """Return the ranks of this node that this process has started."""
         return getattr(self.launcher, "procs", [])
 
-    def news(self) -> Iterator[Failure]:
-        """What the main thread has reported, and children that ended with nobody connected to miss them."""
+    def new_failures(self) -> Iterator[Failure]:
+        """Yield what the main thread has reported, and children that failed before they could connect."""
         while self.reports:
             yield self.reports.pop(0)
         for number, child in enumerate(self.children(), 1):
             if child.poll():
-                yield gone(self.rank + number, f"It ended with status {child.returncode}.")
+                yield silent_failure(self.rank + number, f"It ended with status {child.returncode}.")
 
 
 class RankZero(Watch):
-    """Rank 0's thread: it hears of every failure, judges, and tells.
+    """Rank 0's thread: it collects all failures, picks the first, and tells it to all ranks.
 
     Args:
-        one_node: Whether all processes are on this machine; nobody else can connect then.
+        one_node: Whether all processes are on this machine; no other machine can connect then.
     """
 
     def __init__(self, one_node: bool) -> None:
@@ -138,7 +162,7 @@ class RankZero(Watch):
             self.listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         self.port = self.listener.getsockname()[1]
         self.announced = False
-        self.lines: list[Line] = []
+        self.connections: list[Connection] = []
         self.failures: list[Failure] = []
         self.failed_at = 0.0
         self.num_done = 0
@@ -148,79 +172,79 @@ class RankZero(Watch):
 
     @override
     def watch(self) -> None:
-        left_at = float("inf")
+        ended_at = float("inf")
         while True:
             self.announce()
             self.listen()
-            self.failures += self.news()
+            self.failures += self.new_failures()
             if self.failures:
-                self.judge()
-            elif self.leaving.is_set():
-                left_at = min(left_at, time.monotonic())
-                if self.num_done == self.world_size - 1 or time.monotonic() > left_at + FAREWELL_S:
-                    for line in self.lines:
-                        line.send(done=True)
+                self.end_if_clear()
+            elif self.ended_well.is_set():
+                ended_at = min(ended_at, time.monotonic())
+                if self.num_done == self.world_size - 1 or time.monotonic() > ended_at + OTHERS_DONE_S:
+                    for connection in self.connections:
+                        connection.send(done=True)
                     return
 
     def announce(self) -> None:
-        """Let ranks that this process has not started know where to connect."""
+        """Put the address into the store, for ranks that this process has not started."""
         if not self.announced and torch.distributed.is_initialized():
             host = LOOPBACK if self.one_node else os.environ["MASTER_ADDR"]
             default_store().set(ADDRESS, f"{host}:{self.port}:{self.token}")
             self.announced = True
 
     def listen(self) -> None:
-        """Take in what has come within a short while."""
+        """Handle what has come within POLL_S."""
         for key, _ in self.selector.select(POLL_S):
             if key.fileobj is self.listener:
-                line = Line(self.listener.accept()[0])
-                self.selector.register(line.socket, selectors.EVENT_READ, line)
+                connection = Connection(self.listener.accept()[0])
+                self.selector.register(connection.socket, selectors.EVENT_READ, connection)
                 continue
-            line = key.data
-            messages = line.receive()
-            if messages and line.rank < 0:
-                self.welcome(line, messages.pop(0))
-            if messages is None or line.rank < 0:
-                self.selector.unregister(line.socket)
-                line.socket.close()
-                if line in self.lines:
-                    self.lines.remove(line)
-                    self.failures += [] if line.done else [gone(line.rank)]
+            connection = key.data
+            messages = connection.receive()
+            if messages and connection.rank < 0:
+                self.admit(connection, messages.pop(0))
+            if messages is None or connection.rank < 0:
+                self.selector.unregister(connection.socket)
+                connection.socket.close()
+                if connection in self.connections:
+                    self.connections.remove(connection)
+                    self.failures += [] if connection.done else [silent_failure(connection.rank)]
                 continue
             for message in messages:
-                self.take(line, json.loads(message))
+                self.handle(connection, json.loads(message))
 
-    def welcome(self, line: Line, first_message: bytes) -> None:
-        """Know a rank by what it says first; strangers are not heard."""
+    def admit(self, connection: Connection, first_message: bytes) -> None:
+        """Accept a rank by its first message, the token and its number; ignore any other process."""
         token, _, rank = first_message.decode(errors="replace").partition(" ")
         if secrets.compare_digest(token.encode(), self.token.encode()):
-            line.rank = int(rank)
-            self.lines.append(line)
+            connection.rank = int(rank)
+            self.connections.append(connection)
 
-    def take(self, line: Line, message: dict[str, Any]) -> None:
-        """Take one message in."""
+    def handle(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Note what a message of a rank says."""
         if "failure" in message:
             self.failures.append(Failure(**message["failure"]))
         elif "place" in message:
-            line.place = tuple(message["place"])
+            connection.place = tuple(message["place"])
         elif "done" in message:
-            line.done = True
+            connection.done = True
             self.num_done += 1
 
-    def judge(self) -> None:
-        """End the run with the failure that came first, once it is known."""
+    def end_if_clear(self) -> None:
+        """End the run once it is clear which failure came first."""
         if not self.failed_at:
             self.failed_at = time.monotonic()
-            for line in self.lines:
-                line.send(where=True)
+            for connection in self.connections:
+                connection.send(where=True)
         first = min(self.failures, key=lambda failure: ("own", "silent", "connection").index(failure.kind))
         if first.kind == "own" or time.monotonic() > self.failed_at + SETTLE_S:
-            self.end(first if first.kind == "own" else self.explained(first))
+            self.end(first if first.kind == "own" else self.with_places(first))
 
-    def explained(self, failure: Failure) -> Failure:
-        """Add where the other ranks are, as far as they answer."""
+    def with_places(self, failure: Failure) -> Failure:
+        """Add to a failed meeting where the main threads of the other ranks are, if they answer."""
         places: dict[int, tuple[str, bool] | None] = dict.fromkeys(range(self.world_size))
-        places |= {0: main_thread_place()} | {line.rank: line.place for line in self.lines}
+        places |= {0: main_thread_place()} | {other.rank: other.place for other in self.connections}
         del places[failure.rank]
         late = [f"{rank}, in {place[0]}" for rank, place in places.items() if place and not place[1]]
         late += [f"{rank}, which does not answer" for rank, place in places.items() if not place]
@@ -234,20 +258,21 @@ class RankZero(Watch):
         return replace(failure, message=message)
 
     def end(self, failure: Failure) -> NoReturn:
-        """Tell all ranks, wait until they have ended, tell the user, and end."""
+        """Send all ranks the failure, wait until they have ended, print it, and end this process."""
         launched = self.children()
-        if not launched:  # a launcher of another kind ends this process as soon as another has ended
-            failure.tell()
-        for line in self.lines:
-            line.send(failure=asdict(failure))
+        if not launched:
+            # An outside launcher ends this process as soon as another has ended.
+            failure.print()
+        for connection in self.connections:
+            connection.send(failure=asdict(failure))
         deadline = time.monotonic() + GRACE_S + 1
-        while time.monotonic() < deadline and (self.lines or not self.parked.is_set()):
+        while time.monotonic() < deadline and (self.connections or not self.main_is_done.is_set()):
             self.listen()
         for child in launched:
             child.kill()
             child.wait()
         if launched:
-            failure.tell()
+            failure.print()
         end_process(failure)
 
 
@@ -260,50 +285,51 @@ class OtherRank(Watch):
         if address is None:
             return
         host, port, token = address.rsplit(":", 2)
-        line = Line(socket.create_connection((host, int(port)), timeout=GRACE_S))
-        line.socket.sendall(f"{token} {self.rank}\n".encode())
+        connection = Connection(socket.create_connection((host, int(port)), timeout=GRACE_S))
+        connection.socket.sendall(f"{token} {self.rank}\n".encode())
         with selectors.DefaultSelector() as selector:
-            selector.register(line.socket, selectors.EVENT_READ)
-            while not self.leaving.is_set():
-                for failure in self.news():
-                    line.send(failure=asdict(failure))
+            selector.register(connection.socket, selectors.EVENT_READ)
+            while not self.ended_well.is_set():
+                for failure in self.new_failures():
+                    connection.send(failure=asdict(failure))
                 if selector.select(POLL_S):
-                    self.heed(line)
-        line.send(done=True)
+                    self.obey(connection)
+        connection.send(done=True)
 
     def find_rank_zero(self) -> str | None:
-        """Where to connect: from the environment, or from the store once there is one."""
+        """Return the address of rank 0, from the environment or from the store; None if the run has ended."""
         if ADDRESS in os.environ:
             return os.environ[ADDRESS]
-        while not self.leaving.is_set():
-            for failure in self.news():
-                time.sleep(ASIDE_S)
-                failure.tell()
+        while not self.ended_well.is_set():
+            for failure in self.new_failures():
+                time.sleep(LAUNCHER_S)
+                failure.print()
                 end_process(failure)
             if torch.distributed.is_initialized() and default_store().check([ADDRESS]):
                 return default_store().get(ADDRESS).decode()
             time.sleep(POLL_S)
         return None
 
-    def heed(self, line: Line) -> None:
-        """Do what rank 0 says."""
-        messages = line.receive()
+    def obey(self, connection: Connection) -> None:
+        """Do what rank 0 has sent."""
+        messages = connection.receive()
         if messages is None:
-            if self.rank == 1 or os.environ.get("LOCAL_RANK") == "0":  # one of each node
-                gone(0).tell()
-            end_process(gone(0))
+            # One rank of each node prints it.
+            if self.rank == 1 or os.environ.get("LOCAL_RANK") == "0":
+                silent_failure(0).print()
+            end_process(silent_failure(0))
         for message in map(json.loads, messages):
             if "failure" in message:
-                self.parked.wait(GRACE_S)
+                self.main_is_done.wait(GRACE_S)
                 end_process(Failure(**message["failure"]))
             if "where" in message:
-                line.send(place=main_thread_place())
+                connection.send(place=main_thread_place())
             if "done" in message:
-                self.leaving.set()
+                self.ended_well.set()
 
 
 def main_thread_place() -> tuple[str, bool]:
-    """Our or the user's function that the main thread is in, and whether it waits for others there."""
+    """Return our or the user's function that the main thread is in, and whether it waits for ranks there."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     frames = extract_stack(frame)
     libraries = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<frozen")
@@ -313,5 +339,5 @@ def main_thread_place() -> tuple[str, bool]:
 
 
 def default_store() -> Any:
-    """The store in which the process group has met."""
+    """Return the store of the process group."""
     return torch.distributed.distributed_c10d._get_default_store()

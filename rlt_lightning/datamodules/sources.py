@@ -18,6 +18,7 @@ from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row
 from rlt_lightning.datamodules.countdown import countdown_rows
 from rlt_lightning.datamodules.rows import complete_countdown
+from rlt_lightning.models.announce import announce, announce_reading
 from rlt_lightning.types import InputError
 
 ARITHMETIC = "arithmetic"
@@ -28,7 +29,7 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of t
     **chains.SOURCES,
     **word_sums.SOURCES,
 }
-CHOICES = (
+SOURCE_CHOICES = (
     f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains', "
     "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
     "or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
@@ -63,7 +64,9 @@ def read_rows(
     numbered = islice(_numbered_rows(source, split, num_embedded_rows, seed), max_rows)
     rows = [(number, complete_countdown(columns)) for number, columns in numbered]
     if not rows:
-        raise InputError(f"The source must have at least one row, but '{source}' has none. Use {CHOICES}.")
+        raise InputError(
+            f"The source must have at least one row, but '{source}' has none. Use {SOURCE_CHOICES}."
+        )
     return rows
 
 
@@ -76,7 +79,7 @@ def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -
     elif path.is_file():
         yield from _read_file(path)
     elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {CHOICES}.")
+        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
     else:
         yield from _read_hub(source, split)
 
@@ -84,8 +87,9 @@ def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -
 def _read_file(path: Path) -> Iterator[Row]:
     if path.suffix not in READERS:
         raise InputError(
-            f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {CHOICES}."
+            f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {SOURCE_CHOICES}."
         )
+    announce_reading(path)
     try:
         yield from READERS[path.suffix](path)
     except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +139,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     except pyarrow.ArrowException as error:
         raise InputError(
             f"The file {path} must be a whole Parquet file, but is not ({_one_line(error)}). Write it anew, "
-            f"or use {CHOICES}."
+            f"or use {SOURCE_CHOICES}."
         ) from error
     yield from enumerate(rows, start=1)
 
@@ -191,7 +195,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
         found = f"holds {', '.join(kinds)}" if kinds else "holds none"
         raise InputError(
             f"A data folder must hold files of one kind ({', '.join(READERS)}) or a saved data set, but "
-            f"{folder} {found}. Name one file, or use {CHOICES}."
+            f"{folder} {found}. Name one file, or use {SOURCE_CHOICES}."
         )
     splits = {path: re.split(r"[-_.]", path.name)[0] for path in files}
     of_split = [path for path in files if splits[path] == split]
@@ -218,7 +222,7 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
     except (OSError, ValueError) as error:
         raise InputError(
             f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it anew, "
-            f"or use {CHOICES}."
+            f"or use {SOURCE_CHOICES}."
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
@@ -237,12 +241,13 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
     level = hub_log.level
     hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
     name, _, configuration = source.partition(":")
+    announce(f"loading the data set {source} from the Hugging Face hub or its cache")
     try:
         dataset = datasets.load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
             f"The data set '{source}', split '{split}', could not be loaded ({_one_line(error)}). "
-            f"Use {CHOICES}."
+            f"Use {SOURCE_CHOICES}."
         ) from error
     finally:
         hub_log.setLevel(level)

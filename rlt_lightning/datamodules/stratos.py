@@ -24,6 +24,7 @@ from rlt_lightning.datamodules.rows import (
     with_solution,
 )
 from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
+from rlt_lightning.models.announce import counted
 from rlt_lightning.tags import STRATOS, TagStyle
 from rlt_lightning.types import (
     Completion,
@@ -310,7 +311,7 @@ class StratosDataModule(LightningDataModule):
         allows_completion = self.task == "score"
         check_columns(rows, report.source, needed, allows_completion)
         items: list[Item] = []
-        for number, columns in rows:
+        for number, columns in counted(rows, f"tokenising {report.source}"):
             try:
                 if isinstance(columns, BadRowError):
                     raise columns

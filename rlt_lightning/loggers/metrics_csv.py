@@ -55,6 +55,8 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Append the new rows; rewrite the file when a column is new or an old row has grown."""
+        if not self.unsaved:  # a start that failed leaves no empty file
+            return
         names = {name for step in self.unsaved for name in self.rows[step]}
         if names <= set(self.columns) and not self.unsaved & self.saved:
             with open(self.path, "a", newline="") as file:

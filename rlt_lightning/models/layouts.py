@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from rlt_lightning.models.announce import announce_check
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.packed import log_probs_of
 from rlt_lightning.numerics.packing import Layout, PackedSequences, ScoredSequence
@@ -48,6 +49,7 @@ def verified_layout(
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
         # The user's own choice rules out shared prefixes: nothing to warn of.
         candidates = candidates[1:]
+    run(lambda model: announce_check(name, model))
     faults: list[str] = []
     for layout in candidates:
         fault = run(known_fault, layout) or run(layout_fault, layout)

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.announce import announce_model
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout
@@ -142,6 +143,7 @@ class PolicyModule(LightningModule):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
+            announce_model(name, dtype)
             entry = self.sharding.fill(model, read)
             entry.read = read
             return entry

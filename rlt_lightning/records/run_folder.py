@@ -1,17 +1,31 @@
-"""The folder of a run: what may lie there, when it may be used, and when a run in it may go on."""
+"""The folder of a run: which one it is, what may lie there, and when a run in it resumes or starts.
+
+`choose_run_folder` decides from the command line and from what exists; `open_run_folder` then acts on it:
+
+    no folder, or an empty one          it is made
+    a start that computed nothing       it is taken over: its few files are overwritten (`is_leftover`)
+    a run, with --resume true           the run resumes; one without results is replaced
+    a run, with --overwrite true        it is deleted, unless the folder also holds files that no run writes
+    anything else                       it is refused
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints.choices import checkpoints_in
+from rlt_lightning.checkpoints.choices import CHECKPOINT_CHOICES, checkpoints_in
 from rlt_lightning.types import InputError
 
-# What may change when a prediction or evaluation goes on: at most it rounds the rows to come otherwise.
+# What may change when a prediction or evaluation resumes: at most it rounds the remaining rows differently.
 FREE_SETTINGS = (
     ".rollouts.engine",
     ".model.init_args.micro_batch_tokens",
@@ -20,46 +34,103 @@ FREE_SETTINGS = (
         for name in ("output_dir", "prompts_per_step", "val_batch_size", "batch_size")
     ),
 )
-# What a run may leave in its folder: all that --overwrite may delete.
-RUN_ENTRIES = {"config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json"}
-
-
-RUN_ENTRIES |= {"traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"}
-
-
-RUN_ENTRIES |= {"groups", "groups.json", "groups.svg", "comparison.jsonl", "comparison.md"}
-
-
-RUN_ENTRIES |= {
-    "checkpoints",
-    "validate",
-    "predict",
-    "test",
-    "model",
-    "model.tmp",
-    "model.old",
-    "reference",
-    "wandb",
-    "tensorboard",
-    "lightning_logs",
-    "weights",
-    "workers",
-    "responses.jsonl",
-    "evaluation.json",
-    "evaluation.md",
-    ".writable",
-    "report.html",
+FINISHED_ROWS = ("traces.jsonl", "scores.jsonl", "responses.jsonl")  # of runs that resume row by row
+RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # what --resume never replaces
+# What a run may leave in its folder, and all that --overwrite may delete.
+RUN_FILES = {
+    *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
+    *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"),
+    *("groups.json", "groups.svg", "comparison.jsonl", "comparison.md"),
+    *("responses.jsonl", "evaluation.json", "evaluation.md"),
+}
+RUN_ENTRIES = {
+    *RUN_FILES,
+    *(f"{Path(name).stem}.tmp" for name in RUN_FILES),  # half written
+    *("checkpoints", "model", "model.tmp", "model.old", "reference", "groups", "weights", "workers"),
+    *("validate", "predict", "test", "wandb", "tensorboard", "lightning_logs", ".writable"),
+}
+# What a start leaves whatever became of it; `is_leftover` says when the rest is nothing but a failed start's.
+ALWAYS_LEFTOVER = {
+    *("config.tmp", "data_report.json", "data_report.tmp", ".writable"),
+    *("wandb", "tensorboard", "lightning_logs"),
 }
 
-
-RUN_ENTRIES |= {f"{Path(name).stem}.tmp" for name in RUN_ENTRIES if Path(name).suffix}  # half written
-
-FINISHED_ROWS = ("traces.jsonl", "scores.jsonl", "responses.jsonl")  # of runs that go on row by row
-RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # what --resume never replaces
+made: list[Path] = []  # folders that this process has made for its run, the innermost first
+lock: int | None = None  # descriptor of the run folder, which is locked until the process ends
 
 
-def require_dead_start(folder: Path) -> None:
-    """Check that a run which has nothing to go on from may begin anew in its folder: no result is there.
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run writes, and what it does about what lies there.
+
+    Example: `rlt fit --output_dir runs/a --resume true`, killed in step 3, is run again as
+    `RunFolder(Path("runs/a"), "runs/a/checkpoints/step=000002.ckpt", resume=True, overwrite=True)`.
+
+    Args:
+        folder: The run folder.
+        ckpt_path: The checkpoint to load, if any.
+        resume: Whether the run that lies in the folder continues.
+        overwrite: Whether a run that lies in the folder may be deleted otherwise.
+    """
+
+    folder: Path
+    ckpt_path: str | None
+    resume: bool
+    overwrite: bool
+
+
+def choose_run_folder(
+    verb: str,
+    output_dir: str | None = None,
+    default: str = "",
+    ckpt_path: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> RunFolder:
+    """Choose the run folder and the checkpoint from the command line and from what exists.
+
+    Nothing is written. `ckpt_path` "last" and "best" are looked for in the folder; verbs other than fit then
+    write into a folder of their name inside it, so that the run stays as it is.
+
+    Args:
+        verb: fit, validate, predict or test.
+        output_dir: The folder that the user named.
+        default: The folder where the user named none.
+        ckpt_path: "last", "best", a checkpoint, or None.
+        resume: Whether the user said --resume true.
+        overwrite: Whether the user said --overwrite true.
+
+    Raises:
+        InputError: If options that need --output_dir lack it, a checkpoint does not exist, or --resume would
+            replace a result.
+    """
+    is_fit = verb == "fit"
+    if ckpt_path in CHECKPOINT_CHOICES and not output_dir:
+        raise InputError(f"--ckpt_path {ckpt_path} needs --output_dir, the folder of the run.")
+    if resume and not output_dir:
+        raise InputError("--resume needs --output_dir, the folder of the run to resume.")
+    folder = Path(output_dir or default)
+    if is_fit and resume:
+        ckpt_path, overwrite = "last", True
+    if is_fit and overwrite and ckpt_path == "last" and not checkpoints_in(folder / "checkpoints"):
+        ckpt_path = None
+    if ckpt_path in CHECKPOINT_CHOICES:
+        ckpt_path = str(CHECKPOINT_CHOICES[ckpt_path](folder / "checkpoints"))
+        folder = folder if is_fit else folder / verb
+    elif ckpt_path and not Path(ckpt_path).exists():
+        raise InputError(f"--ckpt_path must be last, best or a checkpoint that exists, but is {ckpt_path}.")
+    if is_fit:  # a checkpoint of another run starts a new one
+        resumes = bool(ckpt_path) and folder.resolve() in Path(str(ckpt_path)).resolve().parents
+    else:
+        resumes = resume and any((folder / name).exists() for name in FINISHED_ROWS)
+    if resume and not resumes:
+        require_no_results(folder)
+        overwrite = True
+    return RunFolder(folder, ckpt_path, resumes, overwrite)
+
+
+def require_no_results(folder: Path) -> None:
+    """Check that a run which has nothing to resume may be replaced, since no result lies in its folder.
 
     Raises:
         InputError: If there is one.
@@ -67,21 +138,21 @@ def require_dead_start(folder: Path) -> None:
     found = [folder / name for name in RESULTS if (folder / name).exists()]
     if found := [*found, *checkpoints_in(folder / "checkpoints")]:
         raise InputError(
-            f"--resume true found nothing to go on from, but it does not replace {found[0]}, which is there. "
+            f"--resume true found no run to resume, but it does not replace {found[0]}, which is there. "
             "Choose another --output_dir, or replace all of it by --overwrite true instead."
         )
 
 
 def require_same_run(folder: Path, config: dict[str, Any]) -> None:
-    """Check that a run which goes on finds the settings that its rows were made with.
+    """Check that a run which resumes has the settings that its rows were made with.
 
     Raises:
-        InputError: Naming the first that differs. FREE_SETTINGS and the trainer's may change.
+        InputError: If one differs; the message names the first. FREE_SETTINGS and the trainer's may change.
     """
     path = folder / "config.yaml"
     if not path.exists():
         raise InputError(
-            f"A run that goes on must have the settings that it began with, but {path} is gone. Restore it, "
+            f"A resumed run must have the settings that it began with, but {path} is gone. Restore it, "
             "or choose another --output_dir."
         )
     before = yaml.safe_load(path.read_text())
@@ -95,46 +166,113 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise InputError(
-                f"A run that goes on must have the settings that it began with, but {name[1:]} was "
+                f"A resumed run must have the settings that it began with, but {name[1:]} was "
                 f"{old.get(name)} and is {new.get(name)}. Restore it, or choose another --output_dir."
             )
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names, which begin with a dot; those that are None are left out."""
+    """Return nested settings by their dotted names, which begin with a dot, without those that are None."""
     if not isinstance(value, dict):
         return {} if value is None else {name: value}
     return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
 
 
-def open_run_folder(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder, or refuse to mix two runs in one.
+def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
+    """Make the run folder and lock it, or refuse to mix two runs in one.
+
+    Args:
+        choice: The folder, and what may be done about what lies there.
+        given: Configs of the command line; a start never takes over a folder by overwriting one.
 
     Raises:
-        InputError: If the folder holds a run and neither resume nor overwrite was asked for, or cannot be
-            written.
+        InputError: If the folder holds a run and neither resume nor overwrite was asked for, if another
+            process writes there, or if it cannot be written.
     """
+    folder = choice.folder
     try:
-        entries = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-        if entries - {"data_report.json"} and not resume:  # a run that bad data stopped left only its report
-            if not overwrite:
-                raise InputError(
-                    f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace "
-                    "what is there (--overwrite true), or go on with it (--resume true)."
-                )
-            if strangers := sorted(entries - RUN_ENTRIES):
-                raise InputError(
-                    f"--overwrite replaces a run and nothing else, but {folder} also holds "
-                    f"{', '.join(strangers[:5])}. Choose another folder or move them away."
-                )
-            for entry in folder.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        lock_folder(folder)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
+        if choice.resume or all(is_leftover(entry, given) for entry in folder.iterdir()):
+            return
+        if not choice.overwrite:
+            raise InputError(
+                f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace "
+                "what is there (--overwrite true), or resume it (--resume true)."
+            )
+        if strangers := sorted({entry.name for entry in folder.iterdir()} - RUN_ENTRIES):
+            raise InputError(
+                f"--overwrite replaces a run and nothing else, but {folder} also holds "
+                f"{', '.join(strangers[:5])}. Choose another folder or move them away."
+            )
+        for entry in folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         raise InputError(
             f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). "
             "Choose another."
         ) from error
+
+
+def is_leftover(entry: Path, given: Sequence[Path] = ()) -> bool:
+    """Return whether a run that computed nothing left this entry, so that the next start may overwrite it.
+
+    Args:
+        entry: What lies in a run folder.
+        given: Configs of the command line, which are the user's.
+    """
+    if entry.is_symlink():
+        return False
+    if entry.name == "config.yaml":
+        return is_resolved_config(entry) and not any(path.resolve() == entry.resolve() for path in given)
+    if entry.name == "metrics.csv":
+        return len(entry.read_bytes().splitlines()) < 2  # at most the header
+    if entry.name == "checkpoints":
+        return not any(entry.iterdir())
+    if entry.name == "workers":
+        return all(path.suffix == ".log" for path in entry.iterdir())
+    return entry.name in ALWAYS_LEFTOVER
+
+
+def is_resolved_config(path: Path) -> bool:
+    """Return whether a file is a run's config.yaml of this folder, and not a config that a user wrote."""
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return False
+    if not isinstance(settings, dict) or not {"ckpt_path", "resume", "overwrite", "seed"} <= settings.keys():
+        return False
+    return Path(str(settings.get("output_dir"))).resolve() == path.parent.resolve()
+
+
+def lock_folder(folder: Path) -> None:
+    """Let no other process use the folder before this one ends or opens another.
+
+    Raises:
+        InputError: If another process has locked it.
+    """
+    global lock
+    if lock is not None:
+        os.close(lock)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            f"--output_dir must be the folder of one run, but another one is writing into {folder}. Wait "
+            "until it has ended, or choose another folder."
+        ) from error
+    except OSError:  # this file system knows no locks
+        pass
+
+
+def remove_empty_folders() -> None:
+    """Remove what this process has made for its run, if it is still empty."""
+    for path in made:
+        with suppress(OSError):
+            path.rmdir()
+    made.clear()

@@ -1,0 +1,82 @@
+"""Say in one line what takes long, before it begins."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.weights import full_shape
+
+LARGE_BYTES = 10**9  # smaller weights are checked and written within a second or two
+LARGE_FILE_BYTES = 5 * 10**7
+MANY_ROWS = 5000
+COUNT_EVERY_S = 10.0
+T = TypeVar("T")
+
+
+@rank_zero_only
+def announce(line: str) -> None:
+    """Print a line to the standard error stream, above a progress bar if there is one; on rank 0 only."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
+
+
+def announce_model(name: str, dtype: str) -> None:
+    """Say which model is loaded next, and the size of its files."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(resolve(name))
+    if not folder.is_dir():
+        config = try_to_load_from_cache(name, "config.json")
+        folder = Path(config).parent if isinstance(config, str) else folder
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = size_text(num_bytes) if num_bytes else "its files are fetched from the Hugging Face hub first"
+    announce(f"loading {name} ({size}){'' if dtype == 'auto' else f' as {dtype}'}")
+
+
+def announce_check(name: str, model: Any) -> None:
+    """Say that a model's log-probs are checked next, if the model is large."""
+    if (num_bytes := weights_size(model.parameters())) > LARGE_BYTES:
+        announce(f"checking the log-probs of packed rows of {name} ({size_text(num_bytes)})")
+
+
+def announce_writing(path: Path, num_bytes: int) -> None:
+    """Say that a checkpoint or a model folder is written next, if it is large."""
+    if num_bytes > LARGE_BYTES:
+        announce(f"writing {path} ({size_text(num_bytes)})")
+
+
+def announce_reading(path: Path) -> None:
+    """Say that a file of rows is read next, if it is large."""
+    if (num_bytes := path.stat().st_size) > LARGE_FILE_BYTES:
+        announce(f"reading {path} ({size_text(num_bytes)})")
+
+
+def counted(rows: Sequence[T], what: str) -> Iterator[T]:
+    """Yield rows; if there are many, announce them and then say every few seconds how many are done."""
+    if len(rows) >= MANY_ROWS:
+        announce(f"{what}: {len(rows):,} rows")
+    said_at = time.monotonic()
+    for number, row in enumerate(rows):
+        if time.monotonic() > said_at + COUNT_EVERY_S:
+            announce(f"{what}: {number:,} of {len(rows):,} rows")
+            said_at = time.monotonic()
+        yield row
+
+
+def weights_size(tensors: Iterable[Any]) -> int:
+    """Return the bytes of tensors, each counted whole even where it is sharded."""
+    return sum(torch.Size(full_shape(tensor)).numel() * tensor.element_size() for tensor in tensors)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as MB, or as GB from one GB on."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

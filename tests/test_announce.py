@@ -1,0 +1,57 @@
+"""What takes long says so before it begins, on rank 0 only; what is small is silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from rlt_lightning.models import announce
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, capsys: Captured) -> None:
+    announce.announce_model("miniature", "bfloat16")
+    announce.announce_model(miniature, "auto")
+    announce.announce_model("nobody/nothing", "float32")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "loading miniature (0.7 MB) as bfloat16"
+    assert second == f"loading {miniature} (0.7 MB)"
+    assert third.startswith("loading nobody/nothing (its files are fetched from the Hugging Face hub first)")
+
+
+def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    announce.announce("loading")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_many_rows_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert list(announce.counted(range(4999), "tokenising")) == list(range(4999))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(announce, "COUNT_EVERY_S", 0.0)
+    assert list(announce.counted(range(5000), "tokenising")) == list(range(5000))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "tokenising: 5,000 rows"
+    assert "tokenising: 4,999 of 5,000 rows" in lines
+
+
+def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Captured) -> None:
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small.touch()
+    with large.open("wb") as file:
+        file.truncate(123_456_789)
+    for path in (small, large):
+        announce.announce_reading(path)
+    announce.announce_writing(tmp_path / "model", 10**9)
+    announce.announce_writing(tmp_path / "model", 42 * 10**9)
+    announce.announce_check("tiny", torch.nn.Linear(2, 2))
+    announce.announce_check("big", torch.nn.Linear(10**5, 10**5, device="meta"))
+    assert capsys.readouterr().err.splitlines() == [
+        f"reading {large} (123.5 MB)",
+        f"writing {tmp_path / 'model'} (42.0 GB)",
+        "checking the log-probs of packed rows of big (40.0 GB)",
+    ]

@@ -1,0 +1,202 @@
+"""Which folder a run writes into, and what it does about what lies there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlt_lightning.checkpoints.choices import write_best
+from rlt_lightning.records import run_folder
+from rlt_lightning.records.run_folder import RunFolder, choose_run_folder, open_run_folder
+from rlt_lightning.types import InputError
+
+LAST, BEST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
+ELSEWHERE = "../other/step=000003.ckpt"
+# The run in the folder: nothing; checkpoints of two steps, the first the best; rows of a prediction; a model.
+NOTHING: list[str] = []
+TRAINED, SCORED, EXPORTED = [BEST, LAST], ["scores.jsonl"], ["model/config.json"]
+
+# verb, what lies there, ckpt_path, resume, overwrite -> subfolder, ckpt_path, resume, overwrite
+CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | None, bool, bool]]] = [
+    ("fit", NOTHING, None, False, False, ("", None, False, False)),
+    ("fit", NOTHING, None, False, True, ("", None, False, True)),
+    ("fit", NOTHING, None, True, False, ("", None, False, True)),
+    ("fit", NOTHING, "last", False, True, ("", None, False, True)),
+    ("fit", TRAINED, None, False, False, ("", None, False, False)),
+    ("fit", TRAINED, None, False, True, ("", None, False, True)),
+    ("fit", TRAINED, None, True, False, ("", LAST, True, True)),
+    ("fit", TRAINED, "best", True, False, ("", LAST, True, True)),
+    ("fit", TRAINED, "last", False, False, ("", LAST, True, False)),
+    ("fit", TRAINED, "last", False, True, ("", LAST, True, True)),
+    ("fit", TRAINED, "best", False, False, ("", BEST, True, False)),
+    ("fit", TRAINED, BEST, False, False, ("", BEST, True, False)),
+    ("fit", TRAINED, ELSEWHERE, False, False, ("", ELSEWHERE, False, False)),
+    ("validate", TRAINED, "best", False, False, ("validate", BEST, False, False)),
+    ("predict", TRAINED, "last", False, False, ("predict", LAST, False, False)),
+    ("predict", NOTHING, ELSEWHERE, False, False, ("", ELSEWHERE, False, False)),
+    ("predict", NOTHING, None, True, False, ("", None, False, True)),
+    ("predict", SCORED, None, True, False, ("", None, True, False)),
+    ("predict", SCORED, None, False, False, ("", None, False, False)),
+    ("predict", SCORED, None, False, True, ("", None, False, True)),
+    ("test", ["responses.jsonl"], None, True, False, ("", None, True, False)),
+    ("test", ["traces.jsonl"], None, True, True, ("", None, True, True)),
+]
+# The same, and what the refusal says; None in place of what lies there: the user named no folder.
+REFUSALS: list[tuple[str, list[str] | None, str | None, bool, bool, str]] = [
+    ("fit", None, "last", False, False, "--ckpt_path last needs --output_dir"),
+    ("predict", None, "best", False, False, "--ckpt_path best needs --output_dir"),
+    ("fit", None, None, True, False, "--resume needs --output_dir"),
+    ("test", None, None, True, False, "--resume needs --output_dir"),
+    ("fit", NOTHING, "last", False, False, "--ckpt_path last needs a checkpoint"),
+    ("validate", NOTHING, "last", False, True, "--ckpt_path last needs a checkpoint"),
+    ("fit", NOTHING, "best", False, False, "--ckpt_path best needs a checkpoint with a score"),
+    ("fit", NOTHING, "none.ckpt", False, False, "must be last, best or a checkpoint that exists"),
+    ("fit", SCORED, None, True, False, "does not replace .*scores.jsonl"),
+    ("fit", EXPORTED, None, True, False, "does not replace .*model"),
+    ("predict", TRAINED, None, True, False, "does not replace .*step=000001.ckpt"),
+    ("test", EXPORTED, None, True, False, "does not replace .*model"),
+]
+
+
+def write(folder: Path, names: list[str]) -> None:
+    for name in [*names, ELSEWHERE]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    if BEST in names:
+        write_best(folder / "checkpoints", {"checkpoint": Path(BEST).name})
+
+
+@pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), CHOICES)
+def test_the_run_folder_follows_from_options_and_what_exists(
+    verb: str,
+    lies: list[str],
+    ckpt_path: str | None,
+    resume: bool,
+    overwrite: bool,
+    expected: tuple[str, str | None, bool, bool],
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    write(run, lies)
+    given = str(run / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
+    choice = choose_run_folder(verb, str(run), "", given, resume, overwrite)
+    subfolder, checkpoint, resumes, overwrites = expected
+    path = checkpoint and str(run / checkpoint)
+    assert choice == RunFolder(run / subfolder, path, resumes, overwrites)
+
+
+@pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), REFUSALS)
+def test_options_that_cannot_be_followed_are_refused(
+    verb: str,
+    lies: list[str] | None,
+    ckpt_path: str | None,
+    resume: bool,
+    overwrite: bool,
+    expected: str,
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    write(run, lies or [])
+    with pytest.raises(InputError, match=expected):
+        choose_run_folder(verb, None if lies is None else str(run), "runs/x", ckpt_path, resume, overwrite)
+
+
+def test_without_a_folder_the_default_is_chosen() -> None:
+    assert choose_run_folder("fit", None, "runs/x") == RunFolder(Path("runs/x"), None, False, False)
+
+
+def start(folder: Path, overwrite: bool = False, given: tuple[Path, ...] = ()) -> None:
+    open_run_folder(RunFolder(folder, None, False, overwrite), given)
+
+
+def leave_failed_start(folder: Path) -> None:
+    """What a run of two ranks with W&B and launched workers leaves that failed while models were loaded."""
+    for name in ("checkpoints", "workers", "wandb"):
+        (folder / name).mkdir(parents=True)
+    (folder / "workers" / "worker-8000.log").write_text("out of memory")
+    (folder / "wandb" / "run_id").write_text("abc")
+    resolved = {
+        "output_dir": str(folder),
+        "ckpt_path": None,
+        "resume": False,
+        "overwrite": False,
+        "seed": None,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
+    (folder / "metrics.csv").touch()
+    (folder / "data_report.json").write_text("{}")
+
+
+def test_a_failed_start_is_taken_over_and_nothing_of_it_is_deleted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    leave_failed_start(run)
+    before = sorted(run.rglob("*"))
+    start(run)
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["thesis.txt", "rollouts.jsonl", "scores.jsonl", "model/config.json", "workers/notes.txt", LAST, ".env"],
+)
+def test_files_of_a_user_or_of_a_run_are_not_taken_over(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    leave_failed_start(run)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).touch()
+    with pytest.raises(InputError, match="must be empty or new"):
+        start(run)
+    assert (run / name).exists()
+
+
+def test_metrics_of_a_step_are_not_taken_over(tmp_path: Path) -> None:
+    leave_failed_start(tmp_path)
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    with pytest.raises(InputError, match="must be empty or new"):
+        start(tmp_path)
+
+
+def test_a_config_that_the_user_wrote_is_not_taken_over(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {teacher: mine}\n")
+    with pytest.raises(InputError, match="must be empty or new"):
+        start(tmp_path)
+    config.unlink()
+    leave_failed_start(tmp_path)
+    with pytest.raises(InputError, match="must be empty or new"):
+        start(tmp_path, given=(config,))
+    start(tmp_path)
+    moved = tmp_path.rename(tmp_path.with_name("moved"))  # names another folder: somebody has copied it
+    with pytest.raises(InputError, match="must be empty or new"):
+        start(moved)
+
+
+def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from rlt_lightning.records.run_folder import lock_folder; "
+    code += "lock_folder(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    with pytest.raises(InputError, match="another one is writing"):
+        start(tmp_path, overwrite=True)
+    other.kill()
+    other.communicate()
+    start(tmp_path)
+    start(tmp_path)  # one process may open it again
+
+
+def test_only_empty_folders_of_this_start_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    start(tmp_path / "mine" / "runs" / "first")
+    run_folder.remove_empty_folders()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    start(tmp_path / "runs" / "second")
+    (tmp_path / "runs" / "second" / "data_report.json").touch()
+    run_folder.remove_empty_folders()
+    assert (tmp_path / "runs" / "second" / "data_report.json").exists()
