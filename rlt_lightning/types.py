@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from torch import Tensor
+# The processes that judge answers import this module, and start faster without torch.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "eos", "length"]  # end tag sampled | end-of-sequence token | token limit
 
@@ -186,3 +188,10 @@ class RewardTerms:
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
         return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a setting that may be one object, a list, a switch or nothing as a list of objects."""
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row, row_list
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow, row_list
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
 from rlt_lightning.types import InputError
@@ -125,7 +125,7 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
     return questions
 
 
-def row_ids(rows: list[Row]) -> list[str]:
+def row_ids(rows: list[NumberedRow]) -> list[str]:
     """The rows' own ids where each has one of its own, else their numbers."""
     for column in IDS:
         own = [

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.tags import STRATOS, TagStyle
@@ -81,7 +81,7 @@ class ParsedRow:
 
 
 def check_columns(
-    rows: Iterable[Row], source: str, trace_columns: Sequence[str], allows_completion: bool
+    rows: Iterable[NumberedRow], source: str, trace_columns: Sequence[str], allows_completion: bool
 ) -> None:
     """Stop if no row of the source has the columns that a task needs.
 
