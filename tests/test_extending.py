@@ -21,14 +21,16 @@ import pytest
 import torch
 from commands import ROOT, rlt
 from fake_worker import worker_of
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from misfits import Terms
 from test_async_rollouts import Witness, assert_same, fit
 from test_docs_metrics import names_of
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import Engine, EngineError, HFEngine, Sampling
+from rlt_lightning.engines import Engine, EngineDescription, EngineError, HFEngine, Sampling
 from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import NonFiniteError, RLTReward
 from rlt_lightning.numerics.rewards import TAKEN_NAMES
@@ -395,6 +397,50 @@ def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: Co
     assert (group[0].token_ids, group[0].finish_reason) == ([9] * 3, "length")
 
 
+class FourMethods(Engine):
+    """The least that an engine must have."""
+
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None: ...
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        limits: list[int] | None = None,
+    ) -> list[list[Completion]]:
+        return []
+
+    def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
+
+
+def test_the_page_counts_the_parts_of_the_protocol() -> None:
+    found = re.search(r"write (\w+) methods:\s(.+?)\.\sThe (\w+) others and all (\w+) attributes", PAGE)
+    assert found is not None
+    methods = {name for name, part in vars(Engine).items() if callable(part) and name[0] != "_"}
+    must = Engine.__abstractmethods__
+    numbers = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    counts = [numbers[len(part)] for part in (must, methods - must, Engine.__annotations__)]
+    assert [found[1], found[3], found[4]] == counts
+    assert set(re.findall(r"`(\w+)`", found[2])) == must
+    assert {name for name in vars(FourMethods) if name[0] != "_"} == must
+
+
+def test_four_methods_make_an_engine() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--engine", type=Engine)
+    config = parser.parse_args([f"--engine={__name__}.FourMethods"])
+    engine = parser.instantiate_classes(config).engine
+    assert isinstance(engine, FourMethods)
+    assert (engine.policy_version, engine.describe(), engine.in_process) == (-1, EngineDescription(), False)
+    assert not engine.load_own_model("teacher")
+
+
 # What is wrong is told in one line
 
 
@@ -410,7 +456,8 @@ def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: Co
         (
             ["--rollouts.engine=misfits.NoMethods"],
             "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no generate, "
-            "update_weights, join_update, verify, health, rest and has other parameters of start.",
+            "update_weights, verify, describe, load_own_model, share, gather_weights, health, put_to_sleep "
+            "and has other parameters of start. Derive it from that class",
         ),
         (
             ["--rollouts.engine=misfits.NoAnnotations"],

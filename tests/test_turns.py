@@ -34,7 +34,7 @@ def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> 
         engine.health()
         engine.update_weights(WEIGHTS, step)
         assert ids(generate(engine)) == undisturbed()
-        engine.rest()
+        engine.put_to_sleep()
         assert all(worker.asleep for worker in workers)
         assert engine.policy_version == step  # sleep keeps the weights
     engine.health()
@@ -47,7 +47,7 @@ def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
     worker = FakeWorker()
     engine = start(worker)
     engine.health()
-    engine.rest()
+    engine.put_to_sleep()
     assert turns(worker.calls) == "p"
 
 
@@ -66,7 +66,7 @@ def test_a_worker_that_would_keep_its_memory_is_refused(start: Any) -> None:
 
 def test_a_worker_that_does_not_fall_asleep_is_lost(start: Any) -> None:
     engine = start(FakeWorker(broken={"/sleep": 500}), FakeWorker(), sleep=True)
-    engine.rest()
+    engine.put_to_sleep()
     assert list(engine.down) == [engine.workers[0].url]
 
 
@@ -87,7 +87,7 @@ def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path)
         os.killpg(first.process.pid, signal.SIGKILL)
         assert ids(generate(engine)) == undisturbed()
         assert engine.down
-        engine.rest()  # a start takes memory of the GPU: not while it trains
+        engine.put_to_sleep()  # a start takes memory of the GPU: not while it trains
         assert not engine.down
         assert engine.policy_version == -1  # it needs a push
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
@@ -79,10 +77,7 @@ class ResponseCallback(Callback):
             return
         if self.budget is not None:
             self.budget.require_room(self.sampling, len(data.format.answer_opening))
-        if isinstance(self.engine, VLLMEngine) and self.engine.plain:
-            launch = self.engine.launch
-            if launch is not None and launch.model is None:
-                self.engine.launch = replace(launch, model=resolve(pl_module.pretrained))
+        if self.engine.load_own_model(pl_module.pretrained):
             return
         pl_module.needs_model = bool(data.left)
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)

@@ -349,7 +349,7 @@ class RolloutCallback(Callback):
         def start() -> None:
             tokenizer = stratos_of(trainer).format.tokenizer
             self.engine.start(pl_module.policy, tokenizer, Path(trainer.default_root_dir))
-            if isinstance(self.engine, HFEngine) and pl_module.sharding.sharded:
+            if self.engine.in_process and pl_module.sharding.sharded:
                 self.engine.share(pl_module.run, pl_module.on_any_rank)
             longest = max(len(p.teacher_prompt) for p in stratos_of(trainer).problems)
             limits = (self.sampling.max_completion_length, self.val_sampling.max_completion_length)
@@ -392,7 +392,9 @@ class RolloutCallback(Callback):
             self._begin(trainer, module, order)
         if self.engine.takes_turns:
             with module.phase("generate"):
-                self._on_rank_zero(trainer, self.engine.rest)  # no rank trains before all workers sleep
+                self._on_rank_zero(
+                    trainer, self.engine.put_to_sleep
+                )  # no rank trains before all workers sleep
         order.finished = self._on_rank_zero(trainer, lambda: order.finished)
         data = stratos_of(trainer)
         rollouts = [
@@ -441,7 +443,7 @@ class RolloutCallback(Callback):
             while self._on_rank_zero(trainer, needs_push):
                 named_tensors = self._weights(module.policy)
                 if not self.engine.in_process and not trainer.is_global_zero:
-                    self.engine.join_update(named_tensors)  # gathers sharded weights in step with rank 0
+                    self.engine.gather_weights(named_tensors)  # gathers sharded weights in step with rank 0
                 self._on_rank_zero(trainer, push)
                 pushed = True
             due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at

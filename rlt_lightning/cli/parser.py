@@ -72,7 +72,8 @@ def class_fault(value: str) -> str | None:
     if parts:
         return (
             f"{path.group(1)} must have the methods of rlt_lightning.engines.Engine, but "
-            f"{' and '.join(parts)}. Write them, or derive it from rlt_lightning.engines.ServedEngine."
+            f"{' and '.join(parts)}. Derive it from that class or from rlt_lightning.engines.ServedEngine, "
+            "which have most of them, and write the rest."
         )
     return (  # the parser compares annotations, and resolves only those that are postponed
         f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. "

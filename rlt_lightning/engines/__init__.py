@@ -1,6 +1,14 @@
 """What a rollout can come from."""
 
-from rlt_lightning.engines.base import Engine, EngineError, Sampling, WorkersLost, generate_patiently
+from rlt_lightning.engines.base import (
+    Engine,
+    EngineDescription,
+    EngineError,
+    Sampling,
+    WorkerSettings,
+    WorkersLost,
+    generate_patiently,
+)
 from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, generate_with_budget
 from rlt_lightning.engines.disk import AdapterPush, DiskPush
 from rlt_lightning.engines.hf import HFEngine
@@ -16,6 +24,7 @@ __all__ = [
     "BudgetedCompletion",
     "DiskPush",
     "Engine",
+    "EngineDescription",
     "EngineError",
     "GlooPush",
     "HFEngine",
@@ -26,6 +35,7 @@ __all__ = [
     "ServedEngine",
     "VLLMEngine",
     "WeightPush",
+    "WorkerSettings",
     "WorkersLost",
     "generate_patiently",
     "generate_with_budget",

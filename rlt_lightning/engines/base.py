@@ -1,16 +1,35 @@
-"""The engine protocol: what a rollout can come from."""
+"""The engine protocol: what a rollout can come from, and in which order it is called.
+
+    before anything is loaded   describe, load_own_model
+    once                        start, share
+    every step                  health ─▶ update_weights ─▶ verify ─▶ generate ─▶ put_to_sleep
+                                  ▲      (gather_weights             │ WorkersLost
+                                  │       on the other ranks)        │
+                                  └──────────────────────────────────┘
+    at the end, or on an error  close
+
+rlt_lightning/types.py draws where EngineError and its subclasses stand among the project's errors.
+"""
 
 from __future__ import annotations
 
+import sys
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
+from rlt_lightning.engines.launch import Launch
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.types import Completion, InputError
 
-PROBE_TOKENS = 64  # of a prompt, by which workers are verified
-SEED_MASK = 2**62 - 1  # vLLM takes signed 64-bit seeds and adds the number of the completion
+# Workers are verified by the first tokens of a prompt: this many.
+PROBE_TOKENS = 64
+# vLLM takes signed 64-bit seeds and adds the number of the completion.
+SEED_MASK = 2**62 - 1
 
 
 class EngineError(RuntimeError):
@@ -22,7 +41,7 @@ class WorkersLost(EngineError):
 
     Args:
         message: What happened.
-        finished: Completions of the prompts that were done before, by their position.
+        finished: Completions of the prompts that were finished before, by their position.
     """
 
     def __init__(self, message: str, finished: dict[int, list[Completion]]) -> None:
@@ -32,10 +51,10 @@ class WorkersLost(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. The defaults are the released recipe's.
+    """How completions are sampled. The defaults are the released recipe's.
 
     Args:
-        temperature: Of the softmax; 0 is greedy (validation and generation only).
+        temperature: Divides the logits; 0 is greedy (validation and generation only).
         top_p: Nucleus mass kept; 1 keeps all.
         top_k: Number of tokens kept; 0 keeps all.
         min_p: Smallest kept probability relative to the likeliest token; 0 keeps all.
@@ -52,7 +71,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens come from another distribution than the policy's at `temperature`."""
+        """Tell whether tokens come from another distribution than the policy's at `temperature`."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
 
     def __post_init__(self) -> None:
@@ -71,7 +90,7 @@ class Sampling:
 
 
 def require_context(num_tokens: int, max_model_len: int) -> None:
-    """Check that prompt and completion fit into what the engine takes, in tokens."""
+    """Raise InputError if prompt and completion, in tokens, do not fit into the workers' context."""
     if num_tokens > max_model_len:
         raise InputError(
             f"Prompt and completion must fit into the workers' --max-model-len of {max_model_len} tokens, "
@@ -80,31 +99,59 @@ def require_context(num_tokens: int, max_model_len: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The workers of an engine, as far as its settings name them."""
+
+    num_workers: int
+    launch: Launch | None  # how they are started; None: they run already
+    max_sequences: int  # completions in work at one worker
+    push_backend: str | None  # how weights travel; None: nothing is pushed
+    push_dtype: torch.dtype | None  # in which weights travel; None: as the trainer holds them
+    push_bytes: int  # weights that the trainer's ranks gather at once
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """What `rlt plan` has to know of an engine before anything is started.
+
+    HFEngine(max_sequences=64) is EngineDescription(sequences_in_process=64).
+    """
+
+    sequences_in_process: int = 0  # completions sampled at once by the processes that train
+    workers: WorkerSettings | None = None
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
 
-    An engine samples with the trainer's own model, on every rank for itself (`in_process`), or it has copies
-    of the weights elsewhere. Then rank 0 alone talks to it, for all ranks.
+    An engine with `in_process` samples with the trainer's own model: every rank has one. Any other engine
+    has copies of the weights elsewhere; only rank 0 talks to it, for all ranks.
+
+    A class that derives from this one must write `start`, `generate`, `update_weights` and `verify`. All
+    the rest has the defaults below, which suit an engine with nothing to start, to gather or to free.
     """
 
-    in_process: bool
-    reports_log_probs: bool
-    takes_adapters: bool  # whether it is pushed a LoRA's matrices rather than merged weights
-    max_model_len: int  # tokens of prompt and completion that it takes; known once it is started
-    unverified: bool  # whether a worker has never been verified since it came, or came back
-    policy_version: int  # of the weights that all its workers hold; -1 if some need a push
-    takes_turns: bool  # whether it shares its GPUs with training, and rests meanwhile
+    in_process: bool = False
+    reports_log_probs: bool = False
+    takes_adapters: bool = False  # whether it is pushed a LoRA's matrices rather than merged weights
+    max_model_len: int = sys.maxsize  # tokens of prompt and completion; known once it is started
+    unverified: bool = False  # whether a worker was not verified since it came, or came back
+    policy_version: int = -1  # of the weights that all its workers hold; -1 if some need a push
+    takes_turns: bool = False  # whether it shares its GPUs with training, and sleeps meanwhile
 
+    @abstractmethod
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Get ready to serve; safe to call twice.
 
         Args:
             model: The trainer's teacher; None where workers serve weights of their own (NoPush).
             tokenizer: Its tokenizer.
-            folder: The run folder, for logs and what else the engine writes.
+            folder: The run folder, for logs and other files that the engine writes.
         """
 
+    @abstractmethod
     def generate(
         self,
         prompts: list[list[int]],
@@ -133,29 +180,61 @@ class Engine(Protocol):
             WorkersLost: If a push is needed before the rest can be sampled.
         """
 
+    @abstractmethod
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Bring these weights to every worker that can be reached; see `policy_version` for the outcome."""
 
-    def join_update(self, named_tensors: list[NamedTensor]) -> None:
-        """Take part, on the ranks other than 0, in the gathering of sharded weights."""
-
+    @abstractmethod
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
-        """Raise if a worker's weights are not those of the trainer.
+        """Raise if a worker's weights are not the trainer's.
 
         Args:
             token_ids: A text.
             log_probs: The trainer's log-probs of all its tokens but the first at temperature 1, nats, by
-                policy version: the current one and, to tell what a stale worker holds, earlier ones.
+                policy version: the current one and, to recognise a stale worker, earlier ones.
         """
 
-    def health(self) -> None:
-        """Bring back the workers that can be, and wake them; raise EngineError if none can serve."""
+    def describe(self) -> EngineDescription:
+        """Return what `rlt plan` has to know; the default: the engine needs nothing of the machine."""
+        return EngineDescription()
 
-    def rest(self) -> None:
-        """Leave the GPUs to training, if the engine takes turns, until the next `health`."""
+    def load_own_model(self, name: str) -> bool:
+        """Let workers load a trained model themselves, if nothing is pushed to them.
+
+        Args:
+            name: Of the model, for workers that the engine starts and whose settings name none.
+
+        Returns:
+            Whether they do: the trainer then loads no model, and `start` gets None.
+        """
+        return False
+
+    def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
+        """Sample with weights that are sharded over all ranks; called after `start`, and only in process.
+
+        All ranks must then call the model equally often.
+
+        Args:
+            run: The way into the model: run(function, *arguments) is function(model, *arguments).
+            on_any_rank: on_any_rank(flag) tells every rank whether the flag is set on one of them.
+        """
+        return
+
+    def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
+        """Gather sharded weights in step with rank 0, which pushes them; called on all other ranks."""
+        return
+
+    def health(self) -> None:
+        """Bring back lost workers and wake all; raise EngineError if none can serve."""
+        return
+
+    def put_to_sleep(self) -> None:
+        """Leave the GPUs to training until the next `health`, if the engine takes turns."""
+        return
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""
+        return
 
 
 def generate_patiently(
@@ -167,17 +246,19 @@ def generate_patiently(
     seeds: list[int],
     limits: list[int] | None = None,
 ) -> list[list[Completion]]:
-    """`Engine.generate`, with lost workers waited for until all is sampled.
+    """Call `Engine.generate`; wait for lost workers and ask again until everything is sampled.
 
     Raises:
-        WorkersLost: If they came back without the current weights.
+        WorkersLost: If workers came back without the current weights.
     """
     finished: dict[int, list[Completion]] = {}
     while missing := [i for i in range(len(prompts)) if i not in finished]:
-        asked, their_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
-        their_limits = None if limits is None else [limits[i] for i in missing]
+        asked_prompts, asked_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
+        asked_limits = None if limits is None else [limits[i] for i in missing]
         try:
-            groups = engine.generate(asked, sampling, num_completions, stop, their_seeds, their_limits)
+            groups = engine.generate(
+                asked_prompts, sampling, num_completions, stop, asked_seeds, asked_limits
+            )
             finished |= dict(zip(missing, groups, strict=True))
         except WorkersLost as error:
             finished |= {missing[i]: group for i, group in error.finished.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.engines.base import EngineError, NamedTensor, Sampling
+from rlt_lightning.engines.base import Engine, EngineDescription, EngineError, NamedTensor, Sampling
 from rlt_lightning.types import Completion, FinishReason
 
 
@@ -20,19 +19,20 @@ from rlt_lightning.types import Completion, FinishReason
 class Draft:
     """A completion while it is being sampled."""
 
-    uniforms: Tensor  # (limit,) in [0, 1): the row's own random numbers, one for each token
+    # (limit,) in [0, 1): the row's own random numbers, one for each token.
+    uniforms: Tensor
     seed: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it has neither ended nor come to its limit."""
+    def unfinished(self) -> bool:
+        """Tell whether the completion has neither ended nor reached its limit."""
         return self.finish_reason == "length" and len(self.token_ids) < len(self.uniforms)
 
 
-class HFEngine:
+class HFEngine(Engine):
     """Sample with the teacher itself: a prompt's keys and values are computed once and shared by its group.
 
     Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
@@ -40,36 +40,31 @@ class HFEngine:
     of the process.
 
     Args:
-        max_sequences: Completions sampled at once; more go in turns. Bounds the memory of the key-value
-            cache.
+        max_sequences: Completions sampled at once; more than these are sampled one batch after the other.
+            Bounds the memory of the key-value cache.
     """
 
     in_process = True
-    takes_turns = False
     reports_log_probs = True
-    takes_adapters = False
-    unverified = False
-    max_model_len = sys.maxsize  # the model's own context is checked before it is loaded
 
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences
-        self.policy_version = -1
         self.model: Any = None
         self.tokenizer: Any = None
-        self.run: Callable[..., Any] | None = None  # see `share`
+        # Both are set by `share`, where weights are sharded.
+        self.run: Callable[..., Any] | None = None
         self.on_any_rank: Callable[[bool], bool] | None = None
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the trainer's model itself: no copy, so it always holds the current weights."""
         self.model, self.tokenizer = model, tokenizer
 
-    def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
-        """Sample with weights that lie in shards on all ranks, which then call the model equally often.
+    def describe(self) -> EngineDescription:
+        """Return how many completions are sampled at once beside the model that trains."""
+        return EngineDescription(sequences_in_process=self.max_sequences)
 
-        Args:
-            run: The way into the model: run(function, *arguments) is function(model, *arguments).
-            on_any_rank: Whether it is so on any rank.
-        """
+    def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
+        """Call the model through `run`, on every rank as often as on the rank that samples longest."""
         self.run, self.on_any_rank = run, on_any_rank
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
@@ -86,11 +81,8 @@ class HFEngine:
                     own[name].copy_(tensor)
         self.policy_version = policy_version
 
-    def join_update(self, named_tensors: list[NamedTensor]) -> None:
-        """Nothing: every rank has an engine of its own."""
-
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
-        """Nothing: there is one copy of the weights."""
+        """Do nothing: there is one copy of the weights."""
 
     def health(self) -> None:
         """Raise if `start` has not been called."""
@@ -100,11 +92,8 @@ class HFEngine:
                 "folder)."
             )
 
-    def rest(self) -> None:
-        """Nothing: it holds no memory between calls."""
-
     def close(self) -> None:
-        """Drop the references to the trainer's model."""
+        """Drop all references to the trainer's model."""
         self.model = self.tokenizer = self.run = self.on_any_rank = None
 
     def generate(
@@ -154,15 +143,14 @@ class HFEngine:
         active = list(range(len(drafts)))
         for step in itertools.count():
             uniforms = torch.stack([drafts[i].uniforms[step] for i in active])
-            tokens, log_probs = draw(
-                logits.float(), history, uniforms.to(logits.device), sampling
-            )  # (n,), (n,)
+            # Both (n,): one token for each row that is still in the batch.
+            tokens, log_probs = draw(logits.float(), history, uniforms.to(logits.device), sampling)
             for i, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
                 drafts[i].token_ids.append(token)
                 drafts[i].log_probs.append(log_prob)
                 drafts[i].finish_reason = watcher.finish_reason(drafts[i].token_ids)
-            keep = [j for j, i in enumerate(active) if drafts[i].goes_on]
-            if not self._goes_on(bool(keep)):
+            keep = [j for j, i in enumerate(active) if drafts[i].unfinished]
+            if not self._continues(bool(keep)):
                 break
             history = torch.cat([history, tokens[:, None]], dim=1)
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
@@ -190,8 +178,11 @@ class HFEngine:
             return self.model(**inputs)
         return self.run(lambda model: model(**inputs))
 
-    def _goes_on(self, active: bool) -> bool:
-        """Whether this rank goes on; with shared weights, one that is done keeps the others company."""
+    def _continues(self, active: bool) -> bool:
+        """Return whether this rank samples another token.
+
+        With sharded weights a finished rank keeps calling the model until every rank has finished.
+        """
         if self.on_any_rank is None:
             return active
         while self.on_any_rank(active):
@@ -230,7 +221,7 @@ class HFEngine:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the model's weights lie."""
+    """Return the device of the model's weights."""
     device: torch.device = next(model.parameters()).device
     return device
 
@@ -261,9 +252,8 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
     else:
         cumulative = filtered.double().softmax(dim=-1).cumsum(dim=-1)  # (n, V)
         targets = uniforms[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(
-            1
-        )  # first token whose sum exceeds u
+        # The first token whose sum exceeds u.
+        tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)  # (n,)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens, scaled.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
 
@@ -292,10 +282,10 @@ class StopWatcher:
         self.tokenizer = tokenizer
         self.stop = stop
         self.eos_token_ids = eos_token_ids
-        self.window = (
-            len(stop.encode()) + 1
-        )  # tokens that can hold the tag: each carries at least a byte of it
-        self.may_end: dict[int, bool] = {}  # token id -> whether the tag's last character is in its text
+        # Each token of the tag carries at least one byte of it, so it fits into this many tokens.
+        self.window = len(stop.encode()) + 1
+        # Token id -> whether the tag's last character may be in its text.
+        self.may_end: dict[int, bool] = {}
 
     def finish_reason(self, token_ids: list[int]) -> FinishReason:
         """Return "stop" or "eos" when the last token ends the sequence, else "length"."""
@@ -304,7 +294,7 @@ class StopWatcher:
             return "eos"
         if last not in self.may_end:
             text = self._text([last])
-            # its text may be a part of a character
+            # The token may hold only a part of a character, which decodes to U+FFFD.
             self.may_end[last] = bool(self.stop) and (self.stop[-1] in text or "\ufffd" in text)
         if self.may_end[last] and self.stop in self._text(token_ids[-self.window :]):
             return "stop"

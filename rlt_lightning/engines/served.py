@@ -1,42 +1,40 @@
-"""The base of engines of one's own, for servers that nobody gives weights."""
+"""The base class of user-written engines whose servers have weights of their own."""
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.engines.base import SEED_MASK, EngineError, NamedTensor, Sampling, require_context
+from rlt_lightning.engines.base import (
+    SEED_MASK,
+    Engine,
+    EngineError,
+    NamedTensor,
+    Sampling,
+    require_context,
+)
 from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
 from rlt_lightning.engines.verification import AGREEMENT, disagreement
 from rlt_lightning.types import Completion, InputError
 
 
-class ServedEngine(ABC):
+class ServedEngine(Engine):
     """An `Engine` whose server has weights of its own: for `rlt predict` and `rlt test` with a trained model.
 
-    A subclass writes `complete`, which is called from several threads, and `score`. What the server calls
-    log-probs is not taken for those of sampling: the trainer computes its own where it needs them.
+    A subclass writes `complete`, which is called from several threads, and `score`; it may learn
+    `max_model_len` in `start`. The server's log-probs are not used: the trainer computes its own.
 
     Args:
-        url: Of the server, for messages and records.
+        url: Address of the server, for messages and records.
         max_requests: Completions in work at a time.
     """
-
-    in_process = False
-    reports_log_probs = False
-    takes_adapters = False
-    takes_turns = False
-    unverified = False  # but for the first time, when RolloutCallback and ResponseCallback always verify
-    max_model_len = sys.maxsize  # unless the subclass finds out more in `start`
 
     def __init__(self, url: str, max_requests: int = 8) -> None:
         self.url = url.rstrip("/")
         self.max_requests = max_requests
-        self.policy_version = -1
         self.tokenizer: Any = None
         self.eos_ids: set[int] = set()
         self.vocab_size = 0
@@ -47,21 +45,21 @@ class ServedEngine(ABC):
 
         Args:
             prompt: Token ids.
-            sampling: With the limit of this completion.
-            stop: The end tag. A server that returns the tag's tokens may be told; `generate` cuts behind it.
-            seed: Of 62 bits at most.
+            sampling: Settings with the token limit of this completion.
+            stop: The end tag. Send it only to a server that returns the tag's tokens: `generate` cuts.
+            seed: A number of at most 62 bits.
 
         Returns:
-            The token ids as they were sampled, and the finish reason `length`, or `eos` where the server has
-            ended it. Whether its last token is that end-of-sequence token does not matter.
+            The token ids as they were sampled, and the finish reason: `length`, or `eos` where the server has
+            ended the completion, with or without its end-of-sequence token.
         """
 
     @abstractmethod
     def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of all tokens of a text but the first at temperature 1, nats, for `verify`."""
+        """Return log-probs of all tokens of a text but the first at temperature 1, nats, for `verify`."""
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
-        """Keep what completions are read with."""
+        """Keep the tokenizer and the teacher's vocabulary, by which answers are checked."""
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(model, tokenizer)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
@@ -87,7 +85,8 @@ class ServedEngine(ABC):
         def sample(job: tuple[list[int], Sampling, str, int]) -> Completion:
             return replace(self.ended(self.complete(*job), job[1], watcher), seed=job[3], worker=self.url)
 
-        with ThreadPoolExecutor(self.max_requests) as threads:  # the first error drops what is not begun
+        # The first error drops the jobs that have not begun.
+        with ThreadPoolExecutor(self.max_requests) as threads:
             completions = list(threads.map(sample, jobs))
         return [completions[i : i + num_completions] for i in range(0, len(jobs), num_completions)]
 
@@ -106,7 +105,8 @@ class ServedEngine(ABC):
             reason = watcher.finish_reason(ids[max(0, end - watcher.window) : end])
             if reason != "length":
                 return Completion(ids[:end], None, reason)
-        if completion.finish_reason == "eos":  # which the server has sampled, and left out
+        # The server has sampled an end-of-sequence token and left it out of its answer.
+        if completion.finish_reason == "eos":
             if len(self.eos_ids) != 1:
                 raise self.error(
                     "the end-of-sequence token of a completion that it has ended",
@@ -118,23 +118,20 @@ class ServedEngine(ABC):
         return Completion(ids, None, completion.finish_reason)
 
     def error(self, expected: str, found: str) -> EngineError:
-        """What to raise where the server's answer is not what it must be."""
+        """Return the error for an answer of the server that is not what it must be."""
         return EngineError(
             f"{type(self).__name__}: {self.url} must send {expected}, but sent {found}. Let it serve the "
             "teacher with its own tokenizer, and look at its log."
         )
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Require that the trainer's weights are those of before; none are sent."""
+        """Refuse weights that have changed since the first call; none are sent."""
         if self.policy_version not in (-1, policy_version):
             raise InputError(
                 f"{type(self).__name__} leaves the server the weights that it serves, but the trainer's have "
                 "changed. Train with rlt_lightning.engines.HFEngine or VLLMEngine."
             )
         self.policy_version = policy_version
-
-    def join_update(self, named_tensors: list[NamedTensor]) -> None:  # noqa: B027  (may stay so)
-        """Nothing: no weights are sent."""
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
         """Compare the server's log-probs of a text with the trainer's: it may serve another model."""
@@ -147,12 +144,6 @@ class ServedEngine(ABC):
                 "Let it serve that one, or set model.teacher to what it serves."
             )
 
-    def health(self) -> None:  # noqa: B027
-        """Nothing: the next call tells."""
-
-    def rest(self) -> None:  # noqa: B027
-        """Nothing: it shares no GPU with training."""
-
     def close(self) -> None:
-        """Take whatever weights the next trainer has."""
+        """Accept whatever weights the next trainer has."""
         self.policy_version = -1

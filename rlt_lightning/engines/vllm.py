@@ -18,9 +18,12 @@ from uuid import uuid4
 
 from rlt_lightning.engines.base import (
     SEED_MASK,
+    Engine,
+    EngineDescription,
     EngineError,
     NamedTensor,
     Sampling,
+    WorkerSettings,
     WorkersLost,
     require_context,
 )
@@ -30,6 +33,7 @@ from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.verification import AGREEMENT, disagreement
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, in_background
 from rlt_lightning.gloo import LOOPBACK
+from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.weights import gathered_groups
 from rlt_lightning.types import Completion, InputError
 
@@ -38,7 +42,7 @@ log = logging.getLogger(__name__)
 GREETING_S = 5.0  # deadline of the first call to a worker that may not be there
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Sample with vLLM workers that hold copies of the teacher, and keep those copies up to date.
 
     Prompts go to whichever worker has room. What a request samples depends on its seed alone, not on the
@@ -68,8 +72,6 @@ class VLLMEngine:
             completion to the next push. They need --enable-sleep-mode, and as much memory of the GPU as
             training leaves between two steps (--gpu-memory-utilization).
     """
-
-    in_process = False
 
     def __init__(
         self,
@@ -145,17 +147,35 @@ class VLLMEngine:
         return f"{self.run_id}-{self.pushed:06d}"
 
     @property
-    def policy_version(self) -> int:
+    def policy_version(self) -> int:  # type: ignore[override]
         """Optimizer steps of the weights that all serving workers hold; -1 if one of them needs a push."""
         current = [worker.weights == self.version_name for worker in self.serving]
         return self.pushed if current and all(current) else -1
 
     @property
-    def unverified(self) -> bool:
+    def unverified(self) -> bool:  # type: ignore[override]
         """Whether a worker has come, or come back, since the last verification."""
         return any(worker.verified != worker.incarnation for worker in self.serving)
 
     # Start and stop
+
+    def describe(self) -> EngineDescription:
+        """Return the workers as the settings name them."""
+        workers = WorkerSettings(
+            num_workers=len(self.workers),
+            launch=self.launch,
+            max_sequences=self.max_sequences,
+            push_backend=self.push.backend,
+            push_dtype=self.push.dtype,
+            push_bytes=self.push.gather_bytes,
+        )
+        return EngineDescription(workers=workers)
+
+    def load_own_model(self, name: str) -> bool:
+        """Let launched workers load the model `name`, unless the launch names one; with NoPush only."""
+        if self.plain and self.launch is not None and self.launch.model is None:
+            self.launch = replace(self.launch, model=resolve(name))
+        return self.plain
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Start the workers that are to be launched, and wait until every worker answers.
@@ -234,15 +254,15 @@ class VLLMEngine:
         if not self.serving:
             await self._wait_for(all_of_them=False)
 
-    def rest(self) -> None:
+    def put_to_sleep(self) -> None:
         """Put all workers to sleep, a launched one that is being started as soon as it is ready.
 
         It takes its memory when it starts, and must not do so while the GPU trains.
         """
         if self.takes_turns:
-            self._run(self._rest())
+            self._run(self._put_all_to_sleep())
 
-    async def _rest(self) -> None:
+    async def _put_all_to_sleep(self) -> None:
         asleep: set[str] = set()
         while True:
             if self.launch is not None:
@@ -371,7 +391,7 @@ class VLLMEngine:
             if error is not None:
                 self._lose(worker, f"The weights could not be pushed to it: {error}")
 
-    def join_update(self, named_tensors: list[NamedTensor]) -> None:
+    def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
         """Gather in step with rank 0, if it gathers anything."""
         if self.plain:
             return

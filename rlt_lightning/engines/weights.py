@@ -42,6 +42,7 @@ class WeightPush(ABC):
 
     backend: ClassVar[str | None]  # what the worker's --weight-transfer-config names; None: it needs none
     takes_adapters: ClassVar[bool] = False  # whether it pushes a LoRA's matrices rather than merged weights
+    dtype: torch.dtype | None = None  # in which weights travel; None: as the trainer holds them
 
     def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0) -> None:
         if bucket_mib < 1 or timeout_s <= 0:

@@ -11,8 +11,6 @@ import torch
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import EMBEDDED
-from rlt_lightning.engines import VLLMEngine
-from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
@@ -97,9 +95,7 @@ def read_setup(
     syncs = any("ReferenceSync" in str(callback.class_path) for callback in trainer.callbacks or [])
     trained_bytes = 4 if module.lora is not None else policy.weight_bytes  # A and B are in fp32
     engine = rollouts.engine
-    worker = None
-    if rlt and isinstance(engine, VLLMEngine):
-        worker = worker_of(engine, policy, trainer.devices, options, notes)
+    worker = worker_of(engine, policy, trainer.devices, options, notes) if rlt else None
     notes[:0] = [
         f"{role} {model.name}, {model.shape.weights / 1e9:.3g} billion weights"
         for role, model in (("policy", policy), ("student", student))
@@ -125,7 +121,7 @@ def read_setup(
         sub_group_numel=int(settings.get("sub_group_size", SUB_GROUP)),
         step=step,
         logits_bytes=2**20 * block_size(module.head.logits_mib, sized_as),
-        hf_sequences=engine.max_sequences if rlt and isinstance(engine, HFEngine) else 0,
+        hf_sequences=engine.describe().sequences_in_process if rlt else 0,
         recompute_teacher=bool(rlt and recomputes(rlt, rollouts)),
         worker=worker,
         mfu=options.mfu,

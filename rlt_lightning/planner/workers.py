@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.engines import VLLMEngine
+from rlt_lightning.engines import Engine
 from rlt_lightning.planner.inputs import LanguageModel, Worker
 from rlt_lightning.planner.options import PlanOptions
 
@@ -31,24 +31,27 @@ def gpu_ids(devices: Any) -> list[int]:
     return [int(word) for word in words if str(word).strip()]
 
 
-def push_backend(engine: Any) -> str:
-    """How weights travel to the engine."""
-    return engine.push.backend or "" if isinstance(engine, VLLMEngine) else ""
+def push_backend(engine: Engine) -> str:
+    """Return the name of the way that weights travel to the engine; empty if they do not."""
+    workers = engine.describe().workers
+    return workers.push_backend or "" if workers else ""
 
 
 def worker_of(
-    engine: VLLMEngine, policy: LanguageModel, devices: Any, options: PlanOptions, notes: list[str]
-) -> Worker:
-    """The vLLM workers, as far as they are known."""
-    launch, push = engine.launch, engine.push
-    push_dtype = getattr(push, "dtype", None)
-    push_bytes = policy.weight_bytes if push_dtype is None else push_dtype.itemsize
+    engine: Engine, policy: LanguageModel, devices: Any, options: PlanOptions, notes: list[str]
+) -> Worker | None:
+    """Return what is known of the workers that sample; None if the engine has none."""
+    settings = engine.describe().workers
+    if settings is None:
+        return None
+    launch = settings.launch
+    push_bytes = policy.weight_bytes if settings.push_dtype is None else settings.push_dtype.itemsize
     utilization = options.gpu_memory_utilization
     if launch is None:
         size = options.tensor_parallel_size
-        num_gpus, weight_bytes, colocated = len(engine.workers) * size, 2, False
+        num_gpus, weight_bytes, colocated = settings.num_workers * size, 2, False
         notes.append(
-            f"{len(engine.workers)} workers by URL, each on {size} GPUs of its own, all alike, in bfloat16"
+            f"{settings.num_workers} workers by URL, each on {size} GPUs of its own, all alike, in bfloat16"
         )
     else:
         size = launch.tensor_parallel_size
@@ -66,10 +69,10 @@ def worker_of(
         tensor_parallel_size=size,
         weight_bytes=weight_bytes,
         gpu_memory_utilization=utilization,
-        max_sequences=engine.max_sequences,
+        max_sequences=settings.max_sequences,
         push_bytes=push_bytes,
         only_adapter=engine.takes_adapters,
-        bucket_bytes=push.gather_bytes,
+        bucket_bytes=settings.push_bytes,
         colocated=colocated,
         sleeps=engine.takes_turns,
     )
