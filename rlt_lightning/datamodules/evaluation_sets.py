@@ -10,7 +10,13 @@ from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow, row_list
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.judging.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
+from rlt_lightning.judging.answers import (
+    LETTERS,
+    AnswerKind,
+    Reference,
+    reference_answer,
+    require_reasoning_gym,
+)
 from rlt_lightning.types import InputError
 
 IN_A_BOX = "Return your final response within \\boxed{}. "  # before a question, as Bespoke-Stratos-17k has it
@@ -39,7 +45,7 @@ class EvaluationSet:
     title: str
     source: str
     split: str = "test"
-    kind: Kind = "math"
+    kind: AnswerKind = "math"
     private: bool = False
     instruction: str = ""
 
@@ -169,7 +175,7 @@ def read_countdown(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
     return question_of(row), {"kind": "countdown", "numbers": numbers, "target": target}
 
 
-READERS: dict[Kind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
+READERS: dict[AnswerKind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
     "math": read_math,
     "choice": read_choice,
     "countdown": read_countdown,
