@@ -86,7 +86,7 @@ def worker_lines(setup: Setup) -> list[str]:
     if setup.device.is_cpu:
         return [f"vLLM needs besides: {weights / GIB:.2f} GiB of weights, and space for keys and values"]
     per_token = setup.policy.shape.kv_per_token * worker.weight_bytes
-    where = "on the trainer's GPUs" if worker.colocated else "on GPUs of their own"
+    where = "on the trainer's GPUs" if worker.colocated else "on separate GPUs"
     return [
         f"vLLM: {worker.num_copies} copies, {worker.num_gpus} GPUs, {where}",
         f"  takes {worker.gpu_memory_utilization:.0%} of a GPU, {weights / GIB:.1f} GiB of it for weights",

@@ -109,7 +109,7 @@ def read_device(options: PlanOptions, processes: Processes, notes: list[str]) ->
     name = "H100" if options.device == "auto" else options.device
     if processes.on_cpu:
         name = "cpu"
-        # Measured first: what follows takes memory of its own.
+        # Measured before the steps below take more memory.
         reserved = resident_bytes() or 0.5 * GIB
         machine_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
         gib, bandwidth = machine_gib / processes.per_machine, CPU_BANDWIDTH

@@ -43,7 +43,7 @@ def read_worker(
         size = options.tensor_parallel_size
         num_gpus, weight_bytes, colocated = settings.num_workers * size, 2, False
         notes.append(
-            f"{settings.num_workers} workers by URL, each on {size} GPUs of its own, all alike, in bfloat16"
+            f"{settings.num_workers} workers by URL, each on {size} separate GPUs, all alike, in bfloat16"
         )
     else:
         size = launch.tensor_parallel_size
