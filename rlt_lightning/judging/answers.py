@@ -135,7 +135,7 @@ def require_answer(reference: Reference) -> str:
     answer = reference_answer(reference)
     if answer is None:
         raise InputError(
-            "A reference must have an `answer`, or a `solution` with a \\boxed{} answer, but this one has "
+            "A reference must have an `answer`, or a `solution` with a \\boxed{} one, but this has "
             f"only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add an answer."
         )
     return answer
