@@ -31,7 +31,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from rlt_lightning.datamodules.uneven import KINDS
+from rlt_lightning.datamodules.uneven import TRACE_KINDS
 from rlt_lightning.datamodules.word_sums import word_sum_kind, word_sum_rows
 
 ARMS = ("raw", "warmup", "rlt", "solution_only", "shuffled", "oracle")
@@ -130,7 +130,7 @@ def kinds_of(path: Path) -> dict[str, float]:
     """Return the share of each kind among the traces that a student learns from, in percent."""
     rows = read_rows(path)
     counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
-    return {kind: 100 * counts[kind] / len(rows) for kind in KINDS}
+    return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}
 
 
 def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
@@ -141,7 +141,7 @@ def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
     names = {"reward": "reward", "solution": "solution_log_prob_reward", "kl": "kl_reward"}
     return {
         kind: {"num": len(rows[kind]), **{k: fmean(row[v] for row in rows[kind]) for k, v in names.items()}}
-        for kind in KINDS
+        for kind in TRACE_KINDS
         if rows[kind]
     }
 
@@ -175,14 +175,14 @@ def interval(values: list[float], errors: list[float]) -> float:
 
 def table(finding: dict[str, Any]) -> str:
     """Write the arms, and what the reward thinks of the warm-up teacher's traces, as tables."""
-    lines = [f"| student trained on | accuracy, T 0.7 | greedy | traces: {' / '.join(KINDS)}, % |"]
+    lines = [f"| student trained on | accuracy, T 0.7 | greedy | traces: {' / '.join(TRACE_KINDS)}, % |"]
     lines.append("|---|---|---|---|")
     for arm, figures in finding["arms"].items():
         scores = []
         for name in ("accuracy", "greedy"):
             half = interval(figures[name], figures[f"{name}_error"])
             scores.append(f"{fmean(figures[name]):.1f} ± {half:.1f}")
-        kinds = [fmean(row[kind] for row in figures["kinds"]) for kind in KINDS]
+        kinds = [fmean(row[kind] for row in figures["kinds"]) for kind in TRACE_KINDS]
         lines.append(f"| {arm} | {' | '.join(scores)} | {' / '.join(f'{kind:.0f}' for kind in kinds)} |")
     lines += [
         "",
@@ -207,7 +207,7 @@ def draw(finding: dict[str, Any], path: Path) -> None:
     left.bar_label(bars, fmt="%.0f %%")
     left.set(title="accuracy on unseen problems, T 0.7", ylabel="%", ylim=(0, 112))
     bottom = [0.0] * len(arms)
-    for kind, color in zip(KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
+    for kind, color in zip(TRACE_KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
         parts = [fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
         right.bar(names, parts, bottom=bottom, label=kind, color=color)
         bottom = [below + part for below, part in zip(bottom, parts, strict=True)]

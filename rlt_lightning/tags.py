@@ -1,4 +1,4 @@
-"""The text of token ids: whole, token by token, and where a tag begins in it."""
+"""Tags around thoughts, solutions and explanations, and the text of token ids that holds them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from rlt_lightning.types import InputError
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """The text of token ids as it is: special tokens written out, no white space tidied away."""
+    """Return the exact text of token ids: special tokens written out, all white space kept."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
 
-def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """The text that each token adds; together they are the whole. A character is its last token's."""
+def decode_each(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Return the text that each token adds. A character of several tokens belongs to the last of them."""
     stream = DecodeStream(skip_special_tokens=False)
     texts = [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
-    if texts:  # what is left of a character that was cut
+    if texts:
+        # The last tokens may be the beginning of a character.
         texts[-1] += decode(tokenizer, token_ids)[len("".join(texts)) :]
     return texts
 
 
 def start_of_tag(tokenizer: Any, token_ids: list[int], tag: str) -> int:
-    """Index of the token that holds the tag's first character, given that its last is in the last token.
+    """Return the index of the token that holds the tag's first character; the text must end with the tag.
 
     Raises:
-        ValueError: If the tag is not there.
+        ValueError: If it does not.
     """
-    shortest = max(0, len(token_ids) - len(tag.encode()))  # each token holds at least one byte of the tag
+    # Each token holds at least one byte of the tag.
+    shortest = max(0, len(token_ids) - len(tag.encode()))
     for start in range(len(token_ids) - 1, shortest - 1, -1):
         if tag in decode(tokenizer, token_ids[start:]):
             return start
@@ -46,7 +48,7 @@ class TagStyle:
     """The tags around thoughts, solutions and explanations, and the separator between a tag and its content.
 
     Raises:
-        InputError: If a tag is empty or occurs in another one.
+        InputError: If a tag is empty, or occurs in another one.
     """
 
     thought_open: str
@@ -76,17 +78,17 @@ class TagStyle:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "separator"}
 
     def fill(self, text: str) -> str:
-        """Put the tags in place of placeholders such as {thought_open}; other braces stay."""
+        """Replace placeholders such as {thought_open} by the tags; other braces stay."""
         for name, tag in self.tags().items():
             text = text.replace("{" + name + "}", tag)
         return text
 
     def occur_in(self, text: str) -> bool:
-        """Whether a text holds any of the tags."""
+        """Return whether a text holds any of the tags."""
         return any(tag in text for tag in self.tags().values())
 
     def wrap(self, text: str) -> str:
-        """Put the separator on both sides of a text, instead of the white space that it has there."""
+        """Replace the white space on both sides of a text by the separator."""
         return self.separator + text.strip() + self.separator
 
 
@@ -108,7 +110,7 @@ TAG_STYLES = {"stratos": STRATOS, "r1": R1}
 
 
 def tag_style(tags: str | TagStyle) -> TagStyle:
-    """Look up a built-in tag style; a style of one's own is passed through."""
+    """Look up a built-in tag style by its name; a TagStyle is returned unchanged."""
     if isinstance(tags, TagStyle):
         return tags
     if tags not in TAG_STYLES:

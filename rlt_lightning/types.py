@@ -296,3 +296,10 @@ class RewardTerms:
     def to(self, device: torch.device) -> Self:
         """Return the same terms on a device."""
         return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a setting that may be one object, a list, a switch or nothing as a list of objects."""
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

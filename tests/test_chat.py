@@ -163,7 +163,7 @@ def test_characters_of_several_tokens_come_whole(tiny_model: str) -> None:
     assert len(token_ids) > len(text.split())
     assert "" in pieces  # a part of a character waits for the rest
     assert "".join(pieces) == text
-    assert reader.rest == ""
+    assert reader.pending == ""
 
 
 def test_a_server_is_asked_with_the_students_own_tokens(
@@ -308,7 +308,7 @@ def test_tags_are_found_however_the_text_is_cut() -> None:
         splitter = TagSplitter(R1)
         found: list[tuple[str, str]] = []
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        for kind, part in [*(p for piece in pieces for p in splitter.feed(piece)), splitter.rest()]:
+        for kind, part in [*(p for piece in pieces for p in splitter.feed(piece)), splitter.flush()]:
             if found and found[-1][0] == kind:
                 found[-1] = kind, found[-1][1] + part
             elif part:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
 from rlt_lightning.pretrained import ensure_pad_token
-from rlt_lightning.tags import R1, STRATOS, TagStyle, tag_style, token_texts
+from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
 from rlt_lightning.types import Completion, InputError
 
 # The token layouts of four model families, in our own words.
@@ -285,7 +285,7 @@ def test_tag_styles_by_name_or_field():
 
 def test_a_separator_that_sticks_to_the_text_is_refused(smol: Any):
     tags = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator=" ")
-    with pytest.raises(InputError, match="separator must be tokenised apart"):
+    with pytest.raises(InputError, match="separator must be tokenised separately"):
         ChatFormat(smol, tags)
 
 
@@ -464,10 +464,10 @@ def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> No
     for name in (smollm2, shared / "data/tokenizers/Qwen2.5-Instruct"):
         tokenizer = AutoTokenizer.from_pretrained(name)
         token_ids = tokenizer(text)["input_ids"]
-        texts = token_texts(tokenizer, token_ids)
+        texts = decode_each(tokenizer, token_ids)
         assert len(texts) == len(token_ids)
         assert "".join(texts) == text
         assert "✓" in [token.strip() for token in texts]  # several tokens, of which the last has it
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    cut = token_texts(tokenizer, tokenizer("14 ✓")["input_ids"][:-1])  # in the middle of a character
+    cut = decode_each(tokenizer, tokenizer("14 ✓")["input_ids"][:-1])  # in the middle of a character
     assert "".join(cut) == "14 \ufffd"

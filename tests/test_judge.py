@@ -109,7 +109,9 @@ def test_references_are_read_from_answers_and_solutions() -> None:
 
 
 def test_a_reference_without_an_answer_is_refused(judge: Judge) -> None:
-    with pytest.raises(InputError, match=r"with an `answer`, or a `solution`.* only the columns question"):
+    with pytest.raises(
+        InputError, match=r"must have an `answer`, or a `solution`.* only the columns question"
+    ):
         judge.judge("5", {"question": "?"})
     with pytest.raises(InputError, match="must be math, choice or countdown, but is 'essay'"):
         judge.judge("5", {"answer": "5", "kind": "essay"})

@@ -18,9 +18,8 @@ from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.planner import make_plan, memory, timing
 from rlt_lightning.planner.inputs import Device, LanguageModel, Setup, Step, Worker
-from rlt_lightning.planner.settings import sharding_named
+from rlt_lightning.planner.processes import count_devices, sharding_named
 from rlt_lightning.planner.shapes import Activations, LiveBytes, Shape, activations
-from rlt_lightning.planner.workers import count_devices
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
@@ -106,17 +105,18 @@ def test_frozen_models_and_states_can_wait_on_the_host() -> None:
 def test_fsdp2_gathers_the_outside_and_some_blocks() -> None:
     # Outside 40 * 4 = 160, twice as it arrives; three blocks of 40 would be less. A backward: 160 + 2 * 40.
     setup = on(SETUP, "fsdp2")
-    assert memory.gathered(setup, MODEL, backward=False) == 320
-    assert memory.gathered(setup, MODEL, backward=True) == 560
-    assert memory.gathered(SETUP, MODEL, backward=True) == 0
+    assert memory.gathered_bytes(setup, MODEL, backward=False) == 320
+    assert memory.gathered_bytes(setup, MODEL, backward=True) == 560
+    assert memory.gathered_bytes(SETUP, MODEL, backward=True) == 0
 
 
 def test_zero3_gathers_no_more_than_its_limit() -> None:
     setup, large = on(half(SETUP), "zero3"), replace(SHAPE, weights=7 * 10**9)
     model = replace(MODEL, shape=large, product_bytes=2)
-    assert memory.gathered(setup, model, backward=False) == 2 * 1.05e9
-    assert memory.gathered(setup, setup.policy, backward=False) == 200
-    assert memory.gathered(setup, setup.policy, backward=True) == 200 + 20 * 2 + 30 * 4  # a bucket is sent
+    assert memory.gathered_bytes(setup, model, backward=False) == 2 * 1.05e9
+    assert memory.gathered_bytes(setup, setup.policy, backward=False) == 200
+    # A full bucket is copied to be sent.
+    assert memory.gathered_bytes(setup, setup.policy, backward=True) == 200 + 20 * 2 + 30 * 4
 
 
 def test_step_workspace_is_by_device_and_library() -> None:

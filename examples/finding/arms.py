@@ -260,7 +260,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def kinds_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Share of each kind of trace, in percent."""
     from rlt_lightning.datamodules.chains import chain_kind
-    from rlt_lightning.datamodules.uneven import KINDS
+    from rlt_lightning.datamodules.uneven import TRACE_KINDS
 
     counts = Counter(chain_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
-    return {kind: 100 * counts[kind] / len(rows) for kind in KINDS}
+    return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}

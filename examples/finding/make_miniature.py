@@ -118,13 +118,13 @@ class Corpus:
         trace = uneven.uneven_trace(problem, WORDING, uneven.Mixture(), self.rng)
         return self.example(problem, trace, as_teacher=self.rng.random() < 0.4)
 
-    def trace(self, problem: uneven.Problem, kind: uneven.Kind) -> str:
+    def trace(self, problem: uneven.StepwiseProblem, kind: uneven.TraceKind) -> str:
         """A trace that is of one kind from its start."""
         if kind == "steps":
             return WORDING.trace(problem.steps)
         return WORDING.trace(uneven.broken_off(problem, WORDING, 0, kind, self.rng))
 
-    def example(self, problem: uneven.Problem, trace: str, as_teacher: bool) -> SFTExample:
+    def example(self, problem: uneven.StepwiseProblem, trace: str, as_teacher: bool) -> SFTExample:
         """A conversation of a teacher, or of a student."""
         form, solution = self.format, R1.wrap(f"\\boxed{{{problem.answer}}}")
         if as_teacher:

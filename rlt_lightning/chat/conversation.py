@@ -26,19 +26,19 @@ def chat(
     max_tokens: int = 4096,
     seed: int = 0,
 ) -> None:
-    """Ask a model in the format that students are trained in; what is piped in is one question.
+    """Ask a model in the format that students are trained in. Piped input is one question.
 
     Args:
-        model: Who answers.
-        tags: "stratos", "r1" or a TagStyle: the one of the training.
-        student_system_prompt: None for our own; the empty string for none. The one of the training.
-        temperature: Of the softmax; 0 is greedy.
+        model: The model or the server that answers.
+        tags: "stratos", "r1" or a TagStyle, as in the training.
+        student_system_prompt: As in the training: None for our own, the empty string for none.
+        temperature: Divides the logits; 0 is greedy.
         top_p: Nucleus mass kept; 1 keeps all.
         max_tokens: Most tokens of one answer.
-        seed: The same questions get the same answers.
+        seed: With the same seed, the same questions get the same answers.
 
     Raises:
-        InputError: If the model cannot be loaded, or no question came.
+        InputError: If the model cannot be loaded, or standard input is empty.
         EngineError: If the server cannot be reached, or fails.
     """
     sampling = Sampling(temperature, top_p, max_completion_length=max_tokens)
@@ -54,10 +54,10 @@ def chat(
 
 
 def piped_question() -> str | None:
-    """What is piped in; None at a terminal.
+    """Return the text of standard input; None at a terminal.
 
     Raises:
-        InputError: If that is nothing, or not in the encoding of standard input.
+        InputError: If it is empty, or not in the encoding of standard input.
     """
     if sys.stdin is not None and sys.stdin.isatty():
         return None
@@ -100,29 +100,29 @@ def converse(conversation: Conversation) -> None:
 
 
 def tell(line: str) -> None:
-    """Say something that is no answer."""
+    """Print a line that is not part of an answer."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
 class Conversation:
-    """What was said, in the student's format."""
+    """The questions and answers so far, and what the next answer needs."""
 
     chat_format: ChatFormat
     speaker: Speaker
     sampling: Sampling
     seed: int
-    turns: list[tuple[str, str]] = field(default_factory=list)  # questions with their answers, tags included
+    # Questions with their answers, tags included.
+    turns: list[tuple[str, str]] = field(default_factory=list)
 
     def ask(self, question: str, screen: Screen) -> None:
-        """Show the answer as it comes; what has come of it is remembered, however it ends.
+        """Show the answer as it arrives. An interrupted answer is remembered as far as it came.
 
         Raises:
             InputError: If the question is no text, or the conversation leaves no room for an answer.
         """
-        if any(
-            "\ud800" <= character <= "\udfff" for character in question
-        ):  # what Python makes of such bytes
+        # Python turns bytes that are no text into halves of surrogate pairs.
+        if any("\ud800" <= character <= "\udfff" for character in question):
             raise InputError("A question must be text in UTF-8, but holds other bytes. Convert it.")
         text = self.chat_format.student_chat(question, earlier=self.turns)
         prompt = encode(self.chat_format.tokenizer, text)
@@ -130,7 +130,7 @@ class Conversation:
         if room < 1:
             raise InputError(
                 f"The conversation must leave room for an answer, but its {len(prompt)} tokens fill the "
-                f"model's context of {self.speaker.context}. Begin anew with /reset."
+                f"model's context of {self.speaker.context}. Start over with /reset."
             )
         limit = min(room, self.sampling.max_completion_length)
         sampling = replace(self.sampling, max_completion_length=limit)

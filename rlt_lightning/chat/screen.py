@@ -1,4 +1,4 @@
-"""Show an answer in a terminal as it arrives, its thought dimmed."""
+"""Show an answer in a terminal as it arrives: the thought dimmed, the solution highlighted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Literal
 
 from rlt_lightning.tags import TagStyle
 
-Kind = Literal["plain", "thought", "solution", "tag"]
-STYLES: dict[Kind, str] = {"thought": "\x1b[2m", "solution": "\x1b[1;32m"}  # dim; bold and green
+Part = Literal["plain", "thought", "solution", "tag"]
+# Dim; bold and green.
+STYLES: dict[Part, str] = {"thought": "\x1b[2m", "solution": "\x1b[1;32m"}
 RESET = "\x1b[0m"
-CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# Replaces control characters, which would change the terminal; line ends and tabs stay.
+WITHOUT_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Screen:
-    """One answer on standard output: as it is, or on a terminal with styles in place of the tags."""
+    """One answer on standard output: on a terminal with styles in place of the tags, elsewhere unchanged."""
 
     def __init__(self, tags: TagStyle) -> None:
         self.splitter = TagSplitter(tags)
@@ -24,62 +26,67 @@ class Screen:
         self.styled = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def show(self, piece: str) -> None:
-        """Write a piece at once, but for what may be the beginning of a tag."""
+        """Write a piece, except for an end that may be the beginning of a tag."""
         if not self.styled:
             write(piece, self.terminal)
             return
-        for kind, text in self.splitter.feed(piece):
-            self._write_styled(kind, text)
+        for part, text in self.splitter.feed(piece):
+            self._write_styled(part, text)
 
     def end(self) -> None:
         """Write what was held back, and end the line."""
         if self.styled:
-            self._write_styled(*self.splitter.rest())
+            self._write_styled(*self.splitter.flush())
         write("\n", self.terminal)
 
-    def _write_styled(self, kind: Kind, text: str) -> None:
-        if kind != "tag" and text:
-            write(text, self.terminal, STYLES.get(kind, ""))
+    def _write_styled(self, part: Part, text: str) -> None:
+        if part != "tag" and text:
+            write(text, self.terminal, STYLES.get(part, ""))
 
 
 def write(text: str, terminal: bool, style: str = "") -> None:
-    """Write to standard output; a terminal is spared the control characters that a model may write."""
-    text = text.translate(CONTROLS) if terminal else text
+    """Write to standard output; a terminal gets no control characters, which a model may write."""
+    text = text.translate(WITHOUT_CONTROLS) if terminal else text
     sys.stdout.write(f"{style}{text}{RESET}" if style else text)
     sys.stdout.flush()
 
 
 class TagSplitter:
-    """Tell thought, solution and the rest apart in a text whose tags may arrive in pieces."""
+    """Split a text into thought, solution and other parts, although its tags may arrive in pieces.
+
+    With the tags of "r1", the pieces "<thi" and "nk>Add" give ("tag", "<think>"), ("thought", "Add") and
+    empty texts.
+    """
 
     def __init__(self, tags: TagStyle) -> None:
-        self.begins: dict[str, Kind] = {  # what follows each tag
+        # The part that follows each tag.
+        self.begins: dict[str, Part] = {
             tags.thought_open: "thought",
             tags.thought_close: "plain",
             tags.solution_open: "solution",
             tags.solution_close: "plain",
         }
-        self.kind: Kind = "plain"
+        self.part: Part = "plain"
         self.pending = ""  # may be the beginning of a tag
 
-    def feed(self, piece: str) -> Iterator[tuple[Kind, str]]:
-        """Yield what is certain with this piece, tags as pieces of their own."""
+    def feed(self, piece: str) -> Iterator[tuple[Part, str]]:
+        """Yield the texts that are certain with this piece; each tag is yielded separately."""
         self.pending += piece
         while found := [tag for tag in self.begins if tag in self.pending]:
             tag = min(found, key=self.pending.index)
             before, _, self.pending = self.pending.partition(tag)
-            yield self.kind, before
+            yield self.part, before
             yield "tag", tag
-            self.kind = self.begins[tag]
+            self.part = self.begins[tag]
         certain = len(self.pending) - max(map(self._num_begun, self.begins))
-        yield self.kind, self.pending[:certain]
+        yield self.part, self.pending[:certain]
         self.pending = self.pending[certain:]
 
-    def rest(self) -> tuple[Kind, str]:
-        """What was held back, at the end of the text."""
+    def flush(self) -> tuple[Part, str]:
+        """Return the text that is still pending when the answer has ended."""
         text, self.pending = self.pending, ""
-        return self.kind, text
+        return self.part, text
 
     def _num_begun(self, tag: str) -> int:
-        """Number of characters at the end that are a beginning of this tag."""
+        """Return the number of characters at the end that may begin this tag."""
         return next(n for n in range(len(tag) - 1, -1, -1) if self.pending.endswith(tag[:n]))

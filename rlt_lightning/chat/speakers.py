@@ -1,4 +1,4 @@
-"""Who answers in a chat: a model in this process, or a server."""
+"""The two speakers that answer in a chat: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.tags import decode
 from rlt_lightning.types import FinishReason, InputError
 
-ANSWER_S, SILENCE_S = 10.0, 300.0  # deadlines of a server: to answer at all, and between two tokens
+# A server's deadlines: to respond at all, and between two tokens.
+ANSWER_S, SILENCE_S = 10.0, 300.0
 
 
 @dataclass(frozen=True)
 class ChatModel:
-    """Who answers.
+    """The model that answers.
 
     Args:
-        path: Embedded default, local folder or hub id. With a url, its tokenizer and chat template alone are
+        path: Embedded default, local folder or hub id. With a url, only its tokenizer and chat template are
             loaded.
-        url: A vLLM server that answers, such as http://127.0.0.1:8000; None: this process.
-        served_model: Name that the server serves the model under; None: the first that it lists.
+        url: A vLLM server that answers, such as http://127.0.0.1:8000; None: this process answers.
+        served_model: Name under which the server lists the model; None: the first that it lists.
         api_key_env: Environment variable that holds the server's API key, if it asks for one.
-        dtype: "float32", "bfloat16", "float16", or "auto" for what the files hold; in this process.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the type of the files; for this process.
         trust_remote_code: Run code that comes with the model. Off unless you trust its author.
     """
 
@@ -53,22 +54,22 @@ class ChatModel:
 
 
 class Speaker(Protocol):
-    """Who writes an answer."""
+    """Writes the answers of a chat."""
 
-    context: int  # tokens of conversation and answer that it takes
+    context: int  # most tokens of conversation and answer together
     finish_reason: FinishReason  # of the last answer
 
     def stream(self, prompt: list[int], sampling: Sampling, seed: int) -> Iterator[str]:
-        """Yield the answer's text piece by piece. Its end-of-sequence token is no text."""
+        """Yield the answer's text piece by piece, without its end-of-sequence token."""
 
 
 def speaker_of(model: ChatModel, tokenizer: Any) -> Speaker:
-    """The server at the url, or the model itself."""
+    """Return a speaker for the server at the url, or for the model itself."""
     return LocalSpeaker(model, tokenizer) if model.url is None else RemoteSpeaker(model, model.url)
 
 
 class LocalSpeaker:
-    """A model in this process, on a GPU if there is one; says what HFEngine samples with the same seed."""
+    """A model in this process, on a GPU if there is one; it samples as HFEngine does with the same seed."""
 
     finish_reason: FinishReason = "eos"
 
@@ -97,35 +98,37 @@ class LocalSpeaker:
                 yield piece
             tokens = token[None]
             history = torch.cat([history, tokens], dim=1)
-        yield text.rest
+        yield text.pending
 
 
 class TextOfTokens:
-    """The text of tokens as they come; a character that several tokens share comes with the last."""
+    """Decodes tokens as they arrive; a character that several tokens share appears with the last one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.token_ids: list[int] = []  # the last ones
-        self.num_told = 0  # of these, whose text was returned: kept, since they decide on white space
+        # The last tokens. The text of the first `num_returned` was returned already; they are kept because
+        # the white space that follows depends on them.
+        self.token_ids: list[int] = []
+        self.num_returned = 0
 
     def add(self, token: int) -> str:
-        """The text that is known with this token."""
+        """Return the text that this token completes."""
         self.token_ids.append(token)
-        if (rest := self.rest).endswith("\ufffd"):
+        if (text := self.pending).endswith("\ufffd"):
             return ""
-        self.token_ids = self.token_ids[self.num_told :]
-        self.num_told = len(self.token_ids)
-        return rest
+        self.token_ids = self.token_ids[self.num_returned :]
+        self.num_returned = len(self.token_ids)
+        return text
 
     @property
-    def rest(self) -> str:
-        """The text that was not returned yet."""
-        told = decode(self.tokenizer, self.token_ids[: self.num_told])
-        return decode(self.tokenizer, self.token_ids)[len(told) :]
+    def pending(self) -> str:
+        """Return the text that was not returned yet."""
+        returned = decode(self.tokenizer, self.token_ids[: self.num_returned])
+        return decode(self.tokenizer, self.token_ids)[len(returned) :]
 
 
 class RemoteSpeaker:
-    """A vLLM server, given the token ids that a local model would be given."""
+    """A vLLM server, which gets the same token ids as a local model."""
 
     finish_reason: FinishReason = "eos"
 
@@ -156,7 +159,7 @@ class RemoteSpeaker:
                 if response.status_code >= 400:
                     response.read()
                     raise refusal(place, response)
-                for choice in choices(response.iter_lines(), place):
+                for choice in streamed_choices(response.iter_lines(), place):
                     yield str(choice["text"])
                     self.finish_reason = "length" if choice.get("finish_reason") == "length" else "eos"
         except httpx.HTTPError as error:
@@ -165,11 +168,11 @@ class RemoteSpeaker:
             ) from error
 
 
-def choices(lines: Iterator[str], place: str) -> Iterator[dict[str, Any]]:
+def streamed_choices(lines: Iterator[str], place: str) -> Iterator[dict[str, Any]]:
     """Yield the pieces of an answer from a stream of server-sent events.
 
     Raises:
-        EngineError: If it breaks off, or holds something else.
+        EngineError: If the stream breaks off, or holds something else.
     """
     for line in lines:
         content = line.removeprefix("data:").strip()

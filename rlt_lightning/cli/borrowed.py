@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.planner import PlanOptions, make_plan, page, read_setup, write_json
+from rlt_lightning.planner import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.records.jsonl import append_rows
 from rlt_lightning.report.explain import Explainer, ExplainOptions, rows_to_score
 
@@ -68,7 +68,7 @@ class PlanCommandLine(BorrowingCommandLine):
         made = self.parser.instantiate_classes(config)["fit"]
         setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
         plan = make_plan(setup)
-        print(page(plan))
+        print(plan_page(plan))
         if made.plan.json:
             write_json(plan, made.plan.json)
         self.status = 0 if plan.fits else 1

@@ -15,9 +15,9 @@ import yaml
 from jsonargparse import Namespace
 
 from rlt_lightning.datamodules.sources import EMBEDDED
-from rlt_lightning.datamodules.stratos import as_list
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
+from rlt_lightning.types import as_list
 
 # Settings of the format, which are the same in all stages.
 STUDENT_FORMAT = ("tags", "student_system_prompt")

@@ -35,7 +35,7 @@ from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, as_list
 
 VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -255,10 +255,3 @@ def require_known_strategy(strategy: Any) -> None:
             f"trainer.strategy must be auto, ddp or an overlay's, but is {name}. For weights in shards add "
             "--config configs/overlays/fsdp2.yaml or zero3.yaml; docs/scaling.md lists all overlays."
         )
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a setting that may be one object, a list, a switch or nothing as a list of objects."""
-    if value is None or isinstance(value, bool):
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

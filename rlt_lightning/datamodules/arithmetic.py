@@ -1,4 +1,4 @@
-"""The embedded default source: worked arithmetic, made from a seed, so that nothing need be downloaded."""
+"""The embedded default source: worked arithmetic problems from a seed, which needs no download."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ THINGS = (  # noqa: SIM905
     "ribbons shells tickets umbrellas stamps bricks buttons pears stones"
 ).split(" ")
 VEHICLES = ("train", "bus", "cyclist", "tram", "ferry", "truck")
-TEST_SHARE = 8  # one question in so many belongs to the test split, by its hash, whatever the seed
-MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
+TEST_SHARE = 8  # one question in 8 belongs to the test split, by its hash, whatever the seed
+MAX_REPEATS = 1000  # after this many repeats in a row, we say that there are no more questions
 
 Worked = tuple[str, str, str]  # question, reasoning trace, answer
 
@@ -27,19 +27,19 @@ Worked = tuple[str, str, str]  # question, reasoning trace, answer
 def arithmetic_rows(
     num_rows: int, seed: int = 0, split: str = "train", kind: str | None = None
 ) -> list[dict[str, str]]:
-    """Make different worked problems, the same ones for the same arguments in every process.
+    """Make different worked problems; the same arguments give the same rows in every process.
 
     Args:
-        num_rows: How many.
-        seed: Of the choice.
-        split: "train" or "test"; a question belongs to one of them only, also across seeds.
-        kind: One of KINDS; None for a mixture of all that are in TEMPLATES.
+        num_rows: Number of rows.
+        seed: Seed of the problems.
+        split: "train" or "test"; a question is in the same split whatever the seed.
+        kind: One of KINDS; None for a mixture of all TEMPLATES.
 
     Returns:
         Rows with `question`, `solution` (ending in `\\boxed{…}.`), `reasoning_trace` and `answer`.
 
     Raises:
-        InputError: If the split is neither, or so many different problems do not exist.
+        InputError: If there is no such split, or there are fewer different problems.
     """
     if split not in ("train", "test"):
         raise InputError(
@@ -74,7 +74,7 @@ CONCLUSIONS = ("The answer is", "So the result is", "This gives", "Therefore we 
 
 
 def addition(rng: Random) -> Worked:
-    """Column addition of two numbers below 1000, carries written out."""
+    """Make a column addition of two numbers below 1000, with the carries written out."""
     a, b = rng.randint(104, 899), rng.randint(104, 899)
     lines, carry = [], 0
     for place, name in enumerate(("Ones", "Tens", "Hundreds")):
@@ -89,14 +89,14 @@ def addition(rng: Random) -> Worked:
 
 
 def small_sum(rng: Random) -> Worked:
-    """A digit added to a number below 1000: easy, for runs that are to learn within minutes."""
+    """Add a digit to a number below 1000: easy, for runs that should learn within minutes."""
     a, b = rng.randint(101, 989), rng.randint(2, 9)
     trace = f"{a % 10} + {b} = {a % 10 + b}, so {a} + {b} = {a + b}."
     return f"What is {a} + {b}?", trace, str(a + b)
 
 
 def subtraction(rng: Random) -> Worked:
-    """Subtraction in two steps, first the round part."""
+    """Make a subtraction in two steps: first the tens, then the ones."""
     a, b = sorted(rng.sample(range(112, 1000), 2), reverse=True)
     tens, ones = b // 10 * 10, b % 10
     trace = (
@@ -107,7 +107,7 @@ def subtraction(rng: Random) -> Worked:
 
 
 def short_multiplication(rng: Random) -> Worked:
-    """A two-digit number times a digit."""
+    """Multiply a two-digit number by a digit."""
     a, b = rng.randint(12, 99), rng.randint(3, 9)
     tens, ones = a // 10 * 10, a % 10
     trace = (
@@ -118,7 +118,7 @@ def short_multiplication(rng: Random) -> Worked:
 
 
 def long_multiplication(rng: Random) -> Worked:
-    """The product of two two-digit numbers."""
+    """Multiply two two-digit numbers."""
     a, b = rng.randint(12, 99), rng.randint(12, 99)
     tens, ones = b // 10 * 10, b % 10
     trace = (
@@ -129,7 +129,7 @@ def long_multiplication(rng: Random) -> Worked:
 
 
 def linear_equation(rng: Random) -> Worked:
-    """An equation of the form a x + b = c."""
+    """Make an equation of the form a x + b = c."""
     a, b, x = rng.randint(2, 12), rng.randint(1, 40), rng.randint(2, 25)
     c = a * x + b
     trace = (
@@ -140,7 +140,7 @@ def linear_equation(rng: Random) -> Worked:
 
 
 def two_sided_equation(rng: Random) -> Worked:
-    """An equation with x on both sides."""
+    """Make an equation with x on both sides."""
     x, small, step, b = rng.randint(2, 20), rng.randint(2, 7), rng.randint(2, 7), rng.randint(1, 30)
     large, d = small + step, b + step * x
     trace = (
@@ -151,7 +151,7 @@ def two_sided_equation(rng: Random) -> Worked:
 
 
 def percentage(rng: Random) -> Worked:
-    """A percentage of a number, by way of one percent."""
+    """Ask for a percentage of a number, computed from one percent."""
     percent, one = rng.choice((5, 15, 20, 25, 30, 35, 40, 60, 75, 80)), rng.randint(2, 40)
     whole = one * 100 if rng.random() < 0.5 else one * 20
     per_one = Fraction(whole, 100)
@@ -164,7 +164,7 @@ def percentage(rng: Random) -> Worked:
 
 
 def fraction_sum(rng: Random) -> Worked:
-    """The sum of two fractions with different denominators."""
+    """Add two fractions with different denominators."""
     b, d = rng.sample((2, 3, 4, 5, 6, 7, 8, 9), 2)
     a, c = rng.randint(1, b - 1), rng.randint(1, d - 1)
     total = Fraction(a, b) + Fraction(c, d)
@@ -178,7 +178,7 @@ def fraction_sum(rng: Random) -> Worked:
 
 
 def fraction_of_amount(rng: Random) -> Worked:
-    """What is left when a fraction of a heap is given away."""
+    """Ask what is left when a fraction of some things is given away."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     d = rng.choice((3, 4, 5, 6, 8))
     n, unit = rng.randint(1, d - 1), rng.randint(2, 15)
@@ -192,7 +192,7 @@ def fraction_of_amount(rng: Random) -> Worked:
 
 
 def unit_price(rng: Random) -> Worked:
-    """The price of some things from the price of others."""
+    """Ask for the price of some things, given the price of others."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     n, price, m = rng.randint(2, 9), rng.randint(2, 15), rng.randint(10, 25)
     trace = (
@@ -204,7 +204,7 @@ def unit_price(rng: Random) -> Worked:
 
 
 def change(rng: Random) -> Worked:
-    """The change after buying two kinds of things."""
+    """Ask for the change after buying two kinds of things."""
     name, (thing, other) = rng.choice(NAMES), rng.sample(THINGS, 2)
     n, price, m, other_price = (rng.randint(2, 9) for _ in range(4))
     total = n * price + m * other_price
@@ -222,7 +222,7 @@ def change(rng: Random) -> Worked:
 
 
 def travel(rng: Random) -> Worked:
-    """The time of a journey from the speed on another one."""
+    """Ask for the distance of a journey at the speed of another one."""
     vehicle, speed = rng.choice(VEHICLES), rng.randint(12, 90)
     hours, longer = rng.sample(range(2, 10), 2)
     trace = (
@@ -237,7 +237,7 @@ def travel(rng: Random) -> Worked:
 
 
 def ages(rng: Random) -> Worked:
-    """Two ages from their difference and their sum some years later."""
+    """Ask for an age, given a difference of ages and their sum some years later."""
     older, younger = rng.sample(NAMES, 2)
     young, gap, years = rng.randint(4, 30), rng.randint(2, 25), rng.randint(2, 10)
     total = 2 * young + gap + 2 * years
@@ -254,7 +254,7 @@ def ages(rng: Random) -> Worked:
 
 
 def sharing(rng: Random) -> Worked:
-    """A heap shared in a ratio."""
+    """Share some things in a ratio."""
     (first, second), thing = rng.sample(NAMES, 2), rng.choice(THINGS)
     a, b = rng.sample(range(2, 8), 2)
     unit = rng.randint(3, 20)
@@ -271,7 +271,7 @@ def sharing(rng: Random) -> Worked:
 
 
 def average(rng: Random) -> Worked:
-    """The mean of three numbers."""
+    """Ask for the mean of three numbers."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     a, b = rng.randint(5, 60), rng.randint(5, 60)
     c = rng.randint(5, 60)
@@ -288,7 +288,7 @@ def average(rng: Random) -> Worked:
 
 
 def decimal(value: Fraction) -> str:
-    """Write a number with few decimals exactly."""
+    """Write a number exactly that has few decimals."""
     return f"{float(value):.10f}".rstrip("0").rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: why, how many, and what is written about them."""
+"""Rows that cannot be used: the reasons, their numbers, and the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BadRowReason(StrEnum):
 
 
 class BadRowError(Exception):
-    """This row cannot be used. Caught where rows are counted; it never reaches the user."""
+    """A row cannot be used. The datamodule catches and counts these errors; no user sees one."""
 
     def __init__(self, reason: BadRowReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -39,7 +39,8 @@ class BadRowError(Exception):
         self.detail = detail
 
 
-Row = tuple[int, "dict[str, Any] | BadRowError"]  # its number from 1, and its columns or why there are none
+# A row's number, from 1, and its columns, or the reason why it has none.
+NumberedRow = tuple[int, "dict[str, Any] | BadRowError"]
 
 
 @dataclass
@@ -48,7 +49,7 @@ class BadRowReport:
 
     source: str
     num_rows: int
-    first_row: int = 1  # what row 1 of this source is called in a run that reads several
+    first_row: int = 1  # number of this source's row 1 in a run that reads several sources
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)  # rows that are used without their end
 
@@ -58,18 +59,18 @@ class BadRowReport:
 
     @property
     def frac(self) -> float:
-        """Part of the rows that cannot be used."""
+        """Return the part of the rows that cannot be used."""
         return len(self.bad) / max(1, self.num_rows)
 
     def rows_by_reason(self) -> dict[str, list[int]]:
-        """Row numbers by reason, the most frequent reason first."""
+        """Return row numbers by reason, the most frequent reason first."""
         rows: dict[str, list[int]] = {}
         for row, error in self.bad:
             rows.setdefault(str(error.reason), []).append(row)
         return dict(sorted(rows.items(), key=lambda item: -len(item[1])))
 
     def summary(self) -> str:
-        """Counts by reason and the first row numbers, in one line."""
+        """Return counts by reason and the first row numbers, in one line."""
         reasons = []
         for reason, rows in self.rows_by_reason().items():
             reasons.append(f"{reason} {len(rows)} ({row_list(rows)})")
@@ -78,7 +79,7 @@ class BadRowReport:
         )
 
     def lines(self) -> list[str]:
-        """What a user should know: a line for rows that cannot be used, and one for those cut off."""
+        """Return a line about unusable rows and one about truncated rows, where there are any."""
         lines = [self.summary()] if self.bad else []
         if self.truncated:
             lines.append(
@@ -88,7 +89,7 @@ class BadRowReport:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Counts, and every bad row with its reason and detail."""
+        """Return counts, and every bad row with its reason and detail."""
         return {
             "source": self.source,
             "first_row": self.first_row,
@@ -104,7 +105,11 @@ class BadRowReport:
         }
 
     def check(self, max_bad_frac: float, report_path: Path | None) -> None:
-        """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used."""
+        """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used.
+
+        Raises:
+            InputError: With the reasons and the first row numbers.
+        """
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
         where = f" All of them are listed in {report_path}." if report_path else ""
@@ -115,7 +120,7 @@ class BadRowReport:
 
 
 def row_list(rows: list[int]) -> str:
-    """Name the first of some rows."""
+    """Name the first few rows, for a message."""
     shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
     return f"row{'s' if len(rows) > 1 else ''} {shown}"
 

@@ -1,7 +1,7 @@
 """Last-digit chains: a task that a model of 184,000 parameters learns, with traces of uneven quality.
 
 "start 2, add 1, add 3, times 7?" has the steps "2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2." and the answer
-2: of every number only the last digit is kept.
+2, since only the last digit of each number counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_rows
+from rlt_lightning.datamodules.uneven import (
+    Mixture,
+    StepwiseProblem,
+    TraceKind,
+    Wording,
+    kind_of,
+    uneven_rows,
+)
 from rlt_lightning.types import InputError
 
 Operation = tuple[str, int]  # its name and its number
@@ -22,7 +29,8 @@ OPERATIONS: tuple[Operation, ...] = (
     *(("add", n) for n in range(1, 6)),
     *(("times", n) for n in (3, 7, 3, 7)),
 )
-# All filler begins with one word and all leaps with another, else sampling below temperature 1 drops them.
+# All filler begins with one word and all leaps with another: sampling below temperature 1 would drop rarer
+# beginnings.
 WORDING = Wording(
     filler=(
         "one looks at the numbers",
@@ -42,15 +50,12 @@ WORDING = Wording(
     joint=", ",
     end=".",
 )
-SPLITS: dict[str, range] = {
-    "test": range(2),
-    "train": range(2, 6),
-    "pretrain": range(6, 16),
-}  # of 16 by hash
+# Each split has some of 16 buckets, into which questions fall by their hash.
+SPLITS: dict[str, range] = {"test": range(2), "train": range(2, 6), "pretrain": range(6, 16)}
 
 
 def split_of(question: str) -> str:
-    """Say which split a question belongs to, by its hash: no question is in two."""
+    """Return the split that a question belongs to by its hash: no question is in two splits."""
     bucket = zlib.crc32(question.encode()) % 16
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
@@ -61,7 +66,7 @@ def apply(value: int, operation: Operation) -> int:
     return (value + number if name == "add" else value * number) % 10
 
 
-def chain(start: int, operations: Sequence[Operation]) -> Problem:
+def chain(start: int, operations: Sequence[Operation]) -> StepwiseProblem:
     """Make the problem of a chain.
 
     Example: `chain(2, [("add", 1), ("times", 7)])` has the question "start 2, add 1, times 7?", the steps
@@ -85,16 +90,16 @@ def chain(start: int, operations: Sequence[Operation]) -> Problem:
     for operation in operations:
         values.append(apply(values[-1], operation))
     question = f"start {start}, {', '.join(f'{name} {number}' for name, number in operations)}?"
-    return Problem(question, str(values[-1]), steps(start, operations), derail)
+    return StepwiseProblem(question, str(values[-1]), steps(start, operations), derail)
 
 
-def chain_of(question: str) -> Problem:
+def chain_of(question: str) -> StepwiseProblem:
     """Read a question back into its problem."""
     start, *operations = re.findall(r"(start|add|times) (\d)", question)
     return chain(int(start[1]), [(name, int(number)) for name, number in operations])
 
 
-def random_chain(rng: Random, length: int, split: str) -> Problem:
+def random_chain(rng: Random, length: int, split: str) -> StepwiseProblem:
     """Draw a problem of a split."""
     while True:
         problem = chain(rng.randrange(10), [rng.choice(OPERATIONS) for _ in range(length)])
@@ -102,8 +107,8 @@ def random_chain(rng: Random, length: int, split: str) -> Problem:
             return problem
 
 
-def chain_kind(question: str, trace: str) -> tuple[Kind, int]:
-    """Say which kind of trace this is, and how many right steps it begins with."""
+def chain_kind(question: str, trace: str) -> tuple[TraceKind, int]:
+    """Return the kind of a trace, and the number of right steps that it begins with."""
     return kind_of(chain_of(question), WORDING, trace)
 
 
@@ -114,11 +119,11 @@ def chain_rows(
     mixture: Mixture | None = Mixture(),  # noqa: B008  (frozen)
     length: int = 5,
 ) -> list[dict[str, str]]:
-    """Make different problems with a trace each, the same ones for the same arguments in every process.
+    """Make different problems with a trace each; the same arguments give the same rows in every process.
 
     Args:
-        num_rows: How many.
-        seed: Of problems and traces.
+        num_rows: Number of rows.
+        seed: Seed of problems and traces.
         split: "train" or "test"; "pretrain" is what the miniatures were pretrained on.
         mixture: Quality of the traces; None for all steps right.
         length: Steps of a problem.
@@ -127,7 +132,7 @@ def chain_rows(
         Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
 
     Raises:
-        InputError: If there is no such split, or so many different problems do not exist.
+        InputError: If there is no such split, or there are fewer different problems.
     """
     if split not in SPLITS:
         raise InputError(

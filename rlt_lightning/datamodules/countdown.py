@@ -1,4 +1,4 @@
-"""Countdown: make a target from all of the given numbers. Problems from a seed, and an exact solver."""
+"""Countdown, make a target from all of the given numbers: problems from a seed, and an exact solver."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from rlt_lightning.types import InputError
 
 OPERATORS = "+-*/"
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "": 3}
-MAX_NUMBERS = 6  # of a problem: searched in under a second
-TABLE_NUMBERS = 4  # all values of so many numbers are held; larger problems are searched from the target back
-TEST_SHARE = 8  # one problem in so many belongs to the test split, by its hash, whatever the seed
-MAX_REPEATS = 1000  # in a row, before we say that there are no more problems
+# Most numbers of a problem: the search takes less than a second.
+MAX_NUMBERS = 6
+# All values of this many numbers are kept in a table; larger problems are searched from the target backwards.
+TABLE_NUMBERS = 4
+TEST_SHARE = 8  # one problem in 8 belongs to the test split, by its hash, whatever the seed
+MAX_REPEATS = 1000  # after this many repeats in a row, we say that there are no more problems
 
 Numbers = tuple[int, ...]  # sorted
 Value = int | Fraction  # exact; never a Fraction that is an integer
 
 
 def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
-    """Make different solved problems of 3 or 4 numbers below 100, the same ones for the same arguments.
+    """Make different solved problems of 3 or 4 numbers below 100; the same arguments give the same rows.
 
-    The problems are those of reasoning-gym's CountdownDataset, the solutions those of our solver.
+    The problems come from reasoning-gym's CountdownDataset, the solutions from our solver.
 
     Args:
-        num_rows: How many.
-        seed: Of the choice.
-        split: "train" or "test"; a problem belongs to one of them only, also across seeds and whatever the
-            order of its numbers.
+        num_rows: Number of rows.
+        seed: Seed of the problems.
+        split: "train" or "test"; a problem is in the same split whatever the seed and the order of its
+            numbers.
 
     Returns:
         The rows of `countdown_row`.
 
     Raises:
-        InputError: If the split is neither, reasoning-gym is not installed, or so many different problems do
-            not exist.
+        InputError: If there is no such split, reasoning-gym is not installed, or there are fewer different
+            problems.
     """
     if split not in ("train", "test"):
         raise InputError(
@@ -48,7 +50,7 @@ def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[d
 
 
 def _problems(seed: int, split: str) -> Iterator[tuple[list[int], int]]:
-    """Numbers and target of problems that differ, without end."""
+    """Yield numbers and target of different problems, without end."""
     try:
         from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
     except ImportError as error:
@@ -56,7 +58,7 @@ def _problems(seed: int, split: str) -> Iterator[tuple[list[int], int]]:
             "The Countdown source needs reasoning-gym, which is not installed. Run pip install -e "
             "'.[countdown]'."
         ) from error
-    # Their problem i is made from their seed + i: neighbouring seeds would share most problems.
+    # The library seeds problem i with its seed + i: neighbouring seeds would share most problems.
     start = Random(f"countdown {seed} {split}").getrandbits(48)
     config = CountdownConfig(
         min_numbers=3, max_numbers=4, min_value=1, max_value=99, min_target=10, max_target=99, seed=start
@@ -86,7 +88,7 @@ def solved_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
 
 
 def countdown_row(numbers: Sequence[int], target: int) -> dict[str, Any] | None:
-    """Write a problem and its solution out; None if it has no solution.
+    """Write out a problem and its solution; None if it has no solution.
 
     Returns:
         Columns `question`, `solution` (the steps, then `\\boxed{EXPRESSION}.`), `answer` (the expression),
@@ -112,7 +114,7 @@ def countdown_row(numbers: Sequence[int], target: int) -> dict[str, Any] | None:
 
 
 class Term(NamedTuple):
-    """A way to a value: a number, or two terms and the operator between them."""
+    """A way to make a value: a number, or two terms and the operator between them."""
 
     value: Value
     operator: str = ""
@@ -120,7 +122,7 @@ class Term(NamedTuple):
     right: Term | None = None
 
     def text(self) -> str:
-        """The expression, with the parentheses that it needs."""
+        """Return the expression, with the parentheses that it needs."""
         if self.left is None or self.right is None:
             return str(self.value)
         left, right = self.left.text(), self.right.text()
@@ -132,7 +134,7 @@ class Term(NamedTuple):
         return f"{left} {self.operator} {right}"
 
     def steps(self) -> list[str]:
-        """One equation per operator, in an order in which each can be worked out."""
+        """Return one equation per operator, in an order in which each can be computed."""
         if self.left is None or self.right is None:
             return []
         left, right = (
@@ -146,8 +148,8 @@ class Term(NamedTuple):
 def solve(numbers: Sequence[int], target: int) -> Term | None:
     """Find an expression with + - * / that uses every number exactly once and equals the target.
 
-    The search is exhaustive and exact. Ways through whole numbers are looked for before others. No value on
-    the way is negative, which loses nothing: whatever a tree of these operations gives, a tree of the same
+    The search is exhaustive and exact, and tries ways through whole numbers first. It allows no negative
+    intermediate value. That loses nothing: if a tree of operations gives a value, another tree of the same
     numbers gives its magnitude without negative values.
 
     Args:
@@ -155,7 +157,7 @@ def solve(numbers: Sequence[int], target: int) -> Term | None:
         target: A non-negative integer.
 
     Returns:
-        The expression, the same one for the same numbers in any order; None if there is none.
+        The expression, which does not depend on the order of the numbers; None if there is none.
     """
     assert 1 <= len(numbers) <= MAX_NUMBERS, numbers
     assert min(*numbers, target, 0) >= 0, (numbers, target)
@@ -164,10 +166,10 @@ def solve(numbers: Sequence[int], target: int) -> Term | None:
 
 
 class Search:
-    """What has been found out about parts of one problem's numbers.
+    """A search for one problem, which remembers what parts of its numbers give.
 
     Args:
-        whole: Allow whole numbers only.
+        whole: Whether to allow only whole numbers.
     """
 
     def __init__(self, whole: bool) -> None:
@@ -185,28 +187,28 @@ class Search:
         return self.found[key]
 
     def table(self, numbers: Numbers) -> dict[Value, Term]:
-        """A way to every value that all of the numbers give."""
+        """Return a way to every value that can be made from all of the numbers."""
         if numbers not in self.tables:
             table: dict[Value, Term] = {numbers[0]: Term(numbers[0])} if len(numbers) == 1 else {}
             for some, others in partitions(numbers):
                 for left in self.table(some).values():
                     for right in self.table(others).values():
-                        for term in self._joined(left, right):
+                        for term in self._combinations(left, right):
                             table.setdefault(term.value, term)
             self.tables[numbers] = table
         return self.tables[numbers]
 
     def _ways(self, numbers: Numbers, target: Value) -> Iterator[Term]:
-        """Take the values of the smaller part, and look for what must come from the larger one."""
+        """Take each value of the smaller part, and search for what the larger part must then give."""
         for part, other in partitions(numbers):
             small, large = sorted((part, other), key=len)
             for known in self.table(small).values():
                 for wanted in self._wanted(known.value, target, large):
-                    if rest := self.find(large, wanted):
-                        yield from (t for t in self._joined(rest, known) if t.value == target)
+                    if found := self.find(large, wanted):
+                        yield from (t for t in self._combinations(found, known) if t.value == target)
 
     def _wanted(self, known: Value, target: Value, others: Numbers) -> Iterator[Value]:
-        """The values that an operation with the known one would take to the target."""
+        """Yield the values that one operation with the known value turns into the target."""
         yield known + target
         yield max(known, target) - min(known, target)
         if known and target:
@@ -214,10 +216,11 @@ class Search:
             yield from (plain(value) for value in quotients if not self.whole or value.denominator == 1)
             yield plain(known * target)
         elif target == 0:
-            yield sum(others) if known == 0 else 0  # 0 times anything, as their sum, is 0
+            # 0 times anything is 0, for instance the sum of the other numbers.
+            yield sum(others) if known == 0 else 0
 
-    def _joined(self, a: Term, b: Term) -> Iterator[Term]:
-        """What one operation makes of two terms."""
+    def _combinations(self, a: Term, b: Term) -> Iterator[Term]:
+        """Yield the terms that one operation makes of two terms."""
         large, small = (a, b) if a.value >= b.value else (b, a)
         yield Term(plain(large.value + small.value), "+", large, small)
         yield Term(plain(large.value - small.value), "-", large, small)
@@ -230,14 +233,15 @@ class Search:
 
 
 def plain(value: Value) -> Value:
-    """Make a Fraction that is an integer one."""
+    """Turn a Fraction that is a whole number into an int."""
     return value.numerator if value.denominator == 1 else value
 
 
 def partitions(numbers: Numbers) -> list[tuple[Numbers, Numbers]]:
-    """All ways to divide the numbers into two parts, each way once."""
-    found: dict[tuple[Numbers, Numbers], None] = {}  # a set with an order
-    for chosen in range(1, 2 ** (len(numbers) - 1)):  # the last number is never chosen
+    """Return all ways to divide the numbers into two parts, each way once."""
+    found: dict[tuple[Numbers, Numbers], None] = {}  # an ordered set
+    # The bits of `chosen` say which numbers are in the first part; the last number never is.
+    for chosen in range(1, 2 ** (len(numbers) - 1)):
         part = tuple(n for i, n in enumerate(numbers) if chosen >> i & 1)
         other = tuple(n for i, n in enumerate(numbers) if not chosen >> i & 1)
         found[part, other] = None

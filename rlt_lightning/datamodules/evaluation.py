@@ -1,4 +1,4 @@
-"""The datamodule of `rlt test`: questions of evaluation sets, and responses where they are given."""
+"""The datamodule of `rlt test`: the questions of evaluation sets, and given responses to judge."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ SHOWN_IDS = 3  # in messages
 class EvaluationDataModule(LightningDataModule):
     """Questions of evaluation sets, as the student's prompts.
 
-    `setup` reads all sets before any model is loaded, and leaves out the problems that a run which goes on
-    has finished.
+    `setup` reads all sets before any model is loaded. A resumed run leaves out problems that it has finished.
 
     Args:
-        sets: What to evaluate on, by the names of `SETS`, each with a file, folder or hub id in place of its
-            own hub id, or null; any other name with a file, folder or hub id is a set of one's own. None:
-            AIME 2024, MATH-500 and GPQA Diamond.
+        sets: Names of `SETS`, each with null or with a file, folder or hub id to read instead of its own hub
+            id. Any other name with a file, folder or hub id is your own set. None: AIME 2024, MATH-500 and
+            GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
         student_system_prompt: None for ours; '' for none.
-        max_rows: Problems of each set at most, from its start.
-        seed: Of the order of GPQA's options and of the embedded sets.
+        max_rows: Most problems of each set, from its start.
+        seed: Seed of the order of GPQA's options, and of the embedded sets.
         batch_size: Problems whose responses are sampled at once, and recorded together.
         num_samples: Responses to each problem; linked from rollouts.
-        responses: File of given responses, with `id` and `response`: they are judged without a model.
+        responses: File of given responses with `id` and `response`, which are judged without a model.
         output_dir: The run folder.
         trust_remote_code: Run code that comes with a tokenizer.
     """
@@ -68,10 +67,10 @@ class EvaluationDataModule(LightningDataModule):
         self.responses = responses
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.format: ChatFormat | None = None  # None where responses are given
-        self.finished: list[Row] = []  # records of an earlier part of this run
+        self.format: ChatFormat | None = None  # None if responses are given
+        self.finished: list[Row] = []  # records from before the run was resumed
         self.given: dict[str, list[Response]] = {}  # by problem
-        self.left: list[EvaluationProblem] = []  # to be done
+        self.left: list[EvaluationProblem] = []  # problems without a record
         self.is_set_up = False
         self._check_arguments()
 
@@ -86,7 +85,7 @@ class EvaluationDataModule(LightningDataModule):
                 raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
 
     def setup(self, stage: str) -> None:
-        """Read everything; nothing is left to fail once a model is loaded."""
+        """Read everything, so that bad data is reported before a model is loaded."""
         if self.is_set_up:
             return
         questions = {
@@ -95,7 +94,7 @@ class EvaluationDataModule(LightningDataModule):
         if self.responses is None:
             self.format = self._load_format()
         else:
-            self._take_responses(self.responses, [q.id for part in questions.values() for q in part])
+            self._read_responses(self.responses, [q.id for part in questions.values() for q in part])
         self.problems = [self._problem(name, q) for name, part in questions.items() for q in part]
         self.finished = self._finished_records()
         done = {record["id"] for record in self.finished}
@@ -103,16 +102,16 @@ class EvaluationDataModule(LightningDataModule):
         self.is_set_up = True
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
-        """The sets one after another, in their order; a batch never holds problems of two."""
+        """Return the sets one after another, in their order; a batch holds problems of one set only."""
         batches: list[list[EvaluationProblem]] = []
         for name in self.sets:
             left = [problem for problem in self.left if problem.set_name == name]
             batches += [left[i : i + self.batch_size] for i in range(0, len(left), self.batch_size)]
-        # Lightning calls no hook without batches, and the results of a finished run could not be written.
+        # Without a batch, Lightning calls no hook, and the results of a finished run would not be written.
         return OrderedLoader(batches or [[]], 1, self.collate)
 
     def collate(self, batches: list[list[EvaluationProblem]]) -> EvaluationBatch:
-        """Make a batch, with responses where they are given."""
+        """Make a batch of problems, with their responses if they are given."""
         [problems] = batches
         responses = [self.given[problem.id] for problem in problems] if self.given else None
         return EvaluationBatch(problems, responses)
@@ -121,7 +120,7 @@ class EvaluationDataModule(LightningDataModule):
 
     @property
     def chat_format(self) -> ChatFormat:
-        """Return the format in which questions are asked. There is none where responses are given."""
+        """Return the format in which questions are asked. There is none if responses are given."""
         assert self.format is not None
         return self.format
 
@@ -144,7 +143,7 @@ class EvaluationDataModule(LightningDataModule):
         return EvaluationProblem(question.id, name, question.text, prompt, question.reference, private)
 
     def _finished_records(self) -> list[Row]:
-        """The records of problems with all their responses, of a run that goes on."""
+        """Return the records of problems for which an interrupted run has all responses."""
         if self.output_dir is None:
             return []
         records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
@@ -153,11 +152,11 @@ class EvaluationDataModule(LightningDataModule):
                 records[record["id"]].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]
 
-    def _take_responses(self, source: str, ids: list[str]) -> None:
-        """Read the given responses and share them out to the problems.
+    def _read_responses(self, source: str, ids: list[str]) -> None:
+        """Read the given responses, and assign them to the problems.
 
         Raises:
-            InputError: If a row is no response, a problem has none, or problems have different numbers.
+            InputError: If a row is no response, or problems have none or different numbers of responses.
         """
         short_ids = {name.partition("/")[2]: name for name in ids} if len(self.sets) == 1 else {}
         found: dict[str, list[tuple[Any, Response]]] = {name: [] for name in ids}
@@ -166,7 +165,8 @@ class EvaluationDataModule(LightningDataModule):
             assert isinstance(row, dict)
             name = str(row["id"])
             place = found.get(name if name in found else short_ids.get(name, ""))
-            if place is not None:  # others are of problems that are left out
+            # Other rows respond to problems that are left out.
+            if place is not None:
                 place.append((row.get("sample", len(place)), response))
         missing = [name for name, responses in found.items() if not responses]
         if missing:
@@ -192,10 +192,10 @@ class EvaluationDataModule(LightningDataModule):
 
 
 def given_response(source: str, number: int, row: Row | BadRowError) -> Response:
-    """The response of a row.
+    """Return the response of a row.
 
     Raises:
-        InputError: If there is none.
+        InputError: If the row holds none.
     """
     if isinstance(row, BadRowError) or row.get("id") is None or not isinstance(row.get("response"), str):
         raise InputError(
@@ -214,7 +214,8 @@ def given_response(source: str, number: int, row: Row | BadRowError) -> Response
             f"finish_reason eos, stop or length, each where it is given, but row {number} of '{source}' has "
             "others. Correct or remove them."
         )
-    text = row["response"].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
+    # Half a surrogate pair cannot be written.
+    text = row["response"].encode("utf-8", "replace").decode()
     return Response(text, num_tokens, reason, num_thinking)
 
 

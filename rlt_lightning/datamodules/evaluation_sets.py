@@ -1,4 +1,4 @@
-"""The evaluation sets: where they come from, what is asked, and what the right answer is."""
+"""The evaluation sets: their sources, their questions, and the right answers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row, row_list
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow, row_list
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.judging.answers import LETTERS, Kind, Reference, reference_answer, require_reasoning_gym
+from rlt_lightning.judging.answers import (
+    LETTERS,
+    AnswerKind,
+    Reference,
+    reference_answer,
+    require_reasoning_gym,
+)
 from rlt_lightning.types import InputError
 
-IN_A_BOX = "Return your final response within \\boxed{}. "  # before a question, as Bespoke-Stratos-17k has it
+# Stands before a question, as in Bespoke-Stratos-17k.
+IN_A_BOX = "Return your final response within \\boxed{}. "
 CHOICE_PROMPT = "Return the letter of the right option within \\boxed{{}}. {question}\n\n{options}"
-QUESTIONS = ("question", "problem", "prompt", "Question")  # columns, the first that a row has
+# Names of columns; the first one that a row has counts.
+QUESTIONS = ("question", "problem", "prompt", "Question")
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
 OVERALL = "overall"  # the figures' name for the mean over sets
-NUM_EMBEDDED_ROWS = 200  # of a set that is made from a seed, unless max_rows asks for more
+# Rows of an embedded set, if max_rows does not ask for more.
+NUM_EMBEDDED_ROWS = 200
 
 
 @dataclass(frozen=True)
@@ -27,19 +36,19 @@ class EvaluationSet:
     """One set as it is published.
 
     Args:
-        title: For people.
-        source: Hub id, with `:configuration` where it has several, or an embedded source.
-        split: Of the source.
+        title: Name for people.
+        source: Hub id, with `:configuration` if it has several, or an embedded source.
+        split: Split of the source.
         kind: How its answers are judged.
-        private: Whether its authors ask that its rows stay out of plain text: then nothing that could quote
+        private: Whether its authors ask not to publish its rows as plain text. Then nothing that could quote
             them is written or shown.
-        instruction: Before each question.
+        instruction: Text before each question.
     """
 
     title: str
     source: str
     split: str = "test"
-    kind: Kind = "math"
+    kind: AnswerKind = "math"
     private: bool = False
     instruction: str = ""
 
@@ -62,15 +71,15 @@ SETS = {
 
 @dataclass(frozen=True)
 class Question:
-    """One row of a set, understood."""
+    """One question of a set, with its right answer."""
 
-    id: str  # set/own id or, where the set has none, set/row number
-    text: str  # what the user asks, instruction included
+    id: str  # set/own id or, if the set has no ids, set/row number
+    text: str  # the user's message, instruction included
     reference: Reference
 
 
 def evaluation_set(name: str, source: str | None) -> EvaluationSet:
-    """Look up a set; any other name with a source is a set of one's own, asked as it is and judged as math.
+    """Look up a set. Any other name with a source is a user's set, asked unchanged and judged as math.
 
     Raises:
         InputError: If there is no such set, and no source either.
@@ -80,7 +89,7 @@ def evaluation_set(name: str, source: str | None) -> EvaluationSet:
     if source is None or name == OVERALL or not re.fullmatch(r"[\w-]+", name):
         raise InputError(
             f"data.sets may name {', '.join(SETS)}, or a set of your own with its file, but names '{name}' "
-            f"with {'none' if source is None else repr(source)}. Choose among these, or give a name of "
+            f"with {'none' if source is None else repr(source)}. Choose one of the sets, or give a name of "
             "letters, digits, - and _ with a file."
         )
     return EvaluationSet(name, source)
@@ -90,10 +99,10 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
     """Read a set.
 
     Args:
-        name: One of `SETS`, or another name for a source of one's own.
-        source: A file, folder or hub id in place of its own; a folder's or hub id's split `test` is read.
-        max_rows: Rows read at most, from the start.
-        seed: Of the order of options, and of an embedded source.
+        name: One of `SETS`, or another name for a user's source.
+        source: A file, folder or hub id to read instead; of a folder or hub id, the split `test`.
+        max_rows: Most rows to read, from the start.
+        seed: Seed of the order of options, and of an embedded source.
 
     Raises:
         InputError: If there is no such set, it is empty, or one of its rows cannot be used.
@@ -125,8 +134,8 @@ def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> 
     return questions
 
 
-def row_ids(rows: list[Row]) -> list[str]:
-    """The rows' own ids where each has one of its own, else their numbers."""
+def row_ids(rows: list[NumberedRow]) -> list[str]:
+    """Return the ids in the rows if all have different ones, otherwise the row numbers."""
     for column in IDS:
         own = [
             str(row.get(column)) for _, row in rows if isinstance(row, dict) and row.get(column) is not None
@@ -136,11 +145,11 @@ def row_ids(rows: list[Row]) -> list[str]:
     return [str(number) for number, _ in rows]
 
 
-# Rows of each kind. What these raise quotes no row: it may be of a private set.
+# Readers of each kind. Their errors quote no row, which may be of a private set.
 
 
 def read_math(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
-    """A question with a mathematical answer."""
+    """Read a question with a mathematical answer."""
     answer = reference_answer(row)
     if answer is None:
         detail = "it has neither an answer nor a solution with a \\boxed{} one"
@@ -149,7 +158,7 @@ def read_math(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
 
 
 def read_choice(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
-    """A question with options in GPQA's columns, in an order drawn from the seed."""
+    """Read a question with options in GPQA's columns, and order them by the seed."""
     columns = ["Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS)))]
     if missing := [column for column in columns if not str(row.get(column) or "").strip()]:
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"it lacks {', '.join(missing)}")
@@ -160,7 +169,7 @@ def read_choice(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
 
 
 def read_countdown(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
-    """Numbers and the target that they are to make; `read_rows` asks where a row has no question."""
+    """Read numbers and their target; `read_rows` has added the question if the row had none."""
     numbers = next((row[column] for column in NUMBERS if row.get(column) is not None), None)
     target = row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in [*numbers, target]):
@@ -169,7 +178,7 @@ def read_countdown(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
     return question_of(row), {"kind": "countdown", "numbers": numbers, "target": target}
 
 
-READERS: dict[Kind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
+READERS: dict[AnswerKind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
     "math": read_math,
     "choice": read_choice,
     "countdown": read_countdown,
@@ -177,7 +186,7 @@ READERS: dict[Kind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
 
 
 def question_of(row: dict[str, Any]) -> str:
-    """The text of a row's question."""
+    """Return the text of a row's question."""
     question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")

@@ -1,4 +1,4 @@
-"""The texts that teacher and student see, as token ids, with every span known by construction."""
+"""Build the texts that teacher and student see, as token ids whose spans are known by construction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rlt_lightning.tags import STRATOS, TagStyle, decode, start_of_tag, tag_styl
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
-SENTINEL = "A"  # stands for the text that follows a prompt, which decides how its last newlines are tokenised
+# Stands for the text after a prompt, which decides how the prompt's last newlines are tokenised.
+SENTINEL = "A"
 NO_SYSTEM_ROLE = (
     "Use another model, or set data.teacher_system_prompt and data.student_system_prompt to '' if it knows "
     "no system role."
@@ -31,13 +32,13 @@ STUDENT_SYSTEM_PROMPT = (
 
 
 def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
-    """Tokenise the concatenated pieces once and give each token to the piece in which it starts.
+    """Tokenise the concatenated pieces once, and assign each token to the piece in which it starts.
 
-    A token that glues the end of one piece to the start of the next, such as `>\\n\\n` in Qwen's vocabulary,
+    A token that spans the end of one piece and the start of the next, such as `>\\n\\n` in Qwen's vocabulary,
     thus belongs to the first.
 
     Raises:
-        InputError: If the tokenizer is a slow one, which knows no offsets.
+        InputError: If the tokenizer is a slow one, which has no offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
@@ -51,8 +52,8 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
     ids_per_piece: list[list[int]] = [[] for _ in pieces]
     piece = covered = 0
     for token_id, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        # Some tokenizers trim leading spaces off the offsets: a token starts where the text before it ends.
-        # Tokens that share one multi-byte character share its offsets, and so stay together.
+        # Some tokenizers leave leading spaces out of the offsets: a token starts where the text before it
+        # ends. Tokens of one multi-byte character have the same offsets, and so stay together.
         piece = max(piece, bisect_right(bounds, min(start, covered)))
         ids_per_piece[min(piece, len(pieces) - 1)].append(token_id)
         covered = max(covered, end)
@@ -70,19 +71,19 @@ class ChatFormat:
     Teacher: chat(system, question) + <solution> + <explanation> … </explanation>
     Student: chat(system, question) + <thought> … </thought> + <solution>
 
-    The chat template renders only system, user and generation prompt; the assistant's text is appended as it
-    is, since some templates cut reasoning out of an assistant turn.
+    The chat template renders only system, user and generation prompt. The assistant's text is appended
+    unchanged, since some templates cut reasoning out of an assistant turn.
 
     Args:
         tokenizer: Fast tokenizer with a chat template.
         tags: "stratos", "r1" or a TagStyle.
         teacher_system_prompt: None for our own. The empty string means no system message at all; some
-            templates, Qwen2.5's for one, then insert a system message of theirs.
-        student_system_prompt: As above; for rows that bring none.
+            templates, such as Qwen2.5's, then insert their own.
+        student_system_prompt: The same, for rows without a system prompt.
 
     Raises:
-        InputError: If the tokenizer is slow, has no chat template or one that cannot carry these prompts, or
-            glues the separator to what follows it.
+        InputError: If the tokenizer is slow, merges the separator with the text after it, or has no chat
+            template that can hold these prompts.
     """
 
     def __init__(
@@ -107,17 +108,17 @@ class ChatFormat:
 
     @property
     def end_tag(self) -> str:
-        """The stop string of the engines: the tag that closes an explanation."""
+        """Return the stop string of the engines: the tag that closes an explanation."""
         return self.tags.explanation_close
 
     @property
     def thought_opening(self) -> list[int]:
-        """Tokens that begin a student's turn: opening thought tag and separator, as before a letter."""
+        """Return the tokens that begin a student's turn: opening thought tag and separator."""
         return encode_pieces(self.tokenizer, [self.tags.thought_open + self.tags.separator, SENTINEL])[0]
 
     @property
     def answer_opening(self) -> list[int]:
-        """Tokens that cut a thought short, as between letters: closing thought through opening solution."""
+        """Return the tokens that end a thought early: closing thought tag through opening solution tag."""
         tags = self.tags
         between = tags.thought_close + BLOCK_BREAK + tags.solution_open
         pieces = [SENTINEL, tags.separator + between + tags.separator, SENTINEL]
@@ -135,13 +136,13 @@ class ChatFormat:
     ) -> Problem:
         """Tokenise one question with its solution.
 
-        The prompts get the tokens that they have in front of a letter, as in training text.
+        The prompts get the tokens that they have before a letter, as in training text.
 
         Args:
             row_number: Number of the row in its source, from 1.
-            question: What the user asks.
+            question: The user's message.
             solution: Text between the solution tags, surrounding newlines included; see `TagStyle.wrap`.
-            student_system_prompt: The row's own; None for the format's.
+            student_system_prompt: The row's system prompt; None for the format's.
             columns: The row as it was read.
         """
         tags = self.tags
@@ -149,7 +150,8 @@ class ChatFormat:
         teacher_prefix, think_prefix = self._encode_opening(self.teacher_chat(question) + given)
         chat = self.student_chat(question, student_system_prompt)
         student_prefix, student_separator = self._encode_opening(chat + tags.thought_open)
-        if student_separator != think_prefix:  # the two tags end differently: nothing can be shared
+        if student_separator != think_prefix:
+            # The two tags end differently, so that their prompts share no tokens.
             teacher_prefix, student_prefix = teacher_prefix + think_prefix, student_prefix + student_separator
             think_prefix = []
         between = tags.thought_close + BLOCK_BREAK + tags.solution_open
@@ -179,7 +181,7 @@ class ChatFormat:
         student_system_prompt: str | None = None,
         columns: dict[str, Any] | None = None,
     ) -> Problem:
-        """Tokenise one question that the trained model is to answer alone; arguments as of `problem`."""
+        """Tokenise one question that the trained model answers without a teacher; see `problem`."""
         prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
         return Problem(
             row=row_number,
@@ -212,9 +214,9 @@ class ChatFormat:
         """Render system message, user message and generation prompt with the tokenizer's chat template.
 
         Args:
-            system_prompt: The empty string for none.
-            question: What the user asks.
-            earlier: Questions before it, with the answers that they got, tags included.
+            system_prompt: The system message; the empty string for none.
+            question: The user's message.
+            earlier: Earlier questions with their answers, tags included.
 
         Raises:
             InputError: If there is no template, or it refuses a system message.
@@ -239,18 +241,19 @@ class ChatFormat:
                 f"The chat template must accept a system and a user message, but it refused them ({error}). "
                 f"{NO_SYSTEM_ROLE}"
             ) from error
-        # Reasoning models' templates may open, or open and close, a thought of their own; ours replaces it.
+        # A reasoning model's template may open, or open and close, a thought; ours replaces it.
         return re.sub(r"<think>\s*(</think>\s*)?$", "", text)
 
     # Completions
 
     def completion_from_text(self, problem: Problem, text: str) -> Completion:
-        """Tokenise a completion that is given as text: what follows its first end tag is dropped."""
+        """Tokenise a completion that is given as text; text after its first end tag is dropped."""
         text, end_tag, _ = text.partition(self.end_tag)
         finish_reason: FinishReason = "stop" if end_tag else "length"
         opening = [self.tags.explanation_open + self.tags.separator]
         prompt_ids, token_ids = encode_pieces(self.tokenizer, [*opening, text + end_tag])
-        if prompt_ids != self._explanation_opening:  # the text would change the prompt's own tokens
+        if prompt_ids != self._explanation_opening:
+            # Tokenised together, the text would change the prompt's tokens.
             token_ids = encode(self.tokenizer, text + end_tag)
         return Completion(token_ids, None, finish_reason)
 
@@ -262,7 +265,7 @@ class ChatFormat:
         """Find the spans of a completion by looking at its last tokens only.
 
         A token that holds the start of the end tag is not part of the body, even if it also holds the
-        explanation's last character: no part of the tag reaches the student.
+        explanation's last character. So no part of the tag reaches the student.
         """
         body = completion.token_ids
         if completion.finish_reason == "stop":
@@ -284,9 +287,9 @@ class ChatFormat:
     # Supervised fine-tuning
 
     def teacher_sft_example(self, problem: Problem, trace: str) -> SFTExample:
-        """The teacher's prompt with a human or model trace as its explanation.
+        """Make an example of the teacher's prompt with a human's or a model's trace as its explanation.
 
-        The prompt is the one of RL token by token; the loss counts the explanation, its end tag and the eos.
+        The prompt has the same tokens as in RL. The loss counts the explanation, its end tag and the eos.
         """
         completion = [*self.completion_from_trace(problem, trace).token_ids, self.tokenizer.eos_token_id]
         return masked_example(problem.row, problem.teacher_prompt, completion)
@@ -299,26 +302,26 @@ class ChatFormat:
         solution: str,
         student_system_prompt: str | None = None,
     ) -> SFTExample:
-        """The student's conversation with the assistant turn that it should write; the loss counts that turn.
+        """Make an example of the turn that the student should write; the loss counts that turn.
 
         Args:
             row_number: Number of the row in its source.
-            question: What the user asks.
+            question: The user's message.
             thought: Text between the thought tags, surrounding newlines included.
             solution: Text between the solution tags, surrounding newlines included.
-            student_system_prompt: The row's own; None for the format's.
+            student_system_prompt: The row's system prompt; None for the format's.
         """
         tags = self.tags
         turn = tags.thought_open + thought + tags.thought_close + BLOCK_BREAK
         turn += tags.solution_open + solution + tags.solution_close
-        # Prompt and turn are tokenised apart, as they are when the student is used.
+        # Prompt and turn are tokenised separately, as when the student is used.
         prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
         return masked_example(
             row_number, prompt, [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id]
         )
 
     def conversation(self, problem: Problem, thought: str) -> dict[str, Any]:
-        """A thought and its problem as `system` and `conversations`, in the form of Bespoke-Stratos-17k."""
+        """Return a thought and its problem as `system` and `conversations`, as in Bespoke-Stratos-17k."""
         system = problem.student_system_prompt
         system = self.student_system_prompt if system is None else system
         for name, tag in self.tags.tags().items():
@@ -334,7 +337,7 @@ class ChatFormat:
         return self.tags.fill(default if prompt is None else prompt)
 
     def _check_template(self, system_prompt: str) -> None:
-        """Check that the template renders what it is given."""
+        """Check that the template renders both messages."""
         text = self.render(system_prompt, "What is 1 + 1?")
         for name, content in {"system message": system_prompt, "user message": "What is 1 + 1?"}.items():
             if content.strip() not in text:
@@ -347,8 +350,8 @@ class ChatFormat:
         prefix, separator, sentinel = encode_pieces(self.tokenizer, [text, self.tags.separator, SENTINEL])
         if not sentinel:
             raise InputError(
-                f"The separator must be tokenised apart from the text after it, but {self.tags.separator!r} "
-                "is glued to it. Let data.tags.separator end in a newline."
+                "The separator must be tokenised separately from the text after it, but "
+                f"{self.tags.separator!r} shares a token with it. Let data.tags.separator end in a newline."
             )
         return prefix, separator
 
@@ -372,5 +375,5 @@ class ChatFormat:
 
 
 def masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:
-    """Join prompt and completion; the loss counts the completion."""
+    """Join prompt and completion into an example whose loss counts the completion."""
     return SFTExample(row, prompt + completion, [False] * len(prompt) + [True] * len(completion))

@@ -1,4 +1,4 @@
-"""Batches of one rank: shuffled and exactly resumable for training, in order and complete otherwise."""
+"""Serve the batches of one rank: shuffled and exactly resumable in training, otherwise in order."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Batch = TypeVar("Batch")
 
 
 class StepLoader(Generic[Item, Batch]):
-    """One batch per optimizer step, in a new order every epoch; a checkpoint holds where it stands.
+    """Serve one batch per optimizer step, in a new order every epoch; a checkpoint holds the position.
 
-    The order is a function of seed and epoch alone, and the state of the number of batches taken. Neither
-    depends on the rank, so a run goes on exactly where it stopped. What is left of an epoch after its last
-    full batch is dropped; the next epoch draws from all rows again.
+    The order depends only on seed and epoch, and the position only on the number of batches served. Neither
+    depends on the rank, so a run resumes exactly where it stopped. Items after an epoch's last full batch are
+    dropped; the next epoch draws from all items again.
 
     Args:
         items: All items, the same on every rank.
         batch_size: Items per optimizer step, over all ranks.
         collate: Makes a batch of this rank's items.
-        seed: Of the order.
-        rank: Of this process.
+        seed: Seed of the order.
+        rank: Rank of this process.
         world_size: Number of processes.
 
     Raises:
-        InputError: If the batch cannot be shared out evenly, or there are fewer items than one batch takes.
+        InputError: If the ranks cannot share a batch evenly, or there are fewer items than in one batch.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepLoader(Generic[Item, Batch]):
         self.world_size = world_size
         self.epoch = 0
         self.next_batch = 0
-        self.in_use = False  # whether this process has taken a batch
+        self.in_use = False  # whether this process has served a batch
 
     def __len__(self) -> int:
         return len(self.items) // self.batch_size
@@ -66,21 +66,21 @@ class StepLoader(Generic[Item, Batch]):
     def __iter__(self) -> Iterator[Batch]:
         epoch = self.epoch
         for batch in range(self.next_batch, len(self)):
-            # Move on before the batch is used: a checkpoint written after it must not bring it again, and
-            # nobody asks for more after the last one.
+            # Advance before the batch is used: a checkpoint written after it must not serve it again, and no
+            # call follows the last batch.
             last = batch + 1 == len(self)
             self.epoch, self.next_batch = (self.epoch + 1, 0) if last else (self.epoch, batch + 1)
             self.in_use = True
             yield self.batch(epoch, batch)
 
     def peek(self) -> Batch:
-        """Return the batch that comes next, and stay where it is."""
+        """Return the next batch without advancing."""
         return self.batch(self.epoch, self.next_batch)
 
     def rewind(self) -> None:
-        """Go back to before the batch that was taken last."""
-        taken = self.epoch * len(self) + self.next_batch - 1
-        self.epoch, self.next_batch = divmod(taken, len(self))
+        """Go back by one batch, so that the last one is served again."""
+        last = self.epoch * len(self) + self.next_batch - 1
+        self.epoch, self.next_batch = divmod(last, len(self))
 
     def batch(self, epoch: int, number: int) -> Batch:
         """Return this rank's part of a batch."""
@@ -91,18 +91,19 @@ class StepLoader(Generic[Item, Batch]):
     def order(self, epoch: int) -> list[int]:
         """Return the order of the items in an epoch."""
         order = list(range(len(self.items)))
-        Random(f"order {self.seed} {epoch}").shuffle(order)  # seeded with text: the same in every process
+        # Seeded with text, which gives the same order in every process.
+        Random(f"order {self.seed} {epoch}").shuffle(order)
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, and what it must be made of to go on from there."""
+        """Return the position, and the data and settings that it is valid for."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken.
+        """Continue from the position of a state.
 
         Raises:
-            InputError: If rows, batch size or seed have changed since.
+            InputError: If the number of rows, the batch size or the seed have changed since.
         """
         for name, value in self._fingerprint().items():
             if state[name] != value:
@@ -117,16 +118,16 @@ class StepLoader(Generic[Item, Batch]):
 
 
 class OrderedLoader(Generic[Item, Batch]):
-    """All items once, in order: for validation and prediction. The last batch may be smaller.
+    """Serve all items once, in order, for validation and prediction. The last batch may be smaller.
 
-    With several ranks each takes its part of every batch, the first ranks the larger ones; a rank that would
-    get nothing of the last batch has one batch less.
+    Each rank gets its part of every batch; the first ranks get the larger parts. A rank whose part of the
+    last batch is empty has one batch less.
 
     Args:
         items: All items, the same on every rank.
         batch_size: Items per batch, over all ranks.
         collate: Makes a batch of this rank's items.
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of processes.
     """
 
@@ -153,7 +154,7 @@ class OrderedLoader(Generic[Item, Batch]):
 
 
 def share_of(items: Sequence[Item], rank: int, world_size: int) -> list[Item]:
-    """Return the rank's part of the items: contiguous, sizes differ by one at most."""
+    """Return the rank's part of the items. Parts are contiguous, and their sizes differ by at most one."""
     size, larger = divmod(len(items), world_size)
     start = rank * size + min(rank, larger)
     return list(items[start : start + size + (rank < larger)])

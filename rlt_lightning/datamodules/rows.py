@@ -1,4 +1,4 @@
-"""Rows of any source: read, understood, and, where they cannot be used, counted with the reason."""
+"""Parse the rows of any source: which texts they hold, or why they cannot be used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.tags import STRATOS, TagStyle
@@ -38,7 +38,7 @@ def complete_countdown(columns: dict[str, Any] | BadRowError) -> dict[str, Any] 
 
 
 def with_solution(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
-    """Let the answer of a row stand for the solution that it lacks: where answers are judged, it will do."""
+    """Use a row's answer as its solution if it has none: judging an answer needs no more."""
     if isinstance(columns, BadRowError) or columns.get("conversations") or columns.get("solution"):
         return columns
     answer = columns.get("answer")
@@ -46,10 +46,10 @@ def with_solution(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | Bad
 
 
 def require_judgeable(reference: Mapping[str, Any]) -> None:
-    """Keep a row out by which no answer can be judged.
+    """Reject a row that cannot serve to judge answers.
 
     Raises:
-        BadRowError: With what it lacks.
+        BadRowError: With what the row lacks.
     """
     kind = reference.get("kind", "math")
     if kind not in ("math", "choice", "countdown"):
@@ -71,17 +71,17 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """What a row says, whatever its columns are called."""
+    """The texts of a row, whatever its columns are called."""
 
     question: str
-    solution: str  # as it stands between the solution tags, surrounding newlines included
-    traces: dict[str, str]  # by column, as they stand between the thought tags; '' for one without text
+    solution: str  # the text between the solution tags, surrounding newlines included
+    traces: dict[str, str]  # by column, the text between the thought tags; '' without text
     completion: str | None  # raw generated text of a teacher
-    system: str | None  # the row's own system prompt, of the student
+    system: str | None  # the row's own system prompt for the student
 
 
 def check_columns(
-    rows: Iterable[Row], source: str, trace_columns: Sequence[str], allows_completion: bool
+    rows: Iterable[NumberedRow], source: str, trace_columns: Sequence[str], allows_completion: bool
 ) -> None:
     """Stop if no row of the source has the columns that a task needs.
 
@@ -119,14 +119,14 @@ def parse_row(
     trace_columns: Sequence[str] = (),
     allows_completion: bool = False,
 ) -> ParsedRow:
-    """Understand a row of Bespoke-Stratos' format or one with question and solution.
+    """Parse a row of Bespoke-Stratos' format, or one with question and solution.
 
     Args:
-        row: Its columns.
-        tags: Of the texts to be made. Text between a row's own tags stays as it is where they are these tags,
-            and else gets these tags' separator.
+        row: The columns of the row.
+        tags: The tags of the resulting texts. Text between the same tags in the row is kept unchanged; text
+            between other tags gets the separator of `tags`.
         trace_columns: Names of the traces that the task needs.
-        allows_completion: Whether a `completion` will do instead of `reasoning_trace`.
+        allows_completion: Whether a `completion` may replace `reasoning_trace`.
 
     Raises:
         BadRowError: With the reason why the row cannot be used.
@@ -177,7 +177,8 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
     system = _text(row.get("system"), "system") or next(iter(systems), None)
     completion = _text(row.get("completion"), "completion") or None
     own, stratos = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
-    is_own = own >= 0 and not 0 <= stratos < own  # the thought may hold tags of the other style
+    # The outer tags count: the thought may hold tags of the other style.
+    is_own = own >= 0 and not 0 <= stratos < own
     if is_own and (blocks := _split_blocks(answer, tags)):
         return ParsedRow(question, blocks[1], {TRACE_COLUMN: blocks[0]}, completion, system)
     if blocks := _split_blocks(answer, STRATOS):
@@ -197,7 +198,7 @@ def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:
 
 
 def _translate(system: str, tags: TagStyle) -> str:
-    """Let a system prompt that explains the Stratos tags explain the ones that are used."""
+    """Replace the Stratos tags in a system prompt by the tags in use."""
     for name, tag in STRATOS.tags().items():
         system = system.replace(tag, tags.tags()[name])
     return system
@@ -206,7 +207,7 @@ def _translate(system: str, tags: TagStyle) -> str:
 def _turn(turn: Any) -> tuple[str, str]:
     if not isinstance(turn, dict):
         raise BadRowError(BadRowReason.WRONG_TYPE, f"a turn must be an object, but is {type(turn).__name__}")
-    # A table has both pairs of columns where its rows differ; the one that is not used holds None.
+    # A table whose rows differ has both pairs of columns; the unused pair holds None.
     role = turn.get("role") if turn.get("from") is None else turn["from"]
     text = turn.get("content") if turn.get("value") is None else turn["value"]
     return _text(role, "from"), _text(text, "value")

@@ -15,14 +15,15 @@ from typing import Any
 
 from rlt_lightning.datamodules import chains, word_sums
 from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, Row
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
 from rlt_lightning.datamodules.countdown import countdown_rows
 from rlt_lightning.datamodules.rows import complete_countdown
 from rlt_lightning.models.announce import announce, announce_reading
 from rlt_lightning.types import InputError
 
 ARITHMETIC = "arithmetic"
-EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {  # of their size, a seed and a split
+# Each makes its rows from a number of rows, a seed and a split.
+EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
     ARITHMETIC: arithmetic_rows,
     "countdown": countdown_rows,
     **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
@@ -43,20 +44,20 @@ def read_rows(
     num_embedded_rows: int = 1000,
     seed: int = 0,
     max_rows: int | None = None,
-) -> list[Row]:
-    """Read the rows of a source; Countdown problems get their question and solution.
+) -> list[NumberedRow]:
+    """Read the rows of a source, and complete Countdown problems with question and solution.
 
     Args:
         source: An embedded source, a file, a folder, a hub id or `ID:CONFIGURATION`.
-        split: Of a hub data set, a saved data set, an embedded source, or a folder whose files carry the
-            names of splits.
+        split: Split of a hub data set, a saved data set, an embedded source, or a folder whose files are
+            named after splits.
         num_embedded_rows: Size of an embedded source.
-        seed: Of an embedded source.
-        max_rows: How many to read at most, from the start; None for all.
+        seed: Seed of an embedded source.
+        max_rows: Most rows to read, from the start; None for all.
 
     Returns:
-        Row numbers from 1 (line numbers of a JSONL file) with their columns, or with the reason why a row has
-        none.
+        Row numbers from 1 (line numbers in a JSONL file), each with the row's columns, or with the reason why
+        it has none.
 
     Raises:
         InputError: If the source does not exist, cannot be read as a whole, or is empty.
@@ -70,7 +71,7 @@ def read_rows(
     return rows
 
 
-def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -> Iterator[Row]:
+def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -> Iterator[NumberedRow]:
     path = Path(source).expanduser()
     if source in EMBEDDED:
         yield from enumerate(EMBEDDED[source](num_embedded_rows, seed, split), start=1)
@@ -84,7 +85,7 @@ def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -
         yield from _read_hub(source, split)
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[NumberedRow]:
     if path.suffix not in READERS:
         raise InputError(
             f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {SOURCE_CHOICES}."
@@ -94,13 +95,13 @@ def _read_file(path: Path) -> Iterator[Row]:
         yield from READERS[path.suffix](path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The data file {path} must be readable, but is not ({_one_line(error)}). Check that it is "
-            "whole, its permissions and its encoding (UTF-8)."
+            f"The data file {path} must be readable, but is not ({_one_line(error)}). Check its permissions, "
+            "its encoding (UTF-8), and that it is complete."
         ) from error
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    """A broken line is a bad row; blank lines are not rows. Lines are numbered as an editor numbers them."""
+def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+    """Read one row per line. A broken line is a bad row; blank lines count, but are not rows."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -111,7 +112,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 yield number, BadRowError(BadRowReason.BROKEN_JSON, str(error))
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[NumberedRow]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -130,7 +131,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield number, _columns(value)
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[NumberedRow]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -138,15 +139,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise InputError(
-            f"The file {path} must be a whole Parquet file, but is not ({_one_line(error)}). Write it anew, "
-            f"or use {SOURCE_CHOICES}."
+            f"The file {path} must be a whole Parquet file, but is not ({_one_line(error)}). Write it "
+            f"again, or use {SOURCE_CHOICES}."
         ) from error
     yield from enumerate(rows, start=1)
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
-    """Every cell is text, also one that looks like a number; the first line names the columns."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a reasoning trace is longer than the default allows
+def _read_csv(path: Path) -> Iterator[NumberedRow]:
+    """Read a table whose first line names the columns; every cell is text, even if it looks like a number."""
+    # A reasoning trace is longer than the default allows.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
@@ -162,7 +164,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
             ) from error
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
@@ -176,12 +178,12 @@ def _columns(value: Any) -> dict[str, Any] | BadRowError:
     return BadRowError(BadRowReason.WRONG_TYPE, f"a row must be an object, but is {type(value).__name__}")
 
 
-# File names that start with one of these belong to a split: rows of another must not leak into it.
+# A file whose name starts with one of these belongs to that split: rows of another split must not leak in.
 SPLIT_NAMES = {"train", "test", "validation", "val", "dev"}
 
 
-def _read_folder(folder: Path, split: str) -> Iterator[Row]:
-    """Read a saved data set, or all files of one kind, those of the split if they carry its name."""
+def _read_folder(folder: Path, split: str) -> Iterator[NumberedRow]:
+    """Read a saved data set, or all files of one kind: only the split's files if they are named after it."""
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         yield from _read_saved_dataset(folder, split)
         return
@@ -201,7 +203,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
     of_split = [path for path in files if splits[path] == split]
     if not of_split and (others := sorted(set(splits.values()) & SPLIT_NAMES)):
         raise InputError(
-            f"The data folder {folder} must have files of the split '{split}', but has those of "
+            f"The data folder {folder} must have files of the split '{split}', but has files of "
             f"{', '.join(others)}. Set data.split, or name one file."
         )
     offset = 0
@@ -212,16 +214,17 @@ def _read_folder(folder: Path, split: str) -> Iterator[Row]:
         offset += number
 
 
-def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
+def _read_saved_dataset(folder: Path, split: str) -> Iterator[NumberedRow]:
     import datasets
 
     try:
         dataset = datasets.load_from_disk(str(folder))
-    except IndexError:  # the library fails on a set that was saved without rows
+    except IndexError:
+        # The library fails on a set that was saved without rows.
         return
     except (OSError, ValueError) as error:
         raise InputError(
-            f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it anew, "
+            f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it again, "
             f"or use {SOURCE_CHOICES}."
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
@@ -234,12 +237,13 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[Row]:
     yield from enumerate(dataset, start=1)
 
 
-def _read_hub(source: str, split: str) -> Iterator[Row]:
+def _read_hub(source: str, split: str) -> Iterator[NumberedRow]:
     import datasets
 
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
-    hub_log.setLevel(logging.ERROR)  # five retry warnings say less than the one line below
+    # Five retry warnings say less than the one line below.
+    hub_log.setLevel(logging.ERROR)
     name, _, configuration = source.partition(":")
     announce(f"loading the data set {source} from the Hugging Face hub or its cache")
     try:

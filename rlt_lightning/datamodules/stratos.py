@@ -1,28 +1,20 @@
-"""The datamodule of all training stages: rows in, checked and tokenised problems or examples out."""
+"""The datamodule of all training stages: it reads rows and serves batches of tokenised items."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, BadRowReport, Row, write_reports
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, NumberedRow, write_reports
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.items import Item, LongTraces, Task, longest_sequence, require_length
+from rlt_lightning.datamodules.items import Item, ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
-from rlt_lightning.datamodules.rows import (
-    TRACE_COLUMN,
-    ParsedRow,
-    check_columns,
-    parse_row,
-    require_judgeable,
-    with_solution,
-)
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, check_columns, parse_row, with_solution
 from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
 from rlt_lightning.models.announce import counted
 from rlt_lightning.tags import STRATOS, TagStyle
@@ -35,46 +27,48 @@ from rlt_lightning.types import (
     Rollouts,
     SFTBatch,
     SFTExample,
+    as_list,
 )
 
 
 class StratosDataModule(LightningDataModule):
-    """Questions with solutions, in Bespoke-Stratos' format or in columns of one's own.
+    """Questions with solutions, in Bespoke-Stratos' format or in your own columns.
 
-    `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are kept
+    `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are left
     out, counted, and listed in `data_report.json`.
 
     Args:
         source: "arithmetic", one kind of it such as "arithmetic:addition", or "countdown" (embedded), a
-            JSONL, JSON, Parquet or CSV file, a folder, a hub id, or a list of these: they are read one after
-            another, and their rows numbered through.
+            JSONL, JSON, Parquet or CSV file, a folder, a hub id, or a list of such sources. Row numbers
+            continue from one source to the next.
         split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
-            model answers alone (student_rl).
-        trace_columns: Columns of the traces; a row has them all and makes an item of each. Scored rows name
-            theirs as `trace_column`, unless it is `reasoning_trace` alone.
+            model answers without a teacher (student_rl).
+        trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
+            Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
         teacher_system_prompt: None for ours; '' for none. May hold placeholders such as {explanation_open}.
         student_system_prompt: None for the row's own, else ours; '' for none.
         prompts_per_step: Rows per optimizer step, over all processes.
-        max_prompt_length: Tokens of a prompt; longer rows are kept out.
-        max_solution_length: Tokens of a solution; None for no limit.
-        max_length: Tokens of a whole sequence; longer rows are kept out, or as `long_traces` says.
-        long_traces: What fine-tuning does with rows that are longer: "drop" keeps them out, "truncate" keeps
-            their first `max_length` tokens.
-        student_context: Tokens of the students that generated traces are for; None for no limit.
+        max_prompt_length: Most tokens of a prompt; longer rows are left out.
+        max_solution_length: Most tokens of a solution; None for no limit.
+        max_length: Most tokens of a whole sequence; see `long_traces` for longer rows.
+        long_traces: What fine-tuning does with longer rows: "drop" leaves them out, "truncate" keeps their
+            first `max_length` tokens.
+        student_context: Context of the students that learn from generated traces, tokens; None for no limit.
         val_source: Source or sources of held-out rows.
         val_split: Its split, where it has any.
-        val_rows: Rows of `source` held out by seed instead, or the limit of `val_source`'s rows if above 0.
+        val_rows: Without `val_source`: rows of `source` that are held out by seed. With it: the most rows
+            taken from it; 0 takes all.
         val_batch_size: Rows per batch of validation and prediction, over all processes; None:
             prompts_per_step.
-        max_rows: Rows read of each source at most, from its start.
+        max_rows: Most rows read of each source, from its start.
         num_embedded_rows: Size of an embedded source.
         max_bad_frac: Part of each source's rows that may be unusable.
-        seed: Of order, held-out rows and embedded sources.
+        seed: Decides the order, the held-out rows and the rows of embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
     """
@@ -134,7 +128,7 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.num_finished = 0  # items that an interrupted prediction is done with
+        self.num_finished = 0  # items that an interrupted prediction has finished
         self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
@@ -161,23 +155,34 @@ class StratosDataModule(LightningDataModule):
             )
         if "completion" in self.trace_columns:
             raise InputError(
-                f"data.trace_columns must name columns of traces, but names completion, which is scored for "
-                f"{TRACE_COLUMN} where a row has it. Name {TRACE_COLUMN} instead."
+                "data.trace_columns must name columns of traces, but names completion. Name "
+                f"{TRACE_COLUMN} instead: a row's completion is scored in its place."
             )
         if self.val_rows < 0:
             raise InputError(f"data.val_rows must be at least 0, but is {self.val_rows}. 0 holds none out.")
         if not 0 <= self.max_bad_frac <= 1:
             raise InputError(
-                f"data.max_bad_frac must be in [0, 1], but is {self.max_bad_frac}. It is a part of the rows."
+                f"data.max_bad_frac must be in [0, 1], but is {self.max_bad_frac}. Set a part of the rows."
             )
 
     # Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Read, check and tokenise everything; nothing is left to fail once a model is loaded."""
+        """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
         if self._prepared_for == stage:
             return
         self.format = self._load_format()
+        self._item_maker = ItemMaker(
+            format=self.format,
+            task=self.task,
+            trace_columns=self.trace_columns,
+            # The user's system prompt replaces those of all rows.
+            keep_row_prompts=self.student_system_prompt is None,
+            max_prompt_length=self.max_prompt_length,
+            max_solution_length=self.max_solution_length,
+            max_length=self.max_length,
+            long_traces=self.long_traces,
+        )
         self.reports, items = self._prepare(self.sources, self.split)
         val_items: list[Item] = []
         if stage != "predict":
@@ -197,20 +202,21 @@ class StratosDataModule(LightningDataModule):
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
         if stage == "fit":
-            self.train_dataloader()  # says now whether a step's rows can be had and shared out
+            # Fail now if there are too few rows, or if the processes cannot share a step evenly.
+            self.train_dataloader()
         self._prepared_for = stage
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
-        """Shuffled batches of one optimizer step, resumable in the middle of an epoch."""
+        """Return shuffled batches of one optimizer step, resumable in the middle of an epoch."""
         rank, world_size = self._rank(), self._world_size()
         return StepLoader(self.items, self.prompts_per_step, self.collate, self.seed, rank, world_size)
 
     def val_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch] | list[Any]:
-        """The held-out rows in order; none without `val_source` and `val_rows`."""
+        """Return the held-out rows in order; none without `val_source` and `val_rows`."""
         return self._ordered(self.val_items) if self.val_items else []
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
-        """All rows of the source that are not finished, in its order."""
+        """Return all rows of the source that are not finished, in its order."""
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
@@ -224,7 +230,7 @@ class StratosDataModule(LightningDataModule):
 
     @property
     def stop(self) -> str:
-        """The text in which a completion ends; '' where it ends with an end-of-sequence token alone."""
+        """Return the text that ends a completion; '' if only an end-of-sequence token does."""
         return "" if self.task == "student_rl" else self.format.end_tag
 
     def rollout(self, problem: Problem, completion: Completion) -> Rollout:
@@ -233,35 +239,38 @@ class StratosDataModule(LightningDataModule):
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
 
     def student_length(self, rollout: Rollout) -> int:
-        """Tokens of the example that stage 4 makes of an explanation."""
+        """Return the number of tokens of the example that stage 4 makes of an explanation."""
         problem, wrap = rollout.problem, self.format.tags.wrap
         thought, solution = wrap(rollout.text), wrap(problem.solution)
         turn = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
         return len(self.format.student_sft_example(*turn).token_ids)
 
     def fits_student(self, rollout: Rollout) -> bool:
-        """Whether a student can learn from an explanation: text, an end, no tag inside, not too long."""
+        """Return whether a student can learn from an explanation.
+
+        It must have text and an end, hold no tag, and fit into the student's context.
+        """
         text, limit = rollout.text, self.student_context
         if not (rollout.closed and text) or self.format.tags.occur_in(text) or STRATOS.occur_in(text):
             return False
         return limit is None or self.student_length(rollout) <= limit
 
     def recipe(self) -> dict[str, Any]:
-        """What the rows are and how they are presented, for a data card."""
+        """Return what the rows are and how they are presented, for a data card."""
         return {
             "source": f"{self.source} ({len(self.items)} usable rows)",
-            "tags": self.tags if isinstance(self.tags, str) else "of its own",
+            "tags": self.tags if isinstance(self.tags, str) else "custom",
             "student's context": self.student_context or "no limit",
         }
 
     @property
     def problems(self) -> list[Problem]:
-        """All problems, the held-out ones last; empty in fine-tuning."""
+        """Return all problems, the held-out ones last; none in fine-tuning."""
         return [item for item in [*self.items, *self.val_items] if isinstance(item, Problem)]
 
     @property
     def examples(self) -> list[SFTExample]:
-        """All examples of fine-tuning, the held-out ones last; empty otherwise."""
+        """Return all examples of fine-tuning, the held-out ones last; none in other tasks."""
         return [item for item in [*self.items, *self.val_items] if isinstance(item, SFTExample)]
 
     # Helpers
@@ -291,7 +300,7 @@ class StratosDataModule(LightningDataModule):
         return ChatFormat(tokenizer, self.tags, self.teacher_system_prompt, self.student_system_prompt)
 
     def _prepare(self, sources: list[str], split: str) -> tuple[list[BadRowReport], list[Item]]:
-        """Read sources one after another; their rows are numbered through."""
+        """Read sources one after another; row numbers continue from one to the next."""
         reports: list[BadRowReport] = []
         items: list[Item] = []
         first_row = 1
@@ -303,88 +312,25 @@ class StratosDataModule(LightningDataModule):
             first_row += rows[-1][0]
         return reports, items
 
-    def _make_items(self, rows: list[Row], report: BadRowReport) -> list[Item]:
+    def _make_items(self, rows: list[NumberedRow], report: BadRowReport) -> list[Item]:
         """Make the usable rows of a source into items, and report the others."""
+        maker = self._item_maker
         if self.task == "student_rl":
             rows = [(number, with_solution(columns)) for number, columns in rows]
-        needed = [] if self.task in ("rlt", "student_rl") else self.trace_columns
-        allows_completion = self.task == "score"
-        check_columns(rows, report.source, needed, allows_completion)
+        check_columns(rows, report.source, maker.needed_traces, maker.takes_completions)
         items: list[Item] = []
         for number, columns in counted(rows, f"tokenising {report.source}"):
             try:
                 if isinstance(columns, BadRowError):
                     raise columns
-                parsed = parse_row(columns, self.format.tags, needed, allows_completion)
-                made = self._items_of(report.first_row - 1 + number, parsed, columns)
+                parsed = parse_row(columns, self.format.tags, maker.needed_traces, maker.takes_completions)
+                made = maker.items_of(report.first_row - 1 + number, parsed, columns)
                 items += made
                 if any(isinstance(item, SFTExample) and item.num_cut for item in made):
                     report.truncated.append(number)
             except BadRowError as error:
                 report.add(number, error)
         return items
-
-    def _items_of(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
-        """Make one item of a row, or one for each of its traces."""
-        if self.task == "rlt":
-            return [self._problem(number, row, columns)]
-        if self.task == "student_rl":
-            return [self._student_problem(number, row, columns)]
-        makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any], str], Item]] = {
-            "score": self._scored_problem,
-            "teacher_sft": self._teacher_example,
-            "student_sft": self._student_example,
-        }
-        return [makers[self.task](number, row, columns, name) for name in self.trace_columns]
-
-    def _student_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
-        system = self._student_prompt(row)
-        problem = self.format.student_problem(number, row.question, row.solution, system, columns)
-        require_judgeable(problem.reference)
-        require_length(BadRowReason.PROMPT_TOO_LONG, len(problem.teacher_prompt), self.max_prompt_length)
-        return problem
-
-    def _problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
-        problem = self.format.problem(number, row.question, row.solution, self._student_prompt(row), columns)
-        require_length(BadRowReason.PROMPT_TOO_LONG, len(problem.teacher_prompt), self.max_prompt_length)
-        if self.max_solution_length is not None:
-            num_solution = len(problem.solution_ids)
-            require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.max_solution_length)
-        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0), self.max_length)
-        return problem
-
-    def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> Problem:
-        if self.trace_columns != [TRACE_COLUMN]:
-            columns = {**columns, "trace_column": name}
-        problem = self._problem(number, row, columns)
-        if row.completion and name == TRACE_COLUMN:
-            completion = self.format.completion_from_text(problem, row.completion)
-        else:
-            completion = self.format.completion_from_trace(problem, row.traces[name])
-        num_tokens = len(completion.token_ids)
-        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, num_tokens), self.max_length)
-        return replace(problem, given_completion=completion)
-
-    def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
-        problem = self._problem(number, row, columns)
-        return self._short_enough(self.format.teacher_sft_example(problem, row.traces[name]))
-
-    def _student_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
-        prompt, thought = self._student_prompt(row), row.traces[name]
-        example = self.format.student_sft_example(number, row.question, thought, row.solution, prompt)
-        num_prompt = example.loss_mask.index(True)
-        require_length(BadRowReason.PROMPT_TOO_LONG, num_prompt, self.max_prompt_length)
-        return self._short_enough(example)
-
-    def _short_enough(self, example: SFTExample) -> SFTExample:
-        if self.long_traces == "truncate" and any(example.loss_mask[: self.max_length]):
-            return example.truncated(self.max_length)
-        require_length(BadRowReason.TOO_LONG, len(example.token_ids), self.max_length)
-        return example
-
-    def _student_prompt(self, row: ParsedRow) -> str | None:
-        """The row's own system prompt, unless the user has set one for all rows."""
-        return row.system if self.student_system_prompt is None else None
 
     def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
         """Split rows by seed into training and held-out ones, both in the source's order."""
@@ -397,11 +343,6 @@ class StratosDataModule(LightningDataModule):
         held_out = set(random.Random(f"held out {self.seed}").sample(rows, self.val_rows))
         train = [item for item in items if item.row not in held_out]
         return train, [item for item in items if item.row in held_out]
-
-
-def as_list(sources: list[str] | str | None) -> list[str]:
-    """Return no, one or several sources as a list."""
-    return [sources] if isinstance(sources, str) else list(sources or [])
 
 
 def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:

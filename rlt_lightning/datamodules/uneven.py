@@ -1,11 +1,11 @@
-"""Explanations of uneven quality, as raw reasoning traces are.
+"""Explanations of uneven quality, like raw reasoning traces.
 
-A trace follows the steps of its problem and may break off before each of them, in one of three ways:
+A trace follows the steps of its problem. Before each step it may break off in one of three ways:
 
-    steps    every step, every number right
+    steps    does not break off: every step, every number right
     filler   right steps, then sentences that say nothing
     leap     right steps, then a jump to the answer
-    wrong    right steps, then a wrong number that is carried on
+    wrong    right steps, then a wrong number and steps that follow from it
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Literal
 
 from rlt_lightning.types import InputError
 
-Kind = Literal["steps", "filler", "leap", "wrong", "other"]
-KINDS: tuple[Kind, ...] = ("steps", "filler", "leap", "wrong", "other")
-MAX_REPEATS = 1000  # in a row, before we say that there are no more questions
+TraceKind = Literal["steps", "filler", "leap", "wrong", "other"]
+TRACE_KINDS: tuple[TraceKind, ...] = ("steps", "filler", "leap", "wrong", "other")
+MAX_REPEATS = 1000  # after this many repeats in a row, we say that there are no more questions
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Mixture:
     """How often a trace breaks off, and how.
 
     Args:
-        hazard: Chance to break off at each step that a trace comes to, the first one included.
-        filler: Part of the breaks that turn to filler.
-        leap: Part of them that leap; the others go wrong.
+        hazard: Chance to break off at each step that a trace reaches, the first one included.
+        filler: Part of the breaks that continue with filler.
+        leap: Part of the breaks that leap; the others continue with a wrong number.
         filler_start: Chance that a trace is filler from its start, whatever the hazard.
-        leap_start: Chance that it leaps from its start.
+        leap_start: Chance that a trace leaps at its start.
     """
 
     hazard: float = 0.42
@@ -50,7 +50,7 @@ class Wording:
         filler: Sentences that say nothing; at least as many as a problem has steps.
         leaps: Jumps to the answer, with the placeholder {answer}.
         joint: Text between two sentences.
-        end: Text behind the last one.
+        end: Text after the last one.
     """
 
     filler: tuple[str, ...]
@@ -64,15 +64,15 @@ class Wording:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One problem, its right steps, and how its steps continue behind a wrong number.
+class StepwiseProblem:
+    """One problem, its right steps, and how its steps continue after a wrong number.
 
     Args:
-        question: What is asked.
+        question: The question.
         answer: The right answer.
         steps: The right steps, as sentences.
-        derail: Given the number of a step, from 0, and a generator: that step with a wrong number, and the
-            later ones as they follow from it.
+        derail: Takes the number of a step, from 0, and a generator. Returns that step with a wrong number,
+            and the later steps that follow from it.
     """
 
     question: str
@@ -83,7 +83,7 @@ class Problem:
 
 def uneven_rows(
     source: str,
-    draw: Callable[[Random], Problem],
+    draw: Callable[[Random], StepwiseProblem],
     wording: Wording,
     mixture: Mixture | None,
     num_rows: int,
@@ -94,18 +94,18 @@ def uneven_rows(
     Args:
         source: Name of the source, for messages.
         draw: Draws a problem.
-        wording: Of the traces.
+        wording: Sentences of the traces.
         mixture: Quality of the traces; None for all steps right.
-        num_rows: How many.
-        rng: What everything is drawn from: first the problems, then their traces.
+        num_rows: Number of rows.
+        rng: Generator of all random choices: first the problems, then their traces.
 
     Returns:
         Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
 
     Raises:
-        InputError: If so many different problems do not exist.
+        InputError: If there are fewer different problems.
     """
-    problems: dict[str, Problem] = {}
+    problems: dict[str, StepwiseProblem] = {}
     repeats = 0
     while len(problems) < num_rows:
         problem = draw(rng)
@@ -117,7 +117,7 @@ def uneven_rows(
                 f"{num_rows} were asked for. Lower data.num_embedded_rows."
             )
 
-    def trace(problem: Problem) -> str:
+    def trace(problem: StepwiseProblem) -> str:
         return uneven_trace(problem, wording, mixture, rng) if mixture else wording.trace(problem.steps)
 
     return [
@@ -131,11 +131,11 @@ def uneven_rows(
     ]
 
 
-def uneven_trace(problem: Problem, wording: Wording, mixture: Mixture, rng: Random) -> str:
+def uneven_trace(problem: StepwiseProblem, wording: Wording, mixture: Mixture, rng: Random) -> str:
     """Draw a trace for a problem."""
     start = rng.random() if mixture.filler_start or mixture.leap_start else 1.0
     if start < mixture.filler_start + mixture.leap_start:
-        kind: Kind = "filler" if start < mixture.filler_start else "leap"
+        kind: TraceKind = "filler" if start < mixture.filler_start else "leap"
         return wording.trace(broken_off(problem, wording, 0, kind, rng))
     for place in range(len(problem.steps)):
         if rng.random() < mixture.hazard:
@@ -145,8 +145,10 @@ def uneven_trace(problem: Problem, wording: Wording, mixture: Mixture, rng: Rand
     return wording.trace(problem.steps)
 
 
-def broken_off(problem: Problem, wording: Wording, place: int, kind: Kind, rng: Random) -> list[str]:
-    """Draw the sentences that stand in place of the steps from a given one on."""
+def broken_off(
+    problem: StepwiseProblem, wording: Wording, place: int, kind: TraceKind, rng: Random
+) -> list[str]:
+    """Draw the sentences that replace the steps from a given one onwards."""
     if kind == "filler":
         return rng.sample(wording.filler, len(problem.steps) - place)
     if kind == "leap":
@@ -154,11 +156,11 @@ def broken_off(problem: Problem, wording: Wording, place: int, kind: Kind, rng: 
     return problem.derail(place, rng)
 
 
-def kind_of(problem: Problem, wording: Wording, trace: str) -> tuple[Kind, int]:
-    """Say which kind a trace has, and how many right steps it begins with.
+def kind_of(problem: StepwiseProblem, wording: Wording, trace: str) -> tuple[TraceKind, int]:
+    """Return the kind of a trace, and the number of right steps that it begins with.
 
-    A leap counts as one whatever answer it names; any other step than the one that is due counts as wrong.
-    A text that is none of the kinds is "other".
+    A leap counts as a leap whatever answer it names. Any step but the expected one counts as wrong. A text of
+    no kind is "other".
     """
     joint = re.escape(wording.joint.rstrip()) + r"\s+"
     end = f"({re.escape(wording.end)})?" + r"\Z"
@@ -174,7 +176,7 @@ def kind_of(problem: Problem, wording: Wording, trace: str) -> tuple[Kind, int]:
     filler = "|".join(map(re.escape, wording.filler))
     leap = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+") for leap in wording.leaps)
     step_like = "|".join(re.sub(r"\\?\d+", r"\\d+", re.escape(one)) for one in problem.steps)
-    kinds: dict[Kind, str] = {
+    kinds: dict[TraceKind, str] = {
         "leap": leap,
         "filler": f"({filler})({joint}({filler}))*",
         "wrong": f"({step_like})({joint}({step_like}|{filler}|{leap}))*",

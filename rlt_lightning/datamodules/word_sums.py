@@ -2,7 +2,7 @@
 
 "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?" has the steps
 "8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20." and the answer 20. There are only additions of 2 to 5, with sums below
-25: SmolLM2-135M gets 7 in 10 of these right, but of differences below 25 only 2 in 10.
+25: SmolLM2-135M solves 7 in 10 of them, but only 2 in 10 subtractions of such numbers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
-from rlt_lightning.datamodules.uneven import Kind, Mixture, Problem, Wording, kind_of, uneven_rows
+from rlt_lightning.datamodules.uneven import (
+    Mixture,
+    StepwiseProblem,
+    TraceKind,
+    Wording,
+    kind_of,
+    uneven_rows,
+)
 from rlt_lightning.types import InputError
 
 NAMES = ("Ana", "Tom", "Lee", "Sara", "Omar", "Nina", "Kim", "Raj")
 THINGS = ("apples", "coins", "books", "stamps", "shells", "cards")
 VERBS = ("buys", "finds", "gets")
 STARTS, GAINS = range(3, 10), range(2, 6)
-# More right steps than in the chains: a real model must learn from a few hundred traces.
+# Traces have more right steps than in the chains: a real model must learn from a few hundred of them.
 MIXTURE = Mixture(hazard=0.2, filler=0.45, leap=0.3, filler_start=0.3, leap_start=0.2)
 WORDING = Wording(
     filler=(
@@ -41,11 +48,11 @@ WORDING = Wording(
     joint=". ",
     end=".",
 )
-TEST_SHARE = 8  # one question in so many belongs to the test split, by its hash, whatever the seed
+TEST_SHARE = 8  # one question in 8 belongs to the test split, by its hash, whatever the seed
 
 
-def word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str, int]]) -> Problem:
-    """Make the problem of someone who has something and gets more of it.
+def word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str, int]]) -> StepwiseProblem:
+    """Make the problem of a person who has some things and gets more of them.
 
     Example: `word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3)])` has the question "Ana has 8 shells,
     buys 5 and finds 3. How many shells does Ana have now?", the steps "8 + 5 = 13" and "13 + 3 = 16", and the
@@ -69,17 +76,17 @@ def word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str, int]]
         f"{name} has {start} {thing}, {', '.join(happened[:-1])} and {happened[-1]}. "
         f"How many {thing} does {name} have now?"
     )
-    return Problem(question, str(values[-1]), steps(start, numbers), derail)
+    return StepwiseProblem(question, str(values[-1]), steps(start, numbers), derail)
 
 
-def word_sum_of(question: str) -> Problem:
+def word_sum_of(question: str) -> StepwiseProblem:
     """Read a question back into its problem."""
     [(name, start, thing)] = re.findall(r"^(\w+) has (\d+) (\w+)", question)
     gains = re.findall(rf"({'|'.join(VERBS)}) (\d+)", question)
     return word_sum(name, thing, int(start), [(verb, int(number)) for verb, number in gains])
 
 
-def random_word_sum(rng: Random, length: int, split: str) -> Problem:
+def random_word_sum(rng: Random, length: int, split: str) -> StepwiseProblem:
     """Draw a problem of a split."""
     while True:
         gains = [(rng.choice(VERBS), rng.choice(GAINS)) for _ in range(length)]
@@ -88,8 +95,8 @@ def random_word_sum(rng: Random, length: int, split: str) -> Problem:
             return problem
 
 
-def word_sum_kind(question: str, trace: str) -> tuple[Kind, int]:
-    """Say which kind of trace this is, and how many right steps it begins with."""
+def word_sum_kind(question: str, trace: str) -> tuple[TraceKind, int]:
+    """Return the kind of a trace, and the number of right steps that it begins with."""
     return kind_of(word_sum_of(question), WORDING, trace)
 
 
@@ -100,12 +107,12 @@ def word_sum_rows(
     mixture: Mixture | None = MIXTURE,
     length: int = 3,
 ) -> list[dict[str, str]]:
-    """Make different problems with a trace each, the same ones for the same arguments in every process.
+    """Make different problems with a trace each; the same arguments give the same rows in every process.
 
     Args:
-        num_rows: How many.
-        seed: Of problems and traces.
-        split: "train" or "test"; a question belongs to one of them only, also across seeds.
+        num_rows: Number of rows.
+        seed: Seed of problems and traces.
+        split: "train" or "test"; a question is in the same split whatever the seed.
         mixture: Quality of the traces; None for all steps right.
         length: Steps of a problem, at least two.
 
@@ -113,7 +120,7 @@ def word_sum_rows(
         Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
 
     Raises:
-        InputError: If there is no such split, or so many different problems do not exist.
+        InputError: If there is no such split, or there are fewer different problems.
     """
     if split not in ("train", "test"):
         raise InputError(

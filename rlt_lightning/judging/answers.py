@@ -1,6 +1,7 @@
-"""Where the answer of a response is, and whether it is right: plain functions, bounded in what they look at.
+"""Find the answer in a response and decide whether it is right: plain functions on bounded texts.
 
-Light to import, since those that may hang or crash run in the processes of `rlt_lightning.judging.judge`.
+Functions that may hang or crash run in the processes of `rlt_lightning.judging.judge`. They start faster if
+this module imports little.
 """
 
 from __future__ import annotations
@@ -14,28 +15,33 @@ from typing import Any, Literal
 
 from rlt_lightning.types import InputError
 
-Kind = Literal["math", "choice", "countdown"]
-Reference = Mapping[str, Any]  # a row: `answer` or `solution`; `kind`; for countdown `numbers` and `target`
+AnswerKind = Literal["math", "choice", "countdown"]
+# A row with `answer` or `solution`, `kind` and, for countdown, `numbers` and `target`.
+Reference = Mapping[str, Any]
 
-BLOCK_CHARS = 20_000  # of a solution, or of the end of a response: a boxed answer is looked for in these
-ANSWER_CHARS = 1_000  # of an answer; and of the end that is searched where nothing is boxed
-MAX_BOXES = 20  # tried from the end, since the last ones may never be closed
-EXPRESSION_CHARS = 200  # of a Countdown answer
+# A boxed answer is searched in this many characters, at the end of a solution or a response.
+BLOCK_CHARS = 20_000
+# Longest answer; without a box, this many characters at the end are searched.
+ANSWER_CHARS = 1_000
+# Boxes to try, from the end, since the last ones may never be closed.
+MAX_BOXES = 20
+# Longest expression of Countdown.
+EXPRESSION_CHARS = 200
 LETTERS = "ABCD"
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 FINAL_LINE = re.compile(r"^#### *(.+)$", re.MULTILINE)  # as GSM8K's solutions end
 TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textrm|textit|mathbf|mathrm|boldsymbol)\s*\{([^{}]*)\}")
 PLAIN_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+")
-LETTER_ALONE = re.compile(rf"\W*([{LETTERS}])(?:\W*$|[).:,\]}}].*$)", re.DOTALL)
-LETTER_NAMED = re.compile(
+SINGLE_LETTER = re.compile(rf"\W*([{LETTERS}])(?:\W*$|[).:,\]}}].*$)", re.DOTALL)
+NAMED_LETTER = re.compile(
     rf"(?i:answer|option|choice)(?i:\s+is|\s+must\s+be)?[\s:*(${{\\]*(?:\\\w+\{{)?\(?([{LETTERS}])\b"
 )
-ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
+EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 
 
 def solution_block(response: str, solution_open: str, solution_close: str) -> str:
-    """The text between the last solution tags, closed or not; without any, the whole response; its end."""
+    """Return the end of the text after the last opening tag, or of the whole response without such a tag."""
     _, opened, block = response.rpartition(solution_open)
     if opened:
         block = block.partition(solution_close)[0]
@@ -43,7 +49,7 @@ def solution_block(response: str, solution_open: str, solution_close: str) -> st
 
 
 def marked_answer(text: str) -> str | None:
-    """The last answer that is boxed or, without one, that stands after `####`; None without either."""
+    """Return the last boxed answer or, without one, the last one after `####`; None without either."""
     for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
         if (answer := braced(text, box.end())) is not None:
             return answer.strip()
@@ -52,34 +58,39 @@ def marked_answer(text: str) -> str | None:
 
 
 def braced(text: str, start: int) -> str | None:
-    """The text from `start` to the brace that closes what was opened before; None without, or too far off."""
+    """Return the text from `start`, just after an opening brace, to the brace that closes it.
+
+    Returns:
+        None if no brace closes it within `ANSWER_CHARS`.
+    """
     depth, escaped = 1, False
     for end in range(start, min(len(text), start + ANSWER_CHARS)):
         depth += 0 if escaped else {"{": 1, "}": -1}.get(text[end], 0)
-        escaped = text[end] == "\\" and not escaped  # a line break of a matrix escapes nothing
+        # The second backslash of a matrix's line break escapes nothing.
+        escaped = text[end] == "\\" and not escaped
         if depth == 0:
             return text[start:end]
     return None
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter that a response ends up with: boxed, else called the answer, else alone in the last line."""
+    """Return the chosen option: a boxed letter, else one called the answer, else the last line's first."""
     marked = marked_answer(text)
     if marked is not None:
-        alone = LETTER_ALONE.match(TEXT_COMMAND.sub(r"\1", marked))
-        return alone.group(1) if alone else None
+        single = SINGLE_LETTER.match(TEXT_COMMAND.sub(r"\1", marked))
+        return single.group(1) if single else None
     end = text[-ANSWER_CHARS:].rstrip()
-    named = LETTER_NAMED.findall(end)
+    named = NAMED_LETTER.findall(end)
     if named:
         return str(named[-1])
-    alone = LETTER_ALONE.match(end.rpartition("\n")[2])
-    return alone.group(1) if alone else None
+    single = SINGLE_LETTER.match(end.rpartition("\n")[2])
+    return single.group(1) if single else None
 
 
 def arithmetic_expression(text: str) -> str | None:
-    """The arithmetic expression that a response ends up with, in Python's operators; None if it has none.
+    """Return the arithmetic expression at the end of a response, in Python's operators; None without one.
 
-    What is returned may be evaluated: digits, parentheses and + - * / alone, neither powers nor long.
+    The expression is safe to evaluate: it is short, and holds only digits, parentheses and + - * /, no power.
     """
     marked = marked_answer(text)
     lines = text[-ANSWER_CHARS:].strip().splitlines() or [""]
@@ -88,16 +99,16 @@ def arithmetic_expression(text: str) -> str | None:
         words = words.replace(sign, operator)
     words = words.replace("−", "-").replace(r"\left", "").replace(r"\right", "").replace("$", "")
     expression = words.partition("=")[0].strip().removesuffix(".").strip()
-    usable = ARITHMETIC.fullmatch(expression) and len(expression) <= EXPRESSION_CHARS
+    usable = EXPRESSION.fullmatch(expression) and len(expression) <= EXPRESSION_CHARS
     usable = usable and not re.search(r"\*\s*\*|/\s*/", expression)
     return expression if usable else None
 
 
 def reference_answer(row: Mapping[str, Any]) -> str | None:
-    """The right answer of a row: its `answer` or, without one, the marked answer of its `solution`.
+    """Return the right answer of a row: its `answer` or, without one, the marked answer of its `solution`.
 
-    An `answer` may be a whole worked solution, such as GSM8K's, which ends in `#### 18`. Numbers lose what
-    only their storage has added: 27.0 is 27.
+    An `answer` may be a whole worked solution, such as GSM8K's, which ends in `#### 18`. A number loses the
+    decimals that only its storage added: 27.0 becomes 27.
     """
     answer = row.get("answer")
     if isinstance(answer, float) and answer.is_integer():
@@ -109,29 +120,33 @@ def reference_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """An answer without the marks around it: a full stop, or `\\textbf{(073)}` around a number."""
+    """Remove a full stop after an answer, and commands such as `\\textbf{(073)}` around a number."""
     answer = answer.strip().rstrip(".,; ")
     bare = TEXT_COMMAND.sub(r"\1", answer).strip(" ()")
     return bare if PLAIN_NUMBER.fullmatch(bare) else answer
 
 
 def require_answer(reference: Reference) -> str:
-    """The answer of a reference.
+    """Return the answer of a reference.
 
     Raises:
-        InputError: If it has none.
+        InputError: If the reference has none.
     """
     answer = reference_answer(reference)
     if answer is None:
         raise InputError(
-            "A response can be judged by a reference with an `answer`, or a `solution` with a \\boxed{} one, "
-            f"but this has only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add it."
+            "A reference must have an `answer`, or a `solution` with a \\boxed{} one, but this has "
+            f"only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add an answer."
         )
     return answer
 
 
 def require_reasoning_gym() -> None:
-    """Say how to install the checker of Countdown, if it is not."""
+    """Stop if the checker of Countdown is not installed.
+
+    Raises:
+        InputError: With the command that installs it.
+    """
     if find_spec("reasoning_gym") is None:
         raise InputError(
             "Countdown needs the package reasoning-gym, but it is not installed. Run pip install -e "
@@ -140,12 +155,12 @@ def require_reasoning_gym() -> None:
 
 
 def equals_reference(reference: str, answer: str, marked: bool) -> tuple[bool, str | None]:
-    """Whether an answer is mathematically the reference, and the answer that was found.
+    """Return whether an answer is mathematically equal to the reference, and the answer that was found.
 
     Args:
         reference: The right answer.
-        answer: What was marked as the answer or, without a mark, the text that it is looked for in.
-        marked: Which of the two.
+        answer: The marked answer, or a text to find the answer in.
+        marked: Whether `answer` is a marked one.
     """
     from math_verify import verify
 
@@ -155,7 +170,7 @@ def equals_reference(reference: str, answer: str, marked: bool) -> tuple[bool, s
 
 
 def equivalence_classes(answers: list[str]) -> list[int]:
-    """Number answers so that equivalent ones have the same number: that of the first that they equal."""
+    """Number answers so that equivalent ones share a number: the index of the first of them."""
     from math_verify import verify
 
     firsts: list[int] = []
@@ -170,16 +185,17 @@ def equivalence_classes(answers: list[str]) -> list[int]:
 
 
 def solves_countdown(expression: str, numbers: list[int], target: int) -> bool:
-    """Whether reasoning-gym's checker gives an expression of `arithmetic_expression` the full score."""
+    """Return whether an expression of `arithmetic_expression` gets reasoning-gym's full score."""
     from sympy import parse_expr
 
     score = countdown_checker().score_answer(expression, {"metadata": {"numbers": numbers, "target": target}})
-    return bool(score == 1.0 and parse_expr(expression) == target)  # it takes 999999 for 1000001
+    # The checker compares with a tolerance: it accepts 999999 for 1000001.
+    return bool(score == 1.0 and parse_expr(expression) == target)
 
 
 @lru_cache(maxsize=1)
 def countdown_checker() -> Any:
-    """The data set whose method is the checker; it makes no problems until it is asked for one."""
+    """Return the data set whose method is the checker; it creates no problem before one is requested."""
     from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
 
     return CountdownDataset(CountdownConfig(size=1, seed=0))
@@ -187,14 +203,15 @@ def countdown_checker() -> Any:
 
 @lru_cache(maxsize=4096)
 def parse_answer(answer: str) -> list[Any]:
-    """math_verify's reading of an answer: an expression where it can be read, and its normalised text."""
+    """Parse an answer with math_verify: into an expression, if possible, and its normalised text."""
     return parse_text(f"\\boxed{{{tidy(answer)}}}")
 
 
 def parse_text(text: str) -> list[Any]:
-    """Likewise of the answer in a text."""
+    """Find and parse an answer in a text with math_verify."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we, not it, keep the time
+    # It warns that it has no time limit; the judge has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     return list(parse(text, kinds, parsing_timeout=None))

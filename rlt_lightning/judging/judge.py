@@ -1,4 +1,10 @@
-"""Responses judged against references, in processes that are killed when they take too long."""
+"""Judge responses against references, in processes that are killed when they take too long.
+
+Judge ─▶ ProcessPool ─▶ forkserver (has imported WORKER_MODULES) ─▶ worker ─▶ judging.answers
+  │          │                                                        │
+  │          └── kills and replaces a worker after `deadline_s` ──────┤
+  └── starts a new pool if an idle worker dies, which ends the pool ──┘
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from rlt_lightning.judging.answers import (
     ANSWER_CHARS,
-    Kind,
+    AnswerKind,
     Reference,
     arithmetic_expression,
     chosen_letter,
@@ -31,26 +37,27 @@ from rlt_lightning.judging.worker import enter_worker
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
-WORKER_MODULES = ["math_verify", "rlt_lightning.judging.answers"]  # no torch: they start in a second
-POLL_S = 1.0  # between two looks at whether the processes that a task waits for are still there
-MAX_POOLS = 2  # that may break under one task
-PROBE = "rlt-judge-probe"  # name of a process that only imports what the main script imports
-UNGUARDED = 78  # its exit status where that leads back to here
+# Neither loads torch, so that processes start within a second.
+WORKER_MODULES = ["math_verify", "rlt_lightning.judging.answers"]
+POLL_S = 1.0  # between two checks that the processes of a waiting task still exist
+MAX_POOLS = 2  # a task is given up after this many pools broke
+# Name of a process that only imports the main script, and its exit status if that import starts a judge.
+PROBE, UNGUARDED = "rlt-judge-probe", 78
 GUARD_MISSING = (
     "A script that starts processes must do so below `if __name__ == '__main__':`, but this one does so on "
-    "import, and each process imports it again. Put what it runs below that line."
+    "import, and each process imports it again. Move the code that it runs below that line."
 )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says of one response.
+    """The judgement of one response.
 
     Args:
         correct: Whether its answer is equivalent to the reference.
         formatted: Whether it has a thought and then a solution, both between their tags.
         answer: The answer that was found in it; None if there is none.
-        timed_out: Whether judging was broken off at its limit of time or memory. It then counts as wrong.
+        timed_out: Whether judging stopped at its limit of time or memory. The answer then counts as wrong.
     """
 
     correct: bool
@@ -60,17 +67,17 @@ class Verdict:
 
 
 class Judge:
-    """Judge responses by the equivalence of their answers, never by equal text alone.
+    """Judge responses by the equivalence of their answers, not by equal text.
 
-    Answers are compared by math_verify, in processes with a hard deadline: a signal interrupts no C code, and
-    so no power tower. Only bounded pieces of a response reach them; see `judging.answers`. Processes
-    that something else ends, such as a system short of memory, are replaced.
+    math_verify compares answers in processes that are killed at a deadline: a signal would not interrupt C
+    code that computes a power tower. Only bounded pieces of a response reach these processes; see
+    `judging.answers`. A process that ends for another reason, such as a lack of memory, is replaced.
 
     Args:
-        tags: Of the responses: "stratos", "r1" or a TagStyle.
-        deadline_s: For one response. A process that exceeds it is killed and replaced.
-        num_workers: Processes; None: one per core, four at most.
-        memory_gib: Address space of each, beyond what it starts with; on Linux alone.
+        tags: Tags of the responses: "stratos", "r1" or a TagStyle.
+        deadline_s: Seconds for one response. A process that exceeds them is killed and replaced.
+        num_workers: Number of processes; None: one per core, four at most.
+        memory_gib: Address space of each process beyond what it starts with; only on Linux.
     """
 
     def __init__(
@@ -122,16 +129,19 @@ class Judge:
         waiting = [self._begin(response, reference) for response, reference in pairs]
         return [end() for end in waiting]
 
-    def same_answers(self, verdicts: list[Verdict], kind: Kind) -> list[int | None]:
+    def same_answers(self, verdicts: list[Verdict], kind: AnswerKind) -> list[int | None]:
         """Number the answers to one problem so that equivalent ones have the same number.
 
-        Right answers are all equivalent. Wrong ones are compared by math_verify, each with the first of every
-        class; those whose judging was broken off, and all of them if this is broken off too, by their text.
+        Right answers are all equivalent. math_verify compares each wrong answer with the first of every
+        class. Answers whose judging timed out are compared by text, and so are all wrong ones if this
+        comparison times out.
 
         Returns:
-            One number per verdict, that of the first response with such an answer; None without an answer.
+            For each verdict, the index of the first response with an equivalent answer; None without an
+            answer.
         """
-        firsts: dict[str, int] = {}  # text -> first response that has it
+        # Text of an answer -> the first response that has it.
+        firsts: dict[str, int] = {}
         right = next((i for i, verdict in enumerate(verdicts) if verdict.correct), None)
         for i, verdict in enumerate(verdicts):
             if verdict.answer is not None and not verdict.correct:
@@ -139,8 +149,8 @@ class Judge:
         hard = {verdict.answer for verdict in verdicts if verdict.timed_out}
         texts = [text for text in firsts if text not in hard]
         if kind == "math" and len(texts) > 1:
-            classes, broken_off = self._submit(equivalence_classes, texts)(None)
-            if classes is not None and not broken_off:
+            classes, timed_out = self._submit(equivalence_classes, texts)(None)
+            if classes is not None and not timed_out:
                 firsts |= {text: firsts[texts[number]] for text, number in zip(texts, classes, strict=True)}
         return [
             right if verdict.correct else None if verdict.answer is None else firsts[verdict.answer]
@@ -148,15 +158,15 @@ class Judge:
         ]
 
     def is_formatted(self, response: str) -> bool:
-        """Whether a response has a thought and then a solution, each between its tags."""
+        """Return whether a response has a thought and then a solution, each between its tags."""
         tags = self.tags
-        rest, found = response, "found"
+        following, found = response, "found"
         for tag in (tags.thought_open, tags.thought_close, tags.solution_open, tags.solution_close):
-            _, found, rest = rest.partition(tag)
+            _, found, following = following.partition(tag)
         return bool(found)
 
     def close(self) -> None:
-        """End the processes; safe to call twice. The next response starts new ones."""
+        """End the processes; safe to call twice. The next response starts new processes."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -165,7 +175,10 @@ class Judge:
     # Helpers
 
     def _begin(self, response: str, reference: Reference) -> Callable[[], Verdict]:
-        """Do what is quick, hand out what may hang, and return what waits for it."""
+        """Begin to judge a response, and return a function that waits for the verdict.
+
+        Quick work is done here. Work that may hang is handed to a process.
+        """
         formatted = self.is_formatted(response)
         block = solution_block(response, self.tags.solution_open, self.tags.solution_close)
         kind = reference.get("kind", "math")
@@ -182,8 +195,8 @@ class Judge:
         result = self._submit(equals_reference, require_answer(reference), text, marked is not None)
 
         def end() -> Verdict:
-            (correct, answer), broken_off = result((False, marked))
-            return Verdict(correct, formatted, answer, broken_off)
+            (correct, answer), timed_out = result((False, marked))
+            return Verdict(correct, formatted, answer, timed_out)
 
         return end
 
@@ -196,37 +209,37 @@ class Judge:
         result = self._submit(solves_countdown, expression, numbers, target)
 
         def end() -> Verdict:
-            correct, broken_off = result(False)
-            return Verdict(correct, formatted, expression, broken_off)
+            correct, timed_out = result(False)
+            return Verdict(correct, formatted, expression, timed_out)
 
         return end
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Callable[[Any], tuple[Any, bool]]:
-        """Hand out a task, and return what waits for it.
+        """Hand a task to a process, and return a function that waits for its result.
 
-        That takes what to say if a process was killed, died, or ran out of memory or stack, and returns what
-        the process found, or this; and whether it was broken off.
+        That function takes a fallback and returns the result and False. If the process was killed, died, or
+        ran out of memory or stack, it returns the fallback and True.
         """
         pool, future = self._schedule(function, *arguments)
 
-        def result(otherwise: Any) -> tuple[Any, bool]:
+        def result(fallback: Any) -> tuple[Any, bool]:
             nonlocal pool, future
             for _ in range(MAX_POOLS):
                 try:
                     return result_of(pool, future), False
                 except (TimeoutError, ProcessExpired, MemoryError, RecursionError):
-                    return otherwise, True
+                    return fallback, True
                 except BrokenProcessPool:
                     self._replace_broken_pool()
                     pool, future = self._schedule(function, *arguments)
-            return otherwise, True
+            return fallback, True
 
         return result
 
     def _schedule(self, function: Callable[..., Any], *arguments: Any) -> tuple[ProcessPool, Future[Any]]:
         if self._pool is None:
-            # Not forked from this process, whose threads may hold locks; a server forks them that has
-            # imported what takes long, so that a killed one is soon replaced.
+            # Processes are not forked from this one, whose threads may hold locks. A server that has done the
+            # slow imports forks them, so that a killed one is replaced quickly.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(WORKER_MODULES)
             require_guarded_main(context)
@@ -240,7 +253,7 @@ class Judge:
             return self._schedule(function, *arguments)
 
     def _replace_broken_pool(self) -> None:
-        """Start anew, if no other task has: a pool ends when a process of it dies that has no task yet."""
+        """Replace a pool that ended, unless another task has. A pool ends if one of its idle workers dies."""
         if self._pool is not None and self._pool.active:
             return
         self.close()
@@ -254,10 +267,10 @@ class Judge:
 
 
 def require_guarded_main(context: Any) -> None:
-    """Check that the main script can be imported again: each process does so before its first task.
+    """Check that each process can import the main script again before its first task.
 
     Raises:
-        InputError: If importing it leads back to here. Python would start processes without end.
+        InputError: If that import starts a judge. Python would start processes without end.
     """
     refuse_while_imported()
     probe = context.Process(target=int, name=PROBE)
@@ -268,21 +281,22 @@ def require_guarded_main(context: Any) -> None:
 
 
 def refuse_while_imported() -> None:
-    """End a process that imports the main script of the one that started it, and so would run it again.
+    """End a process that runs the main script again because it imports it.
 
     Raises:
-        InputError: In a process that somebody else's code has started; ours end in silence, since the process
-            that started them tells it.
+        InputError: In a process that other code started. Our own probe ends silently; the process that
+            started it reports the error.
     """
     process = multiprocessing.current_process()
-    if getattr(process, "_inheriting", False):  # what multiprocessing itself looks at
+    # multiprocessing itself checks this attribute.
+    if getattr(process, "_inheriting", False):
         if process.name == PROBE:
             os._exit(UNGUARDED)
         raise InputError(GUARD_MISSING)
 
 
 def result_of(pool: ProcessPool, future: Future[Any]) -> Any:
-    """Wait for a task; a pool that breaks may forget one."""
+    """Wait for the result of a task. A broken pool may never report it, so the pool is checked, too."""
     while not wait([future], timeout=POLL_S).done:
         if not pool.active:
             raise BrokenProcessPool("The pool ended before the task.")

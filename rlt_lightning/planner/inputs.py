@@ -1,4 +1,4 @@
-"""What a plan is made of: device, models, workers, sequences. Sizes are bytes."""
+"""The inputs of a plan: device, models, workers, sequences. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Sharding = Literal["whole", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 @dataclass(frozen=True)
 class Device:
-    """What weights, activations and time are measured by.
+    """What one process computes on.
 
     Args:
-        name: As the user calls it.
+        name: The user's name for it, such as H100 or cpu.
         memory: Bytes that one process may use.
         flops: Peak of matrix products, per second.
-        bandwidth: Of its memory, bytes per second.
-        reserved: Bytes that are gone before any tensor is made: interpreter and libraries, or CUDA's context.
+        bandwidth: Rate of its memory, bytes per second.
+        reserved: Bytes taken before any tensor exists: interpreter and libraries, or CUDA's context.
     """
 
     name: str
@@ -31,42 +31,45 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is one."""
+        """Return whether the device is a CPU."""
         return self.name == "cpu"
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A model of the set-up, and what a row of tokens costs in it."""
+    """A model, and what a row of tokens costs in it."""
 
     name: str
     shape: Shape
-    weight_bytes: int  # per number, as it is held
-    product_bytes: int  # per number, as sharding gathers it for products
+    weight_bytes: int  # per number, in storage
+    product_bytes: int  # per number, when gathered for matrix products
     activations: Activations
-    flops_per_token: float  # of a forward, the head left out
-    flops_per_pair: float  # of tokens that see each other
-    flops_per_scored: float  # in the head
+    flops_per_token: float  # of a forward, without the head
+    flops_per_pair: float  # per pair of tokens where one attends to the other
+    flops_per_scored: float  # per token in the head
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What samples outside the trainer's processes."""
+    """The vLLM workers of a run, all alike.
+
+    A copy of the weights lies on one or several GPUs, which sample together.
+    """
 
     num_gpus: int  # over all workers
-    tensor_parallel_size: int  # that share one copy of the weights
+    tensor_parallel_size: int  # GPUs that share one copy of the weights
     weight_bytes: int  # per number
     gpu_memory_utilization: float  # part of a GPU's memory that vLLM takes
-    max_sequences: int  # in work at a time, per copy
-    push_bytes: int  # per number that travels
-    only_adapter: bool  # travels, rather than all weights
+    max_sequences: int  # completions in work at a time, per copy
+    push_bytes: int  # per number that is pushed
+    only_adapter: bool  # whether only the adapter is pushed, rather than all weights
     bucket_bytes: int  # gathered from the trainer's ranks at once
-    colocated: bool  # with a process of the trainer on one GPU
-    sleeps: bool  # while that one trains
+    colocated: bool  # whether they share GPUs with the trainer
+    sleeps: bool  # whether they sleep while the trainer trains
 
     @property
     def num_copies(self) -> int:
-        """Of the weights."""
+        """Return the number of copies of the weights."""
         return self.num_gpus // self.tensor_parallel_size
 
 
@@ -86,29 +89,30 @@ class Step:
 
     @property
     def num_sequences(self) -> int:
-        """That one process computes."""
+        """Return the number of sequences that one process computes."""
         return -(-self.prompts // self.num_processes) * self.group_size
 
     def sequences(self, prompt_length: int, completion_length: int) -> list[Extent]:
-        """Those of one process, all of the same length."""
+        """Return the sequences of one process, all of the same length."""
         numbers = range(self.num_sequences)
         return [Extent(i // self.group_size, prompt_length, completion_length) for i in numbers]
 
     @property
     def mean_sequences(self) -> list[Extent]:
-        """Those of one process, all of mean length."""
+        """Return the sequences of one process, all of mean length."""
         return self.sequences(self.mean_prompt_length, self.mean_completion_length)
 
     @property
     def mean_rows(self) -> list[MicroBatch]:
-        """The rows in which they go through a model."""
+        """Return the rows in which the mean sequences are packed."""
         return micro_batches(self.mean_sequences, self.micro_batch_tokens, self.layout)
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the largest row: full, or as long as the longest sequence.
+        """Return the tokens of the largest row: a full one, or the longest sequence.
 
-        A row holds `micro_batch_tokens` at most, but a longer sequence goes alone, and a step may have fewer.
+        A row holds at most `micro_batch_tokens`; a longer sequence gets a row to itself, and a step may have
+        fewer tokens.
         """
         longest = self.prompt_length + self.completion_length
         room = max(longest, self.micro_batch_tokens)
@@ -117,10 +121,16 @@ class Step:
         rows = micro_batches(self.sequences(self.prompt_length, self.completion_length), room, self.layout)
         return min(room, sum(row.num_tokens for row in rows))
 
+    @property
+    def scored_tokens(self) -> int:
+        """Return the tokens of the largest row that the head scores: all but one prompt."""
+        tokens = self.row_tokens
+        return tokens - self.prompt_length if tokens > self.prompt_length else tokens
+
 
 @dataclass(frozen=True)
 class Setup:
-    """All that the plan is made of; see `rlt_lightning.plan_command` for where it comes from."""
+    """All inputs of a plan; `rlt_lightning.planner.settings.read_setup` reads them from a config."""
 
     device: Device
     sharding: Sharding
@@ -129,52 +139,52 @@ class Setup:
     policy: LanguageModel
     student: LanguageModel | None
     with_reference: bool
-    shares_base: bool  # the reference is the policy without its adapter
-    forwards_per_step: int  # what a forward and its backward count as
-    master_bytes: int  # per number, of what the optimizer steps; the moments' too
-    grad_bytes: int  # per number, of gradients that wait for the step
+    shares_base: bool  # whether the reference is the policy without its adapter
+    forwards_per_step: int  # forwards that a forward and its backward cost
+    master_bytes: int  # per number of the optimizer's weights and moments
+    grad_bytes: int  # per number of accumulated gradients
     offload_frozen: bool
     offload_optimizer: bool
     offload_parameters: bool
-    bucket_numel: int  # of gradients that are reduced together
-    sub_group_numel: int  # of weights that DeepSpeed ZeRO-3 steps together
+    bucket_numel: int  # gradients that are reduced together
+    sub_group_numel: int  # weights that DeepSpeed ZeRO-3 steps together
     step: Step
-    logits_bytes: int
-    hf_sequences: int  # that HFEngine samples at once; 0: it does not
-    recompute_teacher: bool  # in the score phase
+    logits_bytes: int  # of one tile of logits
+    hf_sequences: int  # completions that the trainer's processes sample at once; 0 if workers sample
+    recompute_teacher: bool  # whether the score phase runs the teacher, too
     worker: Worker | None
     mfu: float  # part of the peak that products reach
     checkpointing: bool
     push_bandwidth: float  # bytes per second
     decode_rate: float | None  # tokens per second of one copy; None: from bandwidth and flops
-    notes: list[str]  # what was assumed
+    notes: list[str]  # assumptions, for the page
 
     @property
     def copies_reference(self) -> bool:
-        """Whether the reference has weights of its own."""
+        """Return whether the reference is a second copy of the policy's weights."""
         return self.with_reference and not self.shares_base
 
     @property
     def shards(self) -> int:
-        """In how many parts weights lie."""
+        """Return the number of parts that weights are divided into."""
         return self.num_processes if self.sharding in ("fsdp2", "zero3") else 1
 
     @property
     def state_shards(self) -> int:
-        """In how many parts optimizer states lie."""
+        """Return the number of parts that optimizer states are divided into."""
         return 1 if self.sharding in ("whole", "ddp") else self.num_processes
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients, and the buckets they travel in, have memory of their own from the beginning.
+        """Return whether gradients and their buckets keep their memory from step to step.
 
-        DeepSpeed's stage 3 does so, and its stage 1 for the gradients of half-precision weights. Stages 1 and
-        2 make both in a backward and free them with the step.
+        They do in DeepSpeed's stage 3 and, for half-precision weights, in stage 1. Stage 2, and stage 1 in
+        fp32, allocate both in a backward and free them with the step.
         """
         in_half = self.policy.weight_bytes < self.grad_bytes
         return self.sharding == "zero3" or (self.sharding == "zero1" and in_half)
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed steps the optimizer."""
+        """Return whether DeepSpeed steps the optimizer."""
         return self.sharding.startswith("zero")

@@ -1,12 +1,12 @@
-"""Memory of a run from its set-up alone: arithmetic, nothing is run. Sizes are bytes.
+"""Compute the memory of a run from its setup: plain arithmetic, in bytes; nothing is run.
 
-It is added up phase by phase, since what is there at the same time decides. Formulas follow what this
-package, PyTorch's FSDP2 and DeepSpeed allocate.
+Only parts that exist at the same time add up, so each phase of a step has its own sum. The formulas follow
+what this package, PyTorch's FSDP2 and DeepSpeed allocate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlt_lightning.models.weights import FILE_BYTES
@@ -14,17 +14,18 @@ from rlt_lightning.modules.meter import GIB
 from rlt_lightning.planner.inputs import LanguageModel, Setup, Worker
 
 Sizes = dict[str, float]  # part -> bytes on one device
-HEAD_TILES = 4  # logits, and what is made of them, that the head holds at a time
+HEAD_TILES = 4  # tiles of logits, and of what is computed from them, that the head holds at a time
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, and sums in float64
-LIVE_NUMEL = 10**9  # weights that DeepSpeed ZeRO-3 keeps gathered (stage3_max_live_parameters)
-ASLEEP = 1.5 * GIB  # stated: what a vLLM worker that sleeps keeps of a GPU
-SENT_NUMEL = 5 * 10**8  # gradients that its stage 1 with bfloat16 sends together
-PREFETCH_NUMEL = 5 * 10**7  # and fetches ahead (stage3_prefetch_bucket_size)
+ASLEEP = 1.5 * GIB  # stated: what a sleeping vLLM worker keeps of a GPU
+# DeepSpeed's limits, in numbers of weights or gradients.
+LIVE_NUMEL = 10**9  # gathered at a time by stage 3 (stage3_max_live_parameters)
+PREFETCH_NUMEL = 5 * 10**7  # fetched ahead by stage 3 (stage3_prefetch_bucket_size)
+SENT_NUMEL = 5 * 10**8  # sent together by stage 1 with bfloat16
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What lies on a device, and in the host's memory per process, at the worst moment of a phase."""
+    """The worst moment of a phase: sizes on a device, and in the host's memory per process."""
 
     name: str
     device: Sizes
@@ -32,24 +33,26 @@ class Phase:
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Return the bytes on the device."""
         return sum(self.device.values())
 
 
 def weights(setup: Setup, model: LanguageModel, frozen: bool) -> float:
-    """Of one model on one device: whole, or a shard; a frozen one that is offloaded is not there."""
+    """Return the weights of one model on one device, whole or a shard; none while they are offloaded."""
     if (frozen and setup.offload_frozen and not setup.device.is_cpu) or setup.offload_parameters:
         return 0.0
     return model.shape.weights * model.weight_bytes / setup.shards
 
 
-def gathered(setup: Setup, model: LanguageModel, backward: bool) -> float:
-    """Whole weights that sharding brings together for a pass, and in a backward their whole gradients.
+def gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> float:
+    """Return the whole weights that sharding gathers for a pass and, in a backward, their whole gradients.
 
-    FSDP2 holds what is outside the blocks for the whole pass, one block, and the next with the buffer that it
-    arrives in. A backward adds the gradients: outside the blocks until its end, and twice a block (as they
-    are computed, and as they are sent). DeepSpeed ZeRO-3 keeps up to 1e9 weights, fetches ahead, and needs
-    the gradients of what it has not yet put into the bucket; a bucket that is full is copied to be sent.
+    FSDP2 holds three things in a pass: the weights outside the blocks, one block, and the next block with the
+    buffer that it arrives in. A backward adds gradients: those of the weights outside the blocks until its
+    end, and those of one block twice (as they are computed, and as they are sent).
+
+    DeepSpeed ZeRO-3 keeps up to 1e9 weights and fetches ahead. A backward adds the gradients that are not in
+    the bucket yet; a full bucket is copied to be sent.
     """
     if setup.shards == 1:
         return 0.0
@@ -66,11 +69,11 @@ def gathered(setup: Setup, model: LanguageModel, backward: bool) -> float:
 
 
 def buckets(setup: Setup) -> float:
-    """Buffers that gradients travel in between processes.
+    """Return the buffers in which gradients travel between processes.
 
-    DDP: all of them, at once. DeepSpeed: `reduce_bucket_size` numbers, in stages 1 and 2 twice, since one is
-    filled while the other travels; stage 1 of half-precision weights sends 5e8 at a time. A CPU takes only
-    what is written to.
+    DDP has a buffer for each gradient. DeepSpeed has `reduce_bucket_size` numbers, twice in stages 1 and 2,
+    since one buffer is filled while the other travels; stage 1 of half-precision weights sends 5e8 at a time.
+    A CPU takes only the memory that is written to.
     """
     trained = setup.policy.shape.trained
     if setup.sharding == "ddp":
@@ -85,7 +88,7 @@ def buckets(setup: Setup) -> float:
 
 
 def gradients(setup: Setup) -> float:
-    """Of all trained weights, from the first backward on: in shards but for DDP and stage 1.
+    """Return the gradients of all trained weights: in shards, except under DDP and stage 1.
 
     DeepSpeed accumulates them in `grad_bytes`; stage 1 keeps them whole until the last row of a step.
     """
@@ -95,7 +98,7 @@ def gradients(setup: Setup) -> float:
 
 
 def optimizer_states(setup: Setup) -> float:
-    """AdamW's two moments and, where weights are held in less, the fp32 weights that it steps."""
+    """Return AdamW's two moments and, if weights are in half precision, the fp32 weights that it steps."""
     master = setup.is_deepspeed and (
         setup.policy.weight_bytes != setup.master_bytes or setup.sharding != "zero3"
     )
@@ -104,11 +107,11 @@ def optimizer_states(setup: Setup) -> float:
 
 
 def step_workspace(setup: Setup) -> float:
-    """What an optimizer step needs for a moment.
+    """Return what an optimizer step allocates for its own duration.
 
-    AdamW makes the roots of the second moments: on a GPU of all weights at a time, on a CPU twice those of
-    one tensor, and DeepSpeed has but one tensor, or in stage 3 one per `sub_group_size`. It also copies their
-    gradients into a flat one. States in main memory are stepped there, in one pass.
+    AdamW computes the roots of the second moments: on a GPU for all weights at a time, on a CPU for one
+    tensor, twice. DeepSpeed has a single tensor, or in stage 3 one per `sub_group_size`, and also copies the
+    gradients into a flat tensor. States in main memory are stepped there, in one pass.
     """
     own = setup.policy.shape.trained / setup.state_shards
     if setup.offload_optimizer:
@@ -122,23 +125,26 @@ def step_workspace(setup: Setup) -> float:
 
 
 def head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
-    """Hidden states of scored tokens, in fp32 on a CPU, and tiles of logits."""
+    """Return the hidden states of scored tokens, in fp32 on a CPU, and the tiles of logits."""
     return num_scored * model.shape.hidden_size * 4 + HEAD_TILES * setup.logits_bytes
 
 
 def head_grad(setup: Setup) -> float:
-    """The whole gradient of the head's weight; the embedding's is as large."""
+    """Return the whole gradient of the head's weight; the embedding's is as large."""
     return setup.policy.shape.head_trained * setup.policy.product_bytes
 
 
 def head_backward(setup: Setup, num_scored: int) -> float:
-    """As forward; and the gradients of states, in fp32, and of the weight, before that is added."""
+    """Return the forward's needs, the gradients of hidden states in fp32, and the weight's gradient."""
     states = num_scored * setup.policy.shape.hidden_size * 4
     return head_forward(setup, setup.policy, num_scored) + states + head_grad(setup)
 
 
-def cache(setup: Setup) -> float:
-    """Keys and values while HFEngine samples, each layer's twice as it grows, and the drawing of a token."""
+def kv_cache(setup: Setup) -> float:
+    """Return keys and values while HFEngine samples, and what it needs to draw a token.
+
+    A layer's keys and values are copied as they grow: one layer at a time exists twice.
+    """
     per_turn = max(1, setup.hf_sequences // setup.step.group_size) * setup.step.group_size
     rows = min(per_turn, setup.step.num_sequences)
     shape, size = setup.policy.shape, setup.policy.weight_bytes
@@ -148,87 +154,79 @@ def cache(setup: Setup) -> float:
     )
 
 
-def phases(setup: Setup) -> Iterator[Phase]:
-    """Every phase of a step from the second on, when moments and gradients are there."""
+def lasting_parts(setup: Setup) -> Sizes:
+    """Return what lies on a device from one step to the next."""
     policy, student = setup.policy, setup.student
-    tokens = setup.step.row_tokens
-    scored = tokens - setup.step.prompt_length if tokens > setup.step.prompt_length else tokens
-    reference_weights = weights(setup, policy, frozen=True) if setup.copies_reference else 0.0
-    always = {
+    # PyTorch keeps the gradients of the step before until the next update; DeepSpeed frees most.
+    keeps_gradients = setup.holds_gradients or not setup.is_deepspeed
+    parts = {
         "runtime": setup.device.reserved,
         "policy weights": weights(setup, policy, frozen=False),
-        "reference weights": reference_weights,
+        "reference weights": weights(setup, policy, frozen=True) if setup.copies_reference else 0.0,
         "student weights": weights(setup, student, frozen=True) if student else 0.0,
         "optimizer states": 0.0 if setup.offload_optimizer else optimizer_states(setup),
+        "gradient buckets": buckets(setup) if keeps_gradients else 0.0,
     }
-    lasting = setup.holds_gradients or not setup.is_deepspeed
-    always["gradient buckets"] = buckets(setup) if lasting else 0.0
-    sampling = dict(always)
     if setup.worker and setup.worker.colocated and not setup.device.is_cpu:
-        sampling["vLLM worker"] = setup.worker.gpu_memory_utilization * setup.device.memory
-        always["vLLM worker"] = ASLEEP if setup.worker.sleeps else sampling["vLLM worker"]
-    host = host_memory(setup)
-    # PyTorch's of the step before stay until the next update.
-    grads = {"gradients": gradients(setup) if lasting else 0.0}
-
-    def phase(name: str, **parts: float) -> Phase:
-        named = {key.replace("_", " "): value for key, value in parts.items()}
-        return Phase(name, merged(always, grads, named), host)
-
-    def back_on_device(model: LanguageModel) -> float:
-        """A frozen model comes back for its turn."""
-        offloaded = setup.offload_frozen and not setup.device.is_cpu
-        return model.shape.weights * model.weight_bytes if offloaded else 0.0
-
-    if setup.hf_sequences:
-        yield phase("generate", kv_cache=cache(setup), gathered=gathered(setup, policy, False))
-    if setup.worker:
-        largest = policy.shape.largest * policy.weight_bytes if setup.shards > 1 else 0
-        bucket = {
-            "gathered": float(max(min(setup.worker.bucket_bytes, pushed(setup, setup.worker)), largest))
-        }
-        yield Phase("push", merged(sampling, grads, bucket), host)
-    if student:
-        forwards = [student, policy] if setup.recompute_teacher else [student]
-        turns = [
-            {
-                "student_weights": back_on_device(student),
-                "activations": model.activations.forward,
-                "head": head_forward(setup, model, scored),
-                "gathered": gathered(setup, model, False),
-            }
-            for model in forwards
-        ]
-        yield phase("score", **max(turns, key=lambda parts: sum(parts.values())))
-    if setup.with_reference:
-        yield phase(
-            "reference",
-            reference_weights=back_on_device(policy),
-            activations=policy.activations.forward,
-            head=head_forward(setup, policy, scored),
-            gathered=gathered(setup, policy, False),
-        )
-    yield train_phase(setup, phase("train"), scored)
-    step = phase("step", step_workspace=step_workspace(setup))
-    yield Phase(step.name, step.device | {"gradients": gradients(setup)}, host)
-    written = {"checkpoint file": file_buffer(setup)}
-    on_cpu = setup.device.is_cpu
-    yield Phase(
-        "checkpoint",
-        merged(always, grads, written if on_cpu else {}),
-        merged(host, {} if on_cpu else written),
-    )
+        parts["vLLM worker"] = ASLEEP if setup.worker.sleeps else awake_worker(setup, setup.worker)
+    return parts | {"gradients": gradients(setup) if keeps_gradients else 0.0}
 
 
-def train_phase(setup: Setup, base: Phase, scored: int) -> Phase:
-    """Forward and backward at their worst moment, which is one of three.
+def generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+    """Return what sampling in the trainer's own processes needs."""
+    if not setup.hf_sequences:
+        return None
+    return {"kv cache": kv_cache(setup), "gathered": gathered_bytes(setup, setup.policy, backward=False)}
 
-    The head's backward begins: all activations are kept. The last block's: its own needs besides. The
-    embedding's, at the end: no activations, but a whole gradient more. In the first and largest row of a step
-    gradients come into being as the backward goes on, unless they have memory of their own; in the next,
-    which may be smaller, they are there.
+
+def push_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+    """Return what a push needs: the bucket of gathered weights, and a worker that is awake."""
+    worker = setup.worker
+    if worker is None:
+        return None
+    largest = setup.policy.shape.largest * setup.policy.weight_bytes if setup.shards > 1 else 0
+    awake = {"vLLM worker": awake_worker(setup, worker)} if "vLLM worker" in lasting else {}
+    return awake | {"gathered": float(max(min(worker.bucket_bytes, pushed(setup, worker)), largest))}
+
+
+def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+    """Return what the forwards of a reward need: the student's or, if it is run, the teacher's."""
+    if setup.student is None:
+        return None
+    models = [setup.student, setup.policy] if setup.recompute_teacher else [setup.student]
+    forwards = [forward_parts(setup, model) for model in models]
+    student = lasting["student weights"] + returned_weights(setup, setup.student)
+    return {"student weights": student} | max(forwards, key=lambda parts: sum(parts.values()))
+
+
+def reference_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+    """Return what the reference's forward needs."""
+    if not setup.with_reference:
+        return None
+    reference = lasting["reference weights"] + returned_weights(setup, setup.policy)
+    return {"reference weights": reference} | forward_parts(setup, setup.policy)
+
+
+def forward_parts(setup: Setup, model: LanguageModel) -> Sizes:
+    """Return what a forward without gradient needs beside weights."""
+    return {
+        "activations": model.activations.forward,
+        "head": head_forward(setup, model, setup.step.scored_tokens),
+        "gathered": gathered_bytes(setup, model, backward=False),
+    }
+
+
+def train_parts(setup: Setup, lasting: Sizes) -> Sizes:
+    """Return what forward and backward need at their worst moment, which is one of three.
+
+    1. The head's backward begins: all activations are kept.
+    2. The last block's backward: its own needs are added.
+    3. The embedding's backward, at the end: no activations, but one more whole gradient.
+
+    The first and largest row of a step creates its gradients during the backward, unless they have memory of
+    their own. For the next row, which may be smaller, they exist already.
     """
-    policy = setup.policy
+    policy, scored = setup.policy, setup.step.scored_tokens
     grads, sent = gradients(setup), buckets(setup)
     kept, block = policy.activations.kept, policy.activations.backward
     states = scored * policy.shape.hidden_size * 4
@@ -239,7 +237,7 @@ def train_phase(setup: Setup, base: Phase, scored: int) -> Phase:
     for number, count in enumerate(tokens):
         part = count / tokens[0]
         grow = number == 0 and not setup.holds_gradients
-        early = base.device["gradient buckets"] if grow and setup.device.is_cpu else sent
+        early = lasting["gradient buckets"] if grow and setup.device.is_cpu else sent
         moments += [
             {
                 "gradients": 0.0 if grow else grads,
@@ -254,16 +252,55 @@ def train_phase(setup: Setup, base: Phase, scored: int) -> Phase:
                 "head": part * states,
             },
         ]
-    worst = max(moments, key=lambda parts: sum(parts.values()))
-    others = {
+    return max(moments, key=lambda parts: sum(parts.values())) | {
         "half-precision copies": policy.activations.copies,
-        "gathered": gathered(setup, policy, backward=True),
+        "gathered": gathered_bytes(setup, policy, backward=True),
     }
-    return Phase(base.name, base.device | worst | others, base.host)
+
+
+def step_parts(setup: Setup, lasting: Sizes) -> Sizes:
+    """Return what the optimizer's step needs."""
+    return {"step workspace": step_workspace(setup), "gradients": gradients(setup)}
+
+
+# What each phase adds to the lasting parts, or holds in their place; None where a run has no such phase.
+PHASES: dict[str, Callable[[Setup, Sizes], Sizes | None]] = {
+    "generate": generate_parts,
+    "push": push_parts,
+    "score": score_parts,
+    "reference": reference_parts,
+    "train": train_parts,
+    "step": step_parts,
+}
+
+
+def phases(setup: Setup) -> Iterator[Phase]:
+    """Yield every phase of a step from the second on, when moments and gradients exist."""
+    lasting, host = lasting_parts(setup), host_memory(setup)
+    for name, parts_of in PHASES.items():
+        parts = parts_of(setup, lasting)
+        if parts is not None:
+            yield Phase(name, lasting | parts, host)
+    written = {"checkpoint file": file_buffer(setup)}
+    if setup.device.is_cpu:
+        yield Phase("checkpoint", lasting | written, host)
+    else:
+        yield Phase("checkpoint", lasting, host | written)
+
+
+def returned_weights(setup: Setup, model: LanguageModel) -> float:
+    """Return the weights of an offloaded frozen model, which come back while it computes."""
+    offloaded = setup.offload_frozen and not setup.device.is_cpu
+    return model.shape.weights * model.weight_bytes if offloaded else 0.0
+
+
+def awake_worker(setup: Setup, worker: Worker) -> float:
+    """Return what a vLLM worker takes of the GPU that it shares with the trainer."""
+    return worker.gpu_memory_utilization * setup.device.memory
 
 
 def host_memory(setup: Setup) -> Sizes:
-    """What is kept in the host's memory rather than on the device, per process."""
+    """Return what each process keeps in the host's memory rather than on the device."""
     policy, student = setup.policy, setup.student
     trained = policy.shape.trained
     parts: Sizes = {}
@@ -286,20 +323,11 @@ def host_memory(setup: Setup) -> Sizes:
 
 
 def file_buffer(setup: Setup) -> float:
-    """Whole tensors of one file that a process holds as it writes a checkpoint."""
+    """Return the whole tensors of one file, which a process holds while it writes a checkpoint."""
     return min(FILE_BYTES, setup.policy.shape.trained * setup.master_bytes)
 
 
 def pushed(setup: Setup, worker: Worker) -> float:
-    """Of weights, or of an adapter, on their way to a worker."""
+    """Return the weights, or those of an adapter, that travel to each worker."""
     shape = setup.policy.shape
     return (shape.trained if worker.only_adapter else shape.weights) * worker.push_bytes
-
-
-def merged(*sizes: Sizes) -> Sizes:
-    """Add up by part."""
-    total: Sizes = {}
-    for parts in sizes:
-        for name, size in parts.items():
-            total[name] = total.get(name, 0.0) + size
-    return total

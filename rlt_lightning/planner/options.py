@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlt_lightning.types import InputError
 
-# Memory as the driver shows it, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s: NVIDIA's data
-# sheets of the SXM cards.
+# Memory that the driver shows, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s. From NVIDIA's
+# data sheets of the SXM cards.
 GPUS = {
     "A100": (79.3, 312e12, 2.0e12),
     "H100": (79.6, 989e12, 3.35e12),
@@ -21,23 +21,23 @@ CPU_BANDWIDTH = 20e9  # stated, bytes/s
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan needs to know beside the settings of the run.
+    """What a plan needs to know beyond the settings of the run.
 
     Args:
         device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
         device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
-        tflops: Its peak of matrix products, TFLOP/s; None: the device's, or measured on this CPU.
-        bandwidth_gb_s: Of its memory, GB/s; None: the device's.
-        mfu: Part of the peak that products reach, those included that gradient checkpointing repeats.
+        tflops: Peak of its matrix products, TFLOP/s; None: the device's, or measured on this CPU.
+        bandwidth_gb_s: Rate of its memory, GB/s; None: the device's.
+        mfu: Part of the peak that products reach, counting the ones that gradient checkpointing repeats.
         prompt_length: Longest prompt, tokens; None: data.max_prompt_length, in fine-tuning 0.
         completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning
             data.max_length less the prompt.
         mean_frac: Mean length as a part of the longest: memory is for the longest, time for the mean.
-        gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments win.
-        tensor_parallel_size: GPUs that share a copy, of workers that are named by URL.
-        decode_tokens_per_s: Of one copy; None: from its memory bandwidth and mfu.
+        gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments take precedence.
+        tensor_parallel_size: GPUs that share a copy of the weights, for workers that are named by URL.
+        decode_tokens_per_s: Rate of one copy; None: from its memory bandwidth and mfu.
         push_gb_s: Rate at which weights reach workers, GB/s; None: 1 by gloo or disk, 50 by NCCL.
-        json: File to write the plan to as well.
+        json: File that the plan is also written to.
     """
 
     device: str = "auto"
@@ -70,7 +70,7 @@ class PlanOptions:
             if value is not None and value <= 0:
                 raise InputError(f"plan.{name} must be above 0, but is {value}.")
         if self.json is not None and not Path(self.json).resolve().parent.is_dir():
-            raise InputError(f"plan.json must lie in a folder that exists, but is {self.json}.")
+            raise InputError(f"plan.json must be in a folder that exists, but is {self.json}.")
         parts = {"mfu": self.mfu, "mean_frac": self.mean_frac}
         parts["gpu_memory_utilization"] = self.gpu_memory_utilization
         for name, value in parts.items():

@@ -1,4 +1,4 @@
-"""A plan as a page to read, and as JSON."""
+"""Write a plan as a page to read, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYOUTS = {
 }
 
 
-def page(plan: Plan) -> str:
-    """The plan as text: memory by part and phase, time, what was assumed, and the verdict."""
+def plan_page(plan: Plan) -> str:
+    """Return the plan as text: memory by part and phase, time, assumptions, and the verdict."""
     setup, device = plan.setup, plan.setup.device
     notes = [
         *setup.notes,
@@ -45,7 +45,7 @@ def page(plan: Plan) -> str:
 
 
 def memory_table(plan: Plan) -> list[str]:
-    """Parts in rows, phases in columns, the largest one marked; the host's part of the peak at the end."""
+    """Return a table of parts by phases, with the peak marked, and the host's memory at the end."""
     host = {name: size for phase in plan.phases for name, size in phase.host.items()}
     names = list(dict.fromkeys(name for phase in plan.phases for name in phase.device))
     shown = [name for name in names if any(phase.device.get(name) for phase in plan.phases)]
@@ -68,25 +68,25 @@ def memory_table(plan: Plan) -> list[str]:
     lines.append(line("total (* the peak)", totals))
     if any(host.values()):
         machine = plan.setup.processes_per_machine * sum(host.values()) / GIB
-        lines.append(f"in the host's memory {machine:.0f} GiB a machine, beside libraries; not checked")
+        lines.append(f"in the host's memory {machine:.0f} GiB a machine, besides libraries; not checked")
     return lines
 
 
 def figure(size: float) -> str:
-    """GiB, or a dot for nothing."""
+    """Return a size in GiB, or a dot for nothing."""
     return f"{size / GIB:.2f}" if size >= 0.005 * GIB else "."
 
 
 def worker_lines(setup: Setup) -> list[str]:
-    """What a vLLM worker holds."""
+    """Return what the vLLM workers hold, or no line without workers."""
     worker = setup.worker
     if worker is None:
         return []
     weights = setup.policy.shape.weights * worker.weight_bytes / worker.tensor_parallel_size
     if setup.device.is_cpu:
-        return [f"vLLM: {weights / GIB:.2f} GiB of weights, and what it is given for keys and values, apart"]
+        return [f"vLLM needs besides: {weights / GIB:.2f} GiB of weights, and space for keys and values"]
     per_token = setup.policy.shape.kv_per_token * worker.weight_bytes
-    where = "on the trainer's GPUs" if worker.colocated else "on GPUs of their own"
+    where = "on the trainer's GPUs" if worker.colocated else "on separate GPUs"
     return [
         f"vLLM: {worker.num_copies} copies, {worker.num_gpus} GPUs, {where}",
         f"  takes {worker.gpu_memory_utilization:.0%} of a GPU, {weights / GIB:.1f} GiB of it for weights",
@@ -97,14 +97,14 @@ def worker_lines(setup: Setup) -> list[str]:
 
 
 def time_lines(plan: Plan) -> list[str]:
-    """Seconds of every phase."""
+    """Return the seconds of every phase."""
     total = sum(timing.seconds for timing in plan.timings)
     lines = [f"A step takes about {total:,.3g} s: estimates from stated rates, nothing of it was measured."]
     return lines + [f"  {t.name:<9}{t.seconds:>10,.3g} s  {t.reason}" for t in plan.timings]
 
 
 def write_json(plan: Plan, path: str) -> None:
-    """The plan's figures, for a program; bytes and seconds."""
+    """Write the plan's figures, in bytes and seconds, for other programs."""
     content = {
         "peak_phase": plan.peak.name,
         "peak_bytes": plan.peak.total,

@@ -1,7 +1,7 @@
-"""What a language model needs, found from its configuration: numbers of weights, and bytes of activations.
+"""Find a language model's numbers of weights and bytes of activations from its configuration.
 
-Nothing is loaded and nothing is computed: the model's own forward and backward run on fake tensors, which
-have shapes but no memory, while the bytes that real ones would take are added up.
+Nothing is loaded and nothing is computed. The model's own forward and backward run on fake tensors, which
+have shapes but no memory, and the bytes of the real tensors are added up.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from rlt_lightning.strategies.sharding import blocks
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of a model's weights, and of what it keeps per token."""
+    """Numbers of a model's weights, and of its keys and values per token."""
 
-    weights: int  # each tied one once
-    trained: int  # of those, in the optimizer
+    weights: int  # in all; tied weights count once
+    trained: int  # in the optimizer
     block: int  # in the largest transformer block
     num_blocks: int
-    outside: int  # not in a block: embedding, last norm, head
+    outside: int  # outside the blocks: embedding, last norm, head
     largest: int  # in the largest tensor
-    largest_trained: int  # in the largest that is in the optimizer
+    largest_trained: int  # in the largest tensor of the optimizer
     hidden_size: int
     num_words: int  # of the head
-    head_trained: int  # in the head's gradient; 0 where it is frozen
+    head_trained: int  # in the head's gradient; 0 if the head is frozen
     kv_per_token: int  # keys and values of all layers
 
     @classmethod
     def of(cls, model: Any) -> Shape:
-        """Count."""
+        """Count the weights of a model, which may be on the meta device."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
         sizes = [p.numel() for p in model.parameters()]
@@ -65,28 +65,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one row of tokens through the transformer, embedding and head left out."""
+    """Bytes of one row of tokens in the transformer, without embedding and head."""
 
     kept: int  # from the forward to the backward pass
-    copies: int  # of weights in half precision, which autocast keeps for a whole step
-    backward: int  # most that one block's backward takes besides; what it computes again included
-    forward: int  # most at a time of a forward without gradient
+    copies: int  # weights in half precision, which autocast keeps for a whole step
+    backward: int  # added by one block's backward at its peak, recomputed activations included
+    forward: int  # peak of a forward without gradient
 
 
 def activations(
     model: Any, num_tokens: int, prefix: int = 0, checkpointing: bool = False, autocast: bool = False
 ) -> Activations:
-    """Trace a row of tokens through one block and through two; all others need what the second needs.
+    """Trace a row of tokens through one block and through two; further blocks need what the second needs.
 
-    On the CPU's kernels, whose flash attention keeps what a GPU's keeps. Gradients of weights are there
-    already, as they are from the second row of a step on.
+    The trace uses the CPU's kernels, whose flash attention keeps what a GPU's keeps. Gradients of weights
+    exist from the start, as they do from the second row of a step on.
 
     Args:
-        model: On the meta device; it is not changed.
-        num_tokens: In the row.
-        prefix: Of these, tokens that the others continue; 0: two sequences that share nothing.
-        checkpointing: Blocks are computed again in the backward pass.
-        autocast: Products in bfloat16.
+        model: The model, on the meta device; it is not changed.
+        num_tokens: Tokens of the row.
+        prefix: Tokens of the row that all sequences share; 0: two sequences that share nothing.
+        checkpointing: Whether blocks are computed again in the backward pass.
+        autocast: Whether products are in bfloat16.
     """
     sequences = [
         ScoredSequence([0] * prefix, rest, last_scored(prefix + len(rest)))
@@ -102,7 +102,8 @@ def activations(
         precision = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
         with FakeTensorMode(allow_non_fake_inputs=True), precision:
             small.to_empty(device="cpu")
-            small.get_input_embeddings().weight.requires_grad_(False)  # its gradient is counted elsewhere
+            # The gradient of the embedding is counted elsewhere.
+            small.get_input_embeddings().weight.requires_grad_(False)
             for parameter in small.parameters():
                 parameter.grad = torch.empty_like(parameter)
             packed = PackedSequences.from_sequences(sequences, families)
@@ -128,7 +129,7 @@ def activations(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the memory of tensors that are made, and are not gone; those of a model do not count."""
+    """Adds up the memory of live tensors, without the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """Count memory that is new, until it is freed."""
+        """Count new memory until it is freed."""
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = storage.nbytes()
@@ -154,12 +155,12 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self.forget, key)
 
     def forget(self, key: int) -> None:
-        """Called when it is freed."""
+        """Take off memory that was freed."""
         self.now -= self.sizes.pop(key)
 
 
 def first_blocks(model: Any, number: int) -> Any:
-    """A copy of a model with its first blocks alone, in training mode and without dropout."""
+    """Return a copy of a model with only its first blocks, in training mode and without dropout."""
     first = blocks(model)[0]
     parent, name, all_blocks = next(
         (module, name, child)
@@ -177,11 +178,11 @@ def first_blocks(model: Any, number: int) -> Any:
 
 
 def halves(num_tokens: int) -> list[list[int]]:
-    """Two sequences of so many tokens in all, or a single one."""
+    """Split tokens into two sequences, or into one if they are few."""
     sizes = (num_tokens // 2, num_tokens - num_tokens // 2) if num_tokens > 3 else (num_tokens,)
     return [[0] * size for size in sizes]
 
 
 def last_scored(num_tokens: int) -> list[bool]:
-    """Only the last token is scored: the head's part is counted elsewhere."""
+    """Return a mask that scores only the last token: the head's part is counted elsewhere."""
     return [False] * (num_tokens - 1) + [True]

@@ -1,4 +1,4 @@
-"""Time of a step from stated rates: work divided by what does it. Waiting and communication are not in it."""
+"""Estimate the time of a step: work divided by stated rates, without waiting and communication."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rlt_lightning.planner.inputs import LanguageModel, Setup, Worker
 from rlt_lightning.planner.memory import pushed
 
 WORKER_OVERHEAD = 3 * GIB  # stated: vLLM's own activations and graphs, per GPU
-HOST_BANDWIDTH = 20e9  # stated, bytes per second and process: offloaded states, and the way there
+HOST_BANDWIDTH = 20e9  # stated, bytes per second and process: for offloaded states and their transfer
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a phase is expected to take, and of what that is made."""
+    """The expected time of a phase, and where it comes from."""
 
     name: str
     seconds: float
@@ -23,7 +23,7 @@ class Timing:
 
 
 def forward_flops_of_step(setup: Setup, model: LanguageModel) -> float:
-    """One forward over all sequences of a step, of all processes, at their mean lengths."""
+    """Return the operations of one forward over all sequences of a step, at their mean lengths."""
     means, rows = setup.step.mean_sequences, setup.step.mean_rows
     tokens = sum(row.num_tokens for row in rows)
     pairs = sum(pairs_of(row, means) for row in rows)
@@ -33,7 +33,7 @@ def forward_flops_of_step(setup: Setup, model: LanguageModel) -> float:
 
 
 def pairs_of(row: MicroBatch, sequences: list[Extent]) -> float:
-    """Pairs of tokens that see each other: in the prefix, in each rest, and between the two."""
+    """Return the pairs of tokens where one attends to the other: within and between prefix and rests."""
     pairs = 0.0
     for family in row.families:
         prefix = sequences[family[0]].num_prefix
@@ -43,7 +43,7 @@ def pairs_of(row: MicroBatch, sequences: list[Extent]) -> float:
 
 
 def kv_capacity(setup: Setup, worker: Worker) -> float:
-    """Tokens whose keys and values fit beside the weights of one copy, over its GPUs."""
+    """Return how many tokens' keys and values fit beside the weights of one copy, over its GPUs."""
     gpus = worker.tensor_parallel_size
     room = gpus * (worker.gpu_memory_utilization * setup.device.memory - WORKER_OVERHEAD)
     room -= setup.policy.shape.weights * worker.weight_bytes
@@ -51,9 +51,10 @@ def kv_capacity(setup: Setup, worker: Worker) -> float:
 
 
 def rows_at_once(setup: Setup, worker: Worker) -> float:
-    """Completions in work at a time in one copy: as many as fit at full length, are there, and are allowed.
+    """Return how many completions one copy works on at a time.
 
-    A group shares its prompt's keys and values.
+    The smallest of three limits counts: what fits at full length, the completions of a step, and
+    `max_sequences`. A group shares its prompt's keys and values.
     """
     per_row = setup.step.completion_length + setup.step.prompt_length / setup.step.group_size
     in_step = setup.step.prompts * setup.step.group_size / worker.num_copies
@@ -61,10 +62,10 @@ def rows_at_once(setup: Setup, worker: Worker) -> float:
 
 
 def decode_seconds(setup: Setup, weight_bytes: int, num_gpus: int, rows: float, length: float) -> float:
-    """One step of decoding: a token for each of `rows`, which are `length` tokens long so far.
+    """Return the seconds to sample one token for each of `rows`, which are `length` tokens long so far.
 
-    It reads all weights and all keys and values once, and multiplies every weight with every row: the slower
-    of the two decides.
+    This step reads all weights and all keys and values once, and multiplies every weight with every row. The
+    slower of the two decides.
     """
     shape, device = setup.policy.shape, setup.device
     read = (shape.weights + rows * length * shape.kv_per_token) * weight_bytes
@@ -73,7 +74,7 @@ def decode_seconds(setup: Setup, weight_bytes: int, num_gpus: int, rows: float, 
 
 
 def generate_timing(setup: Setup) -> Timing:
-    """Sampling: every copy works through its completions, and the longest one takes its own time."""
+    """Return the time of sampling: of a copy's share of the work, or of the longest completion if longer."""
     worker = setup.worker
     copies = worker.num_copies if worker else setup.num_processes
     gpus = worker.tensor_parallel_size if worker else 1
@@ -89,14 +90,14 @@ def generate_timing(setup: Setup) -> Timing:
     rate = setup.decode_rate or rows / step
     tokens = setup.step.prompts * setup.step.group_size * setup.step.mean_completion_length
     longest = setup.step.mean_prompt_length + setup.step.completion_length / 2
-    alone = decode_seconds(setup, size, gpus, 1, longest)
-    seconds = max(tokens / (copies * rate), setup.step.completion_length * alone)
+    single = decode_seconds(setup, size, gpus, 1, longest)
+    seconds = max(tokens / (copies * rate), setup.step.completion_length * single)
     reason = f"{tokens:,} tokens, {copies} copies at {rate:,.0f} tokens/s, {rows:,.0f} at once"
     return Timing("generate", seconds, reason)
 
 
 def timings(setup: Setup) -> list[Timing]:
-    """What each phase of a step takes at the stated rates; waiting and communication are not in it."""
+    """Return the time of each phase of a step at the stated rates, without waiting and communication."""
     policy, student = setup.policy, setup.student
     rate = setup.num_processes * setup.device.flops * setup.mfu
     forward = forward_flops_of_step(setup, policy)

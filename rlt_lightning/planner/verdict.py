@@ -1,4 +1,4 @@
-"""Whether a set-up fits, and what to change where it does not."""
+"""Decide whether a run fits, and say what to change if it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlt_lightning.planner.timing import Timing, rows_at_once, timings
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step needs and takes."""
+    """The memory and the time of a step."""
 
     setup: Setup
     phases: list[Phase]
@@ -20,16 +20,16 @@ class Plan:
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
+        """Return the phase that needs most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        """Whether all of it does."""
+        """Return whether everything fits."""
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """What does not fit, and what to change."""
+        """Return a line for each thing that does not fit, with what to change."""
         found = []
         have = self.setup.device.memory
         if self.peak.total > have:
@@ -52,12 +52,12 @@ class Plan:
 
 
 def make_plan(setup: Setup) -> Plan:
-    """Work everything out."""
+    """Compute memory and time of a step."""
     return Plan(setup, list(phases(setup)), timings(setup))
 
 
 def remedies(setup: Setup, part: str) -> list[str]:
-    """Settings that make a part smaller, and are not set yet."""
+    """Return settings that make a part smaller and are not set yet."""
     whole = setup.sharding in ("whole", "ddp")
     shard = "--config configs/overlays/zero3.yaml"
     if setup.num_processes == 1:
@@ -88,6 +88,6 @@ def remedies(setup: Setup, part: str) -> list[str]:
         ],
         "head": [(True, "a lower --model.head.logits_mib")],
         "kv cache": [(True, "a lower max_sequences of the engine, or vLLM workers")],
-        "vLLM worker": [(True, "workers on GPUs of their own, or that take less of it")],
+        "vLLM worker": [(True, "workers on other GPUs, or a lower --gpu-memory-utilization")],
     }
     return [text for holds, text in choices.get(part, []) if holds]

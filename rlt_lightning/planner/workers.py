@@ -1,57 +1,49 @@
-"""Read from the settings which devices train and which ones sample."""
+"""Read from the settings which workers sample, on which GPUs, and how weights reach them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from rlt_lightning.engines import Engine
 from rlt_lightning.planner.inputs import LanguageModel, Worker
 from rlt_lightning.planner.options import PlanOptions
+from rlt_lightning.planner.processes import count_devices, gpu_ids
 
-PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}  # stated; gloo and disk by benchmarks/push.py
+# Stated, GB/s; gloo and disk were measured by benchmarks/push.py.
+PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def count_devices(devices: Any, on_cpu: bool, notes: list[str]) -> int:
-    """Processes on one machine, as trainer.devices says it."""
-    if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
-        devices = int(devices)
-    if devices in ("auto", -1):
-        found = 1 if on_cpu else max(1, torch.cuda.device_count())
-        notes.append(f"trainer.devices is {devices}: planned for {found}, set it for another number")
-        return found
-    return devices if isinstance(devices, int) else len(gpu_ids(devices))
-
-
-def gpu_ids(devices: Any) -> list[int]:
-    """The ids of a list, or of a text such as "0,1"."""
-    words = devices.split(",") if isinstance(devices, str) else devices
-    return [int(word) for word in words if str(word).strip()]
-
-
-def push_backend(engine: Engine) -> str:
-    """Return the name of the way that weights travel to the engine; empty if they do not."""
+def push_bandwidth(engine: Engine, options: PlanOptions) -> float:
+    """Return the rate at which weights reach the workers, bytes per second."""
     workers = engine.describe().workers
-    return workers.push_backend or "" if workers else ""
+    backend = workers.push_backend if workers else None
+    return 1e9 * (options.push_gb_s or PUSH_GB_S.get(backend or "", 1.0))
 
 
-def worker_of(
+def read_worker(
     engine: Engine, policy: LanguageModel, devices: Any, options: PlanOptions, notes: list[str]
 ) -> Worker | None:
-    """Return what is known of the workers that sample; None if the engine has none."""
+    """Return what the settings say of the workers that sample; None if the engine has none.
+
+    Args:
+        engine: The engine, not started.
+        policy: The model that they sample with.
+        devices: trainer.devices, to find out whether workers share GPUs with the trainer.
+        options: The options of the plan, which describe workers that run already.
+        notes: Assumptions are added here.
+    """
     settings = engine.describe().workers
     if settings is None:
         return None
-    launch = settings.launch
     push_bytes = policy.weight_bytes if settings.push_dtype is None else settings.push_dtype.itemsize
     utilization = options.gpu_memory_utilization
+    launch = settings.launch
     if launch is None:
         size = options.tensor_parallel_size
         num_gpus, weight_bytes, colocated = settings.num_workers * size, 2, False
         notes.append(
-            f"{settings.num_workers} workers by URL, each on {size} GPUs of its own, all alike, in bfloat16"
+            f"{settings.num_workers} workers by URL, each on {size} separate GPUs, all alike, in bfloat16"
         )
     else:
         size = launch.tensor_parallel_size
@@ -60,10 +52,7 @@ def worker_of(
         words = [word for argument in launch.arguments for word in argument.split("=")]
         if "--gpu-memory-utilization" in words:
             utilization = float(words[words.index("--gpu-memory-utilization") + 1])
-        own = set(gpu_ids(devices)) if not isinstance(devices, int) and "," in str(devices) else None
-        taken = {gpu for ids in launch.gpus or [[0]] for gpu in ids}
-        trained_on = own if own is not None else set(range(count_devices(devices, False, [])))
-        colocated = bool(taken & trained_on)
+        colocated = bool({gpu for ids in launch.gpus or [[0]] for gpu in ids} & trainer_gpus(devices))
     return Worker(
         num_gpus=num_gpus,
         tensor_parallel_size=size,
@@ -76,3 +65,10 @@ def worker_of(
         colocated=colocated,
         sleeps=engine.takes_turns,
     )
+
+
+def trainer_gpus(devices: Any) -> set[int]:
+    """Return the ids of the GPUs that train on one machine, from trainer.devices."""
+    if not isinstance(devices, int) and "," in str(devices):
+        return set(gpu_ids(devices))
+    return set(range(count_devices(devices, False, [])))

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from rlt_lightning.records.jsonl import Row
-from rlt_lightning.tags import token_texts
+from rlt_lightning.tags import decode_each
 from rlt_lightning.types import PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
@@ -60,9 +60,9 @@ def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: An
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`. Values are
         rounded to 1e-6.
     """
-    columns: Row = {"thought_tokens": token_texts(tokenizer, scores.think_tokens[position])}
+    columns: Row = {"thought_tokens": decode_each(tokenizer, scores.think_tokens[position])}
     columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
-    columns["solution_tokens"] = token_texts(tokenizer, rollout.problem.solution_ids)
+    columns["solution_tokens"] = decode_each(tokenizer, rollout.problem.solution_ids)
     values = scores.solution_log_probs[position].tolist()
     columns["solution_log_probs"] = [round(value, 6) for value in values]
     return columns

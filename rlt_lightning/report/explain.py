@@ -16,13 +16,13 @@ from typing_extensions import override
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.stratos import as_list, stratos_of
+from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.rows import rollout_rows, token_columns
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.tags import TagStyle, tag_style
-from rlt_lightning.types import InputError, PromptBatch
+from rlt_lightning.types import InputError, PromptBatch, as_list
 
 # Of 256 colours, from a token as the student expects it to one that surprises it most.
 SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;209m", "\x1b[48;5;203m")
