@@ -16,12 +16,12 @@ from typing_extensions import override
 
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.loggers.wandb_files import ITERATION, iterations_in, kept_id
+from rlt_lightning.records import catalogue
 from rlt_lightning.types import InputError
 
 TABLE = "completions"  # its name, and the tag of the texts in TensorBoard
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that wandb knows
-PREFIXES = ("reward/", "policy/", "student/", "rollout/", "perf/", "data/", "eval/")
 
 
 class WandbLogger(loggers.WandbLogger):
@@ -92,8 +92,8 @@ class WandbLogger(loggers.WandbLogger):
             ) from error
         self._id = run.id
         run.define_metric(ITERATION, hidden=True)
-        for prefix in PREFIXES:
-            run.define_metric(f"{prefix}*", step_metric=ITERATION)
+        for prefix in dict.fromkeys(metric.prefix for metric in catalogue.metrics()):
+            run.define_metric(f"{prefix}/*", step_metric=ITERATION)
         where = str(run.url) if mode == "online" else f"{mode} ({reason})"
         where += f"; upload: wandb sync {files}/offline-run-*-{run.id}" if mode == "offline" else ""
         print(f"Weights & Biases: {where}", file=sys.stderr, flush=True)
