@@ -19,8 +19,7 @@ COMPLETION = (
     Column("finish_reason", "`stop` (end tag), `eos` (end-of-sequence token) or `length` (token limit)"),
     Column(
         "seed",
-        "seed of its sampling: with vLLM its own, with `HFEngine` that of its prompt "
-        "([seeds](rollouts.md#seeds))",
+        "seed of the completion with vLLM, of its prompt with `HFEngine` ([seeds](rollouts.md#seeds))",
     ),
     Column("worker", "URL of the vLLM worker that sampled it; null with `HFEngine`"),
 )
@@ -33,12 +32,15 @@ TRACE = (
 TOKENS = (
     Column(
         "thought_tokens",
-        "texts of the tokens that r_KL counts, with `score_given` from the separator on that the prompt ends "
-        "with; a character of several tokens stands at the last of them",
+        "texts of the tokens that r_KL counts; with `score_given` they begin with the separator at the end "
+        "of the prompt. A character of several tokens is at the last of them",
     ),
     Column("thought_kl", "KL estimate of each of them, nats, before clipping and normalisation"),
     Column("solution_tokens", "texts of the tokens that r_SS counts"),
-    Column("solution_log_probs", "the student's log-prob of each of them, nats, likewise"),
+    Column(
+        "solution_log_probs",
+        "the student's log-prob of each of them, nats, before clipping and normalisation",
+    ),
 )
 RESPONSE = (
     Column(
@@ -47,23 +49,22 @@ RESPONSE = (
         "row from 1",
     ),
     Column("set", "name of the set"),
-    Column("sample", "number of the response among those to the problem, from 0"),
+    Column("sample", "number of the response to the problem, from 0"),
     Column("response", "its text, tags included; left out for GPQA"),
-    Column("answer", "the answer that was found in it; null if there is none"),
+    Column("answer", "the answer in it; null if there is none"),
     Column("correct", "whether the answer is equivalent to the reference"),
     Column("formatted", "whether the response has thought and solution between their tags"),
-    Column("timed_out", "whether judging was broken off"),
+    Column("timed_out", "whether judging was stopped"),
     Column(
         "same_answer", "number of the problem's first response with an equivalent answer: what maj@k counts"
     ),
-    Column("num_tokens", "sampled tokens; null for a given response that does not say it"),
+    Column("num_tokens", "sampled tokens; null for a given response without it"),
     Column(
         "num_thinking_tokens",
-        "the part of them before the end of the thought, where a budget was forced; else null",
+        "tokens before the end of the thought, if a budget was forced; else null",
     ),
     Column(
         "finish_reason",
-        "`eos` (end-of-sequence token) or `length` (token limit); null for a given response that does not "
-        "say it",
+        "`eos` (end-of-sequence token) or `length` (token limit); null for a given response without it",
     ),
 )

@@ -23,7 +23,7 @@ class Metric:
         section: Section of the report. Without one the chart stands in the folded section at the end.
         column: Column of recorded completions whose mean it is.
         label: Short name of that column; by default the title.
-        panel: Metric whose panel in W&B it shares; by default it has one of its own.
+        panel: Metric whose panel in W&B it shares; by default its own.
         held_out: Healthy values on held-out problems, logged as `PREFIX/val_NAME`; None if it is not logged.
         logged_by: Modules that log it, where not all of its table do.
         table: Table of docs/metrics.md; by default that of its prefix.

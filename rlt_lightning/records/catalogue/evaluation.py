@@ -19,12 +19,12 @@ SET_TITLES = {
 # Figures that there are over all sets too, as eval/overall/NAME.
 OVERALL = ("pass_at_1", "standard_error", "pass_at_k", "maj_at_k")
 EVALUATION = (
-    Metric("eval/SET/num_problems", "problems", "problems", "problems that were evaluated"),
+    Metric("eval/SET/num_problems", "problems", "problems", "evaluated problems"),
     Metric(
         "eval/SET/pass_at_1",
         "pass@1",
         "fraction",
-        "mean fraction of a problem's responses that is right",
+        "mean fraction of a problem's responses that are right",
         bounds="0 to 1",
     ),
     Metric(
@@ -32,14 +32,14 @@ EVALUATION = (
         "s.e.",
         "fraction",
         "standard error of `pass_at_1` over problems; NaN for a single problem",
-        "small against the differences that you want to see: raise `rollouts.num_samples`",
+        "small compared with the differences that you want to see; otherwise raise `rollouts.num_samples`",
         "0 to 1",
     ),
     Metric(
         "eval/SET/pass_at_k",
         "pass@k",
         "fraction",
-        "fraction of the problems of which some response of k is right",
+        "fraction of the problems with at least one right response of k",
         "above `pass_at_1`",
         "0 to 1",
     ),
@@ -48,7 +48,7 @@ EVALUATION = (
         "maj@k",
         "fraction",
         "fraction of the problems whose most frequent answer is right",
-        "above `pass_at_1` where that is high",
+        "above `pass_at_1` if that is high",
         "0 to 1",
     ),
     Metric(
@@ -57,14 +57,14 @@ EVALUATION = (
         "fraction",
         "fraction of the responses with thought and solution between their tags",
         "near 1 for a trained student. Near 0: `data.tags` are not those of its training, or the model knows "
-        "none",
+        "no tags",
         "0 to 1",
     ),
     Metric(
         "eval/SET/timed_out_frac",
         "broken off",
         "fraction",
-        "fraction of the responses whose judging was broken off; they count as wrong",
+        "fraction of the responses whose judging was stopped; they count as wrong",
         "near 0. Above: raise `model.judge_deadline_s` on a slow machine",
         "0 to 1",
     ),
@@ -72,7 +72,7 @@ EVALUATION = (
         "eval/SET/truncated_frac",
         "cut off",
         "fraction",
-        "fraction of the responses that came to the token limit; not logged for given responses",
+        "fraction of the responses that reached the token limit; not for given responses",
         "near 0. High: raise `rollouts.sampling.max_completion_length`, or force a budget",
         "0 to 1",
     ),
@@ -80,7 +80,7 @@ EVALUATION = (
         "eval/SET/tokens_mean",
         "tokens",
         "tokens",
-        "sampled tokens of a response; with a forced budget, the appended ones too",
+        "sampled tokens of a response; with a forced budget, appended tokens too",
     ),
 )
 TITLES = {metric.name.removeprefix("eval/SET/"): metric.title for metric in EVALUATION}

@@ -51,7 +51,9 @@ def table(name: str) -> str:
 def figure_columns() -> list[Column]:
     """Return the columns of completions whose means are metrics."""
     found = [metric for metric in metrics() if metric.column]
-    return [Column(metric.column, f"`{metric.name}` of this completion") for metric in found]
+    return [
+        Column(metric.column, f"value of this completion; the mean is `{metric.name}`") for metric in found
+    ]
 
 
 def metric_table(found: list[Metric]) -> str:

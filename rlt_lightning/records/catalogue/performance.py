@@ -18,10 +18,9 @@ PERFORMANCE = (
         "perf/push_s",
         "push",
         "seconds",
-        "bringing the weights to the workers: their health check, the wait for lost ones if none is left, "
-        "the push, the verification. About 0 with `HFEngine`",
-        "grows with the model; jumps when a worker comes back. Large: see "
-        "[pushing weights](rollouts.md#pushing-weights)",
+        "bringing the weights to the workers: their health check, the wait for lost workers if none is "
+        "left, the push, the verification. About 0 with `HFEngine`",
+        "grows with the model; jumps when a worker comes back. Large: see [pushing weights](weights.md)",
         logged_by="RLT",
         drawn="stack",
     ),
@@ -58,7 +57,7 @@ PERFORMANCE = (
         "Memory while pushing weights",
         "GiB",
         "most memory in use during the phase",
-        "above the other phases by more than two buckets: see [pushing weights](rollouts.md#pushing-weights)",
+        "above the other phases by more than two buckets: see [pushing weights](weights.md)",
         section="Time and memory",
         panel="perf/generate_peak_gib",
         logged_by="RLT",
@@ -97,14 +96,14 @@ PERFORMANCE = (
         "Speed of sampling",
         "tokens/s",
         "sampled tokens per second of the phase",
-        "steady; with `rollouts.asynchronous` only the time that the run had to wait counts",
+        "steady; with `rollouts.asynchronous` only the waiting time counts",
         logged_by="RLT",
     ),
     Metric(
         "perf/score_tokens_per_s",
         "Speed of scoring",
         "tokens/s",
-        "tokens that models computed, a shared prompt once, per second of the phase",
+        "tokens that models computed (a shared prompt counts once) per second of the phase",
         "steady",
         panel="perf/generate_tokens_per_s",
         logged_by="RLT",
@@ -124,19 +123,19 @@ PERFORMANCE = (
         "Model FLOP utilisation",
         "fraction",
         "model FLOP utilisation of the train phase: floating-point operations per second of reference pass, "
-        "forward and backward on the tokens computed, without what gradient checkpointing computes again, as "
-        "a fraction of `perf/peak_tflops`",
+        "forward and backward on the computed tokens, without the recomputation of gradient checkpointing, "
+        "as a fraction of `perf/peak_tflops`",
         "on a GPU 0.3 to 0.5 with long rows. Low: rows are short, raise `model.micro_batch_tokens`",
-        "0 to 1, above on a machine that was busy as the peak was measured",
+        "0 to 1, or above if the machine was busy when the peak was measured",
         logged_by="both",
     ),
     Metric(
         "perf/peak_tflops",
         "Peak speed of the device",
         "TFLOP/s",
-        "the peak that `perf/mfu` is a fraction of: the rate of a large matrix product in the training "
-        "precision, measured as the fit starts",
-        "far below the card's data sheet: it is throttled or was shared as the fit started, and `perf/mfu` "
+        "the peak for `perf/mfu`: the rate of a large matrix product in the training "
+        "precision, measured when the fit starts",
+        "far below the card's data sheet: it is throttled or was shared when the fit started, and `perf/mfu` "
         "is then too high",
         logged_by="both",
     ),
@@ -155,7 +154,7 @@ PERFORMANCE = (
         "Shared tokens",
         "fraction",
         "fraction of the train phase's tokens that shared prompts saved",
-        "RLT: near (G − 1) / G times the prompts' part of the tokens. SFT: 0. RLT, 0: `model.layout` or "
+        "RLT: near (G − 1) / G times the prompts' fraction of the tokens. SFT: 0. RLT, 0: `model.layout` or "
         "`model.attn_implementation` says so, or the model fell back, see the warning at the start",
         "0 to 1",
         panel="perf/padding_frac",
@@ -172,5 +171,5 @@ DATA = (
         "`data_report.json`",
         section="Length and form",
     ),
-    Metric("data/epoch", "Epochs", "passes", "passes over the data that were completed before this step"),
+    Metric("data/epoch", "Epochs", "passes", "passes over the data that were complete before this step"),
 )

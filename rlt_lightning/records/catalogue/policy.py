@@ -9,7 +9,7 @@ POLICY = (
         "policy/loss",
         "Loss",
         "nats",
-        "RLT: the loss that was stepped. SFT: mean −log p of a completion token",
+        "RLT: the loss of this step. SFT: mean −log p of a completion token",
         "SFT: falls. RLT: says nothing about learning. On policy, with `GRPOLoss`, it is kl_coef · "
         "`policy/kl_ref` up to rounding, since advantages sum to 0",
         section="Policy",
@@ -30,7 +30,8 @@ POLICY = (
         "Entropy",
         "nats",
         "entropy of the next-token distribution at the sampling temperature, mean over sampled tokens",
-        "falls slowly. Near 0: sampling has collapsed, groups are all alike. Near ln V: the model is broken",
+        "falls slowly. Near 0: sampling has collapsed, all completions of a group are alike. Near ln V: the "
+        "model is broken",
         "0 to ln V",
         section="Policy",
         logged_by="RLT",
@@ -50,7 +51,7 @@ POLICY = (
         "policy/ratio_mean",
         "Importance ratio",
         "",
-        "mean importance ratio of the policy to the one that sampled",
+        "mean importance ratio of the policy to the policy that sampled",
         "exactly 1 on policy and, stale or not, with `importance_sampling`. Stale rollouts without it: near "
         "1; far from it, the engine's log-probs are not the trainer's",
         logged_by="RLT",
@@ -59,7 +60,7 @@ POLICY = (
         "policy/clip_frac",
         "Clipped tokens",
         "fraction",
-        "fraction of the tokens that clipping holds back",
+        "fraction of the tokens that clipping limits",
         "exactly 0 on policy and with `importance_sampling`. Stale rollouts without it: below 0.2",
         "0 to 1",
         logged_by="RLT",
@@ -109,7 +110,7 @@ ROLLOUT = (
         "rollout/closed_frac",
         "Closed",
         "fraction",
-        "fraction of the completions that end as they must: with the end tag or, in traditional RL, with an "
+        "fraction of the completions that end properly: with the end tag or, in traditional RL, with an "
         "end-of-sequence token",
         "above 0.9 after a warm-up. Low: the teacher does not know the format; warm it up (stage 1)",
         "0 to 1",
@@ -120,9 +121,9 @@ ROLLOUT = (
         "rollout/truncated_frac",
         "Cut off",
         "fraction",
-        "fraction of the completions that met the token limit",
-        "near 0. High: raise `max_completion_length`, or as above. What is neither closed nor truncated "
-        "ended with an end-of-sequence token",
+        "fraction of the completions that reached the token limit",
+        "near 0. High: raise `max_completion_length`, or as above. Completions that are neither closed nor "
+        "truncated ended with an end-of-sequence token",
         "0 to 1",
         section="Length and form",
     ),
@@ -141,7 +142,7 @@ ROLLOUT = (
         "Staleness",
         "steps",
         "optimizer steps between the weights that sampled and the weights that were trained",
-        "0; with `rollouts.asynchronous` 1, but for the first step. At most `model.max_staleness`. If a "
+        "0; with `rollouts.asynchronous` 1, except for the first step. At most `model.max_staleness`. If a "
         "failed worker's part was sampled later, this is the staleness of the oldest completions",
     ),
     Metric(
@@ -159,10 +160,10 @@ ROLLOUT = (
         "Largest mismatch",
         "nats",
         "largest |d| of the step, over all processes",
-        "steady. Whole nats: tokens that one side finds likely and the other does not, from low precision or "
+        "steady. Several nats: one side finds tokens likely that the other does not, from low precision or "
         "a fault",
         panel="rollout/mismatch_mean",
-        held_out="as above, but never stale: what the engine adds by itself. 0 where the engine sends no "
+        held_out="as above, but never stale: only the engine's own difference. 0 where the engine sends no "
         "log-probs",
     ),
     Metric(
@@ -179,7 +180,7 @@ ROLLOUT = (
         "Effective samples",
         "fraction",
         "(Σw)² / (n Σw²) over the n sampled tokens, w = exp(d) without a cap: the fraction of the samples "
-        "that is left when they are weighted",
+        "that remains effective after weighting",
         "near 1. Below 0.5: the weights rest on few tokens",
         "0 to 1",
     ),

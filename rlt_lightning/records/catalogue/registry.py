@@ -1,4 +1,4 @@
-"""The catalogue: our own entries and those that other packages register."""
+"""The catalogue: our entries and the entries of other packages."""
 
 from __future__ import annotations
 

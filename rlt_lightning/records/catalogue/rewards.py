@@ -15,7 +15,7 @@ REWARD = (
         section="Reward",
         column="reward",
         label="reward",
-        held_out="rises with `reward/mean`. Stays while that rises: the teacher learns its training problems "
+        held_out="rises with `reward/mean`. Flat while that rises: the teacher learns its training problems "
         "by heart",
     ),
     reward_term(
@@ -31,8 +31,8 @@ REWARD = (
         "kl",
         "KL term",
         "−kl_weight · r_KL: how natural the student finds the explanation",
-        "below 0 in the mean; rises towards 0, or holds while `reward/solution` rises. Falls without end: "
-        "explanations drift away from what the student would write. Lastingly above 0: r_KL is negative, see "
+        "below 0 on average; rises towards 0, or holds while `reward/solution` rises. Keeps falling: "
+        "explanations drift away from what the student would write. Stays above 0: r_KL is negative, see "
         "the warning in [method.md](method.md#the-kl-estimator)",
         label="KL term",
     ),
@@ -92,8 +92,8 @@ REWARD = (
         "Spread within groups",
         "nats",
         "standard deviation within a group, mean over groups",
-        "well above 0: this is what there is to learn from. Towards 0: the completions of a prompt are all "
-        "alike, see `policy/entropy`",
+        "well above 0: the teacher learns from these differences. Towards 0: the completions of a prompt "
+        "are all alike, see `policy/entropy`",
         section="Reward",
         panel="reward/std",
     ),
@@ -101,8 +101,8 @@ REWARD = (
         "reward/zero_std_groups",
         "Groups without spread",
         "groups",
-        "groups in which every completion earned the same, so that they teach nothing",
-        "0. As many as there are prompts: no gradient but the KL penalty's",
+        "groups in which every completion earned the same, so they teach nothing",
+        "0. As many as prompts: the only gradient is the KL penalty's",
         section="Reward",
     ),
     Metric(
@@ -177,7 +177,7 @@ STUDENT = (
         "KL, mean over think tokens",
         "nats",
         "mean over think tokens of the KL estimate, raw",
-        "small. With k1 it is noisy and may be negative; lastingly negative, or with k3 far above k1: the "
+        "small. With k1 it is noisy and may be negative; negative for long, or with k3 far above k1: the "
         "estimator does not fit how the text was sampled",
         section="Reward",
     ),
@@ -186,8 +186,8 @@ STUDENT = (
         "KL, least natural token",
         "nats",
         "largest KL estimate of a think token, raw",
-        "a few nats. With k3, thousands: one token that the student finds near certain and the teacher near "
-        "impossible",
+        "a few nats. With k3, thousands: one token that the student finds almost certain and the teacher "
+        "almost impossible",
         section="Reward",
         panel="student/kl_mean",
     ),
