@@ -25,7 +25,6 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from misfits import Terms
 from test_async_rollouts import Witness, assert_same, fit
-from test_docs_metrics import names_of
 
 import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
@@ -33,8 +32,7 @@ from rlt_lightning.engines import Engine, EngineDescription, EngineError, HFEngi
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules.scoring import StudentScorer
-from rlt_lightning.numerics import NonFiniteError, RLTReward
-from rlt_lightning.numerics.rewards import TAKEN_NAMES
+from rlt_lightning.numerics import NonFiniteError
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -221,15 +219,6 @@ def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> No
 def test_a_term_that_is_none_is_named(kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         scorer(kind).extra_terms(rollouts(7, 8))
-
-
-def test_a_term_may_have_no_name_of_a_metric() -> None:
-    names = {name.removeprefix("reward/") for name in names_of("reward/")}
-    assert {
-        name for name in names if not name.startswith(("val_", "correct", "formatted", "timed_"))
-    } <= TAKEN_NAMES
-    columns = {name.removesuffix("_reward") for name in RLTReward().columns()} - {"reward"}
-    assert columns <= TAKEN_NAMES
 
 
 # The engine

@@ -190,7 +190,7 @@ def test_traces_of_a_row_that_was_edited_are_not_gone_on_with(tiny_model: str, t
         source.write_text(json.dumps({"question": "Twice 2?", "solution": solution}) + "\n")
         result = rlt(*command(tiny_model, folder, "--resume=true", f"--data.source={source}"))
     assert result.returncode == 2
-    assert "has traces of others. Restore data.source" in result.stderr
+    assert "has rows of other problems. Restore data.source" in result.stderr
     assert [row["solution"] for row in read(folder / "traces.jsonl")] == ["4"] * TRACES
 
 

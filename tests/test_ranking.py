@@ -204,5 +204,5 @@ def test_scores_of_other_rows_or_settings_are_not_gone_on_with(
         result = rlt(*whole, "--resume=true")
         [line] = result.stderr.strip().splitlines()
         assert result.returncode == 2
-        assert "has scores of others. Restore data.source" in line
+        assert "has rows of other problems. Restore data.source" in line
     assert (folder / "scores.jsonl").read_bytes() == before

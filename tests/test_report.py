@@ -18,7 +18,8 @@ from test_cli import small_fit
 
 from rlt_lightning.report.charts import curve_sections, group_charts
 from rlt_lightning.report.collect import Run, collect
-from rlt_lightning.report.completions import TOKENS, Bounds
+from rlt_lightning.report.completion_rows import TOKENS
+from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.page import MARKER, data_of, data_of_rows, report, rounded, short_names, write_page
 from rlt_lightning.types import InputError
 

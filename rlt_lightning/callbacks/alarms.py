@@ -1,4 +1,4 @@
-"""Alarms: what somebody who is not looking should know of a run."""
+"""Warn of a run that goes wrong while nobody watches it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ WATCHED = (
     *("reward/group_std", "policy/entropy", "rollout/truncated_frac", "rollout/staleness"),
     *("student/kl_mean", "rollout/length_mean", "reward/mean"),
 )
-MEMORY = ("lowest_truncated", "longest", "reward_of_longest")  # that a checkpoint holds
+SAVED = ("lowest_truncated", "longest", "reward_of_longest")  # attributes in a checkpoint
 
 
 class Alarms(Callback):
     """Warn when a run goes wrong: by one line on the terminal, an alert in W&B and a text in TensorBoard.
 
-    A figure must be bad in `patience` iterations in a row. The same alarm comes again only after
-    `quiet_steps`. A figure that is not finite, and an error that ends the run, are told at once.
+    A figure must be bad for `patience` iterations in a row, and the same alarm comes again only after
+    `quiet_steps`. A figure that is not finite, and an error that ends the run, raise an alarm at once.
 
     Args:
-        enabled: Off: no alarm at all.
-        patience: Iterations in a row.
+        enabled: Whether to raise alarms.
+        patience: Iterations in a row with a bad figure.
         quiet_steps: Iterations until the same alarm may come again.
         group_std_below: `reward/group_std`, nats: the completions of a prompt all earn the same.
         entropy_below: `policy/entropy`, nats: sampling has collapsed.
         truncated_rise: How far `rollout/truncated_frac` may rise above its lowest mean over `patience`
             iterations: completions run into the length limit, though they did not before.
-        staleness_above: `rollout/staleness`, steps; one is what asynchronous sampling makes.
+        staleness_above: `rollout/staleness`, steps; asynchronous sampling makes it 1.
         kl_below: `student/kl_mean`, nats. A KL is never negative, and the mean of its estimates over sampled
-            tokens is so by chance alone: tokens are scored that the teacher did not sample.
-        length_below: `rollout/length_mean`, as a part of its highest mean over `patience` iterations. Rings
-            only if `reward/mean` is above what it was then: the reward pays for saying little.
+            tokens only by chance; a low one means that tokens are scored that the teacher did not sample.
+        length_below: `rollout/length_mean`, as a fraction of its highest mean over `patience` iterations. The
+            alarm comes only if `reward/mean` has risen since then: the reward pays for saying little.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Alarms(Callback):
         self.length_below = length_below
         self.latest = {name: deque[float](maxlen=patience) for name in WATCHED}
         self.lowest_truncated = math.inf  # mean over `patience` iterations
-        self.longest = 0.0  # likewise, tokens
+        self.longest = 0.0  # largest mean over `patience` iterations, tokens
         self.reward_of_longest = 0.0  # over the same iterations
-        self.rung_at: dict[str, int] = {}  # title -> step
+        self.sent_at: dict[str, int] = {}  # title -> step
         self.begun = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in MEMORY}
+        return {name: getattr(self, name) for name in SAVED}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in set(MEMORY) & state_dict.keys():  # an older checkpoint knows fewer
+        for name in set(SAVED) & state_dict.keys():  # an older checkpoint has fewer
             setattr(self, name, state_dict[name])
 
     @override
@@ -99,39 +99,39 @@ class Alarms(Callback):
             return
         step, metrics = trainer.global_step, {n: float(v) for n, v in trainer.callback_metrics.items()}
         for title, text in self.found(metrics):
-            if step - self.rung_at.get(title, -self.quiet_steps) >= self.quiet_steps:
-                self.rung_at[title] = step
-                ring(trainer, title, f"Iteration {step}: {text}")
+            if step - self.sent_at.get(title, -self.quiet_steps) >= self.quiet_steps:
+                self.sent_at[title] = step
+                send(trainer, title, f"Iteration {step}: {text}")
 
     def found(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
-        """Take in an iteration's metrics; yield title and text of what is wrong now."""
+        """Record an iteration's metrics; yield title and text of every alarm."""
         if broken := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
             yield "Not finite", f"{', '.join(broken)} must be finite. Lower the learning rate, or use fp32."
         for name, values in self.latest.items():
             if name in metrics:
                 values.append(metrics[name])
         full = {name: v for name, v in self.latest.items() if len(v) == self.patience}
-        said = f"for {self.patience} iterations"
+        long = f"for {self.patience} iterations"
         spread, entropy, truncated, staleness, kl, lengths, rewards = (full.get(name) for name in WATCHED)
         if spread and max(spread) < self.group_std_below:
             text = (
-                f"reward/group_std is below {self.group_std_below:g} {said}: there is nothing to learn from."
+                f"reward/group_std is below {self.group_std_below:g} {long}: there is nothing to learn from."
             )
             yield "Rewards are all alike", text
         if entropy and max(entropy) < self.entropy_below:
-            text = f"policy/entropy is below {self.entropy_below:g} nats {said}: sampling has collapsed."
+            text = f"policy/entropy is below {self.entropy_below:g} nats {long}: sampling has collapsed."
             yield "Entropy has collapsed", text
         if truncated:
             if min(truncated) - self.lowest_truncated >= self.truncated_rise:
-                text = f"rollout/truncated_frac has been at least {min(truncated):.2f} {said}, but was "
+                text = f"rollout/truncated_frac has been at least {min(truncated):.2f} {long}, but was "
                 yield "Completions are cut off", f"{text}{self.lowest_truncated:.2f} before."
             self.lowest_truncated = min(self.lowest_truncated, sum(truncated) / self.patience)
         if staleness and min(staleness) > self.staleness_above:
-            text = f"rollout/staleness is above {self.staleness_above:g} {said}: workers are slow, or lost."
+            text = f"rollout/staleness is above {self.staleness_above:g} {long}: workers are slow, or lost."
             yield "Rollouts are stale", text
         if kl and max(kl) < self.kl_below:
             text = (
-                f"student/kl_mean is below {self.kl_below:g} nats {said}, but a KL is never negative: tokens "
+                f"student/kl_mean is below {self.kl_below:g} nats {long}, but a KL is never negative: tokens "
                 "are scored that the teacher did not sample. Look at score_given and the sampling settings."
             )
             yield "The KL is negative", text
@@ -139,21 +139,21 @@ class Alarms(Callback):
             length, reward = (sum(values) / self.patience for values in (lengths, rewards))
             if max(lengths) < self.length_below * self.longest and reward > self.reward_of_longest:
                 text = f"rollout/length_mean is below {self.length_below:g} of the {self.longest:.0f} tokens "
-                text += f"that it was {said}, but reward/mean has risen: the reward pays for saying little."
+                text += f"that it was {long}, but reward/mean has risen: the reward pays for saying little."
                 yield "Completions shrink as the reward rises", text
             if length > self.longest:
                 self.longest, self.reward_of_longest = length, reward
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Send word of an error that ends the run; the terminal tells it anyway."""
+        """Send an alarm for an error that ends the run. The terminal shows the error anyway."""
         if self.enabled and self.begun and trainer.is_global_zero and isinstance(exception, Exception):
             reason = " ".join(f"{type(exception).__name__}: {exception}".split())
-            ring(trainer, "The run has failed", f"Iteration {trainer.global_step}: {reason}", is_error=True)
+            send(trainer, "The run has failed", f"Iteration {trainer.global_step}: {reason}", is_error=True)
 
 
-def ring(trainer: Trainer, title: str, text: str, is_error: bool = False) -> None:
-    """Tell of an alarm on the terminal, if nothing else does, and wherever the run is watched."""
+def send(trainer: Trainer, title: str, text: str, is_error: bool = False) -> None:
+    """Send an alarm to the run's dashboards and, unless it is an error, to the terminal."""
     if not is_error:
         tqdm.write(f"rlt: alarm: {title}. {text}", file=sys.stderr)
     text = without_secrets(text)

@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot spoil."""
+"""Write checkpoints that a crash cannot damage."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from rlt_lightning.types import InputError
 
 
 class Checkpoint(ModelCheckpoint):
-    """Keep the newest checkpoints, and the best, of weights, optimizer, schedule and data position.
+    """Keep the newest checkpoints and the best: weights, optimizer, schedule and data position.
 
-    Which is the best stands in `best.json` beside them. A score counts where a checkpoint was written.
+    `best.json` beside them names the best. A score counts only at a step with a checkpoint.
 
     Args:
-        every_n_train_steps: Optimizer steps between checkpoints: what a crash can cost.
+        every_n_train_steps: Optimizer steps between checkpoints; a crash costs at most so many.
         save_top_k: How many of the newest to keep; -1 keeps all.
         train_time_interval: Instead of steps, the time between checkpoints.
-        monitor: Metric of the validation by which one is the best, such as reward/val_mean; None: there is no
-            best.
-        mode: Whether the largest or the smallest is the best.
+        monitor: Validation metric that decides which is the best, such as reward/val_mean; None: no best.
+        mode: Whether the largest or the smallest value is the best.
     """
 
     def __init__(
@@ -46,14 +45,14 @@ class Checkpoint(ModelCheckpoint):
     ) -> None:
         super().__init__(
             filename="step={step:06d}",
-            monitor="step" if save_top_k > 1 else None,  # the newest k are those with the largest step
+            monitor="step" if save_top_k > 1 else None,  # the newest k have the largest steps
             mode="max",
             auto_insert_metric_name=False,
             save_top_k=save_top_k,
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             save_on_train_epoch_end=False,
-            enable_version_counter=False,  # a run that went back replaces what lies ahead of it
+            enable_version_counter=False,  # a run that went back replaces the later checkpoints
         )
         self.superseded: list[Path] = []
         self.best_metric = monitor
@@ -62,18 +61,18 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write into the run folder, where `last` and `best` are looked for."""
+        """Write into the run folder, where `last` and `best` look for checkpoints."""
         self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
         super().setup(trainer, pl_module, stage)
 
     @property
     def folder(self) -> Path:
-        """Where checkpoints lie."""
+        """Return the folder of the checkpoints."""
         return Path(str(self.dirpath))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember what an earlier run left: `last` must not find it once this run has checkpoints."""
+        """Remember what an earlier run left: `last` must not find it after this run's first checkpoint."""
         super().on_train_start(trainer, pl_module)
         data = stratos_of(trainer)
         if self.best_metric is not None and not data.val_items:
@@ -104,7 +103,7 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Point to this step's checkpoint if its score is the best so far, then delete the one that was."""
+        """Name this step's checkpoint as the best if its score is, then delete the former best."""
         super().on_validation_end(trainer, pl_module)
         if self.best_metric is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
@@ -148,14 +147,14 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """When rollouts fail, keep the last finished iteration, whatever `every_n_train_steps` is."""
+        """When sampling fails, save the last finished iteration, whatever `every_n_train_steps` is."""
         if not isinstance(exception, EngineError) or trainer.state.fn != TrainerFn.FITTING:
             return
         loader: Any = trainer.train_dataloader
         if loader is None or not loader.in_use:
-            return  # nothing was done: the checkpoint that the run came from is the last finished iteration
+            return  # no iteration was finished since the checkpoint that the run started from
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.ready > progress.completed:  # this iteration's batch is taken, and to be taken again
+        if progress.ready > progress.completed:  # a resumed run must get this iteration's batch again
             loader.rewind()
         self.save_on_exception = True
         super().on_exception(trainer, pl_module, exception)

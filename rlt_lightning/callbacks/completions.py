@@ -1,4 +1,4 @@
-"""Sampled completions, beside the metrics, where a person watches a run."""
+"""Show sampled completions in W&B and TensorBoard, beside the metrics."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from rlt_lightning.loggers.wandb_logger import TABLE, WandbLogger
-from rlt_lightning.records.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.records.jsonl import Row, append_rows, keep_rows, rows_in
 from rlt_lightning.records.rows import evenly_spread, gather_rows, rollout_rows
 from rlt_lightning.types import InputError, PromptBatch
 
 TEXTS = ("question", "solution", "explanation")
 NOT_SHOWN = ("policy_version", "seed", "worker")
-GROWTH = 1.1  # by which the table in W&B has grown when it is sent again: all sendings together stay small
+# The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
+GROWTH = 1.1
 
 
 class CompletionsTable(Callback):
     """Show some training completions of each iteration in W&B, as one table, and in TensorBoard, as texts.
 
-    W&B keeps tables whole: each sending holds all rows so far, so that no iteration replaces another. They
-    also lie in `wandb/completions.jsonl`, from which a resumed run goes on. TensorBoard gets histograms of
-    the rewards, their terms and the lengths of all completions too. Without these loggers nothing is done.
+    W&B keeps whole tables, so each upload has all rows so far and no iteration replaces another. The rows
+    are also in `wandb/completions.jsonl`, which a resumed run continues. TensorBoard also gets histograms of
+    the rewards, their terms and the lengths of all completions. Without these loggers nothing happens.
 
     Args:
-        every_n_steps: Show completions of every n-th iteration; 0 is off.
-        num_completions: How many of an iteration, evenly spread over its problems and their groups.
+        every_n_steps: Show completions of every n-th iteration; 0 shows none.
+        num_completions: Completions per iteration, evenly spread over its problems and their groups.
     """
 
     def __init__(self, every_n_steps: int = 1, num_completions: int = 4) -> None:
@@ -41,17 +42,16 @@ class CompletionsTable(Callback):
         self.every_n_steps = every_n_steps
         self.num_completions = num_completions
         self.rows: list[Row] = []  # of the table in W&B
-        self.num_sent = 0  # of them
+        self.num_sent = 0  # rows at the last upload
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on from the checkpoint: what a killed run showed past it is made again."""
+        """Drop the iterations that a killed run showed after the checkpoint: they are made again."""
         path = self._path(trainer)
         if not (trainer.is_global_zero and self._wandb(trainer) and path.exists()):
             return
-        kept = [(line, row) for line, row in whole_rows(path) if row["iteration"] <= trainer.global_step]
-        rewrite(path, (line for line, _ in kept))
-        self.rows = [row for _, row in kept]
+        keep_rows(path, lambda row: row["iteration"] <= trainer.global_step)
+        self.rows = list(rows_in(path))
 
     @override
     def on_train_batch_end(
@@ -84,7 +84,7 @@ class CompletionsTable(Callback):
         self._send(trainer)
 
     def _send(self, trainer: Trainer) -> None:
-        """Bring the table in W&B up to date."""
+        """Upload the table to W&B if it has new rows."""
         if len(self.rows) > self.num_sent:
             for logger in self._wandb(trainer):
                 logger.log_rows(TABLE, self.rows, self.rows[-1]["iteration"])
@@ -98,7 +98,7 @@ class CompletionsTable(Callback):
 
 
 def table_rows(batch: PromptBatch) -> list[Row]:
-    """One row per completion: what a person reads, the reward and its terms, and lengths in tokens."""
+    """Return one row per completion: its texts, the reward and its terms, and lengths in tokens."""
     assert batch.rollouts is not None
     rows = []
     for rollout, row in zip(batch.rollouts.rollouts, rollout_rows(batch), strict=True):
@@ -113,7 +113,7 @@ def table_rows(batch: PromptBatch) -> list[Row]:
 
 
 def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:
-    """Histograms of all completions, and the chosen ones as texts."""
+    """Write histograms of all completions, and the texts of some."""
     numbers = [n for n, v in rows[0].items() if isinstance(v, float) or n == "num_tokens"]
     for name in numbers:
         writer.add_histogram(f"{TABLE}/{name}", torch.tensor([float(row[name]) for row in rows]), step)
@@ -122,7 +122,7 @@ def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row
 
 
 def as_markdown(row: Row) -> str:
-    """A row for TensorBoard: figures, then texts, indented so that nothing in them is taken for markup."""
+    """Return a row for TensorBoard: figures, then texts, indented so that they are not read as markup."""
     numbers = {name: value for name, value in row.items() if name not in TEXTS}
     figures = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

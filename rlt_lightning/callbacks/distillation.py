@@ -1,4 +1,4 @@
-"""What the trained teacher writes for students: every trace as it comes, and the set that is made of them."""
+"""Write the trained teacher's traces as they come, and the distillation set made of them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import row_list
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.records.data_card import data_card
-from rlt_lightning.records.jsonl import Row, append_rows, rewrite, to_line, whole_rows
-from rlt_lightning.records.rows import score_rows
-from rlt_lightning.types import InputError, PromptBatch
+from rlt_lightning.records.jsonl import Row, append_rows, rewrite, rows_in, to_line
+from rlt_lightning.records.rows import resume_rows, score_rows
+from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "all", "fits_context"]
 TRACES, SELECTED, TABLE, CARD = "traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"
 
 
 class DistillationWriter(Callback):
-    """Write the teacher's traces and make a distillation set of them; idle where rows bring their traces.
+    """Write the teacher's traces and make a distillation set of them; do nothing if rows bring their traces.
 
-    `traces.jsonl` gets every trace with every term of its reward, batch by batch; a run that goes on samples
-    what is missing. At the end `distillation.jsonl`, `distillation.parquet` and a data card are made of it,
-    anew with another `select` if the run is repeated with `--resume true`.
+    `traces.jsonl` gets every trace with every term of its reward, batch by batch; a resumed run samples only
+    what is missing. At the end the callback makes `distillation.jsonl`, `distillation.parquet` and a data
+    card of it. To make them with another `select`, repeat the run with `--resume true`.
 
     Args:
-        select: Traces of a problem that are taken: its first; that of the best reward; all; or, of those that
-            fit a student, that of the best reward, and where none does the shortest.
+        select: Which traces of a problem to take. `first`, `best_reward` and `all` mean what they say;
+            `fits_context` takes the best trace that fits a student or, if none fits, the shortest.
     """
 
     def __init__(self, select: Selection = "fits_context") -> None:
@@ -47,21 +47,8 @@ class DistillationWriter(Callback):
             return
         require_one_process(trainer)
         num_traces = RolloutCallback.of(trainer).num_traces
-        path = self._folder(trainer) / TRACES
-        lines, written = [], []
-        for line, row in whole_rows(path):
-            lines.append(line)
-            written.append((row["row"], row["question"], row["solution"]))
-        num_finished = len(lines) // num_traces
-        expected = [(p.row, p.question, p.solution.strip()) for p in data.problems[:num_finished]]
-        if written[::num_traces][:num_finished] != expected:
-            raise InputError(
-                f"A run that goes on must have the rows that it began with, but {path} has traces of others. "
-                "Restore data.source, or choose another --output_dir."
-            )
-        if path.exists():
-            rewrite(path, lines[: num_finished * num_traces])
-        data.num_finished = num_finished
+        problems = data.problems[: len(data.items)]
+        data.num_finished = resume_rows(self._folder(trainer) / TRACES, problems, is_of, num_traces)
 
     @override
     def on_predict_batch_end(
@@ -80,12 +67,12 @@ class DistillationWriter(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the set; not called where the run has failed."""
+        """Make the set. Lightning does not call this after a failure."""
         data = stratos_of(trainer)
         if stage != "predict" or data.task != "rlt":
             return
         folder = self._folder(trainer)
-        rows = [row for _, row in whole_rows(folder / TRACES)]
+        rows = list(rows_in(folder / TRACES))
         selected = list(self.selected(rows))
         rewrite(folder / SELECTED, map(to_line, selected))
         write_parquet(selected, folder / TABLE)
@@ -102,7 +89,7 @@ class DistillationWriter(Callback):
         rewrite(folder / CARD, [data_card(recipe, rows, selected, terms, TABLE, len(data.items))])
 
     def selected(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Choose among the traces of each problem, which lie together."""
+        """Yield the chosen traces of each problem. The traces of a problem stand together."""
         for _, group in groupby(rows, key=lambda row: row["row"]):
             traces = list(group)
             if self.select == "all":
@@ -120,8 +107,17 @@ class DistillationWriter(Callback):
         return Path(trainer.default_root_dir)
 
 
+def is_of(row: Row, problem: Problem) -> bool:
+    """Return whether a trace was written for a problem."""
+    return (row["row"], row["question"], row["solution"]) == (
+        problem.row,
+        problem.question,
+        problem.solution.strip(),
+    )
+
+
 def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
-    """One row per trace: the source's columns, the trace, Bespoke-Stratos' form of it, and its scores."""
+    """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
     assert batch.rollouts is not None
     assert batch.scores is not None
     for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
@@ -147,7 +143,7 @@ def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
 
 
 def write_parquet(rows: list[Row], path: Path) -> None:
-    """Write rows as a Parquet file, whole or not at all; a column of several types holds JSON."""
+    """Write rows as a complete Parquet file or not at all; a column of several types holds JSON."""
     import datasets
     import pyarrow  # type: ignore[import-untyped]
 
@@ -160,8 +156,8 @@ def write_parquet(rows: list[Row], path: Path) -> None:
         table = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
     except (OverflowError, pyarrow.ArrowException) as error:
         raise InputError(
-            f"A table must be able to hold the source's columns, but {path} is not ({error}). {SELECTED} is "
-            "whole; for the table, mend the source's columns and begin anew."
+            f"A Parquet table must be able to hold the source's columns, but cannot ({error}). {SELECTED} is "
+            f"complete; for {path}, correct the source's columns and start again."
         ) from error
     scratch = path.with_suffix(".tmp")
     table.to_parquet(str(scratch))

@@ -1,4 +1,4 @@
-"""What `rlt test` leaves behind: every response, and the table."""
+"""Write the results of `rlt test`: every response, and the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set
 from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.records.jsonl import append_rows, rewrite, whole_rows
+from rlt_lightning.records.jsonl import append_rows, keep_rows, rewrite
 from rlt_lightning.records.results import render, without_nan
 from rlt_lightning.types import EvaluationBatch
 
@@ -23,12 +23,12 @@ class EvaluationWriter(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop what a kill has left half done: those problems are sampled again."""
+        """Drop the problems that a kill left unfinished: they are sampled again."""
         path = Path(trainer.default_root_dir) / "responses.jsonl"
         data = evaluation_of(trainer)
-        if isinstance(pl_module, EvaluationModule) and path.exists():
+        if isinstance(pl_module, EvaluationModule):
             done = {record["id"] for record in data.finished}
-            rewrite(path, (line for line, record in whole_rows(path) if record["id"] in done))
+            keep_rows(path, lambda record: record["id"] in done)
 
     @override
     def on_test_batch_end(
@@ -51,14 +51,14 @@ class EvaluationWriter(Callback):
         summary = summarise(trainer, pl_module)
         page = render(summary)
         rewrite(folder / "evaluation.md", [page])
-        # The last file, and at once: it tells that the stage is done.
+        # This file is the last and appears in one step: it says that the stage is done.
         rewrite(folder / "evaluation.json", [json.dumps(summary, indent=1, ensure_ascii=False) + "\n"])
         print(f"\n{page}\n{folder / 'evaluation.json'}: these figures, with all settings")
         print(f"{folder / 'responses.jsonl'}: every response, judged")
 
 
 def summarise(trainer: Trainer, module: EvaluationModule) -> dict[str, Any]:
-    """The results of a run with all settings that they depend on, JSON-ready."""
+    """Return the results of a run with all settings that they depend on, as plain data."""
     data = evaluation_of(trainer)
     sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]
     figures = module.figures()
@@ -89,6 +89,6 @@ def summarise(trainer: Trainer, module: EvaluationModule) -> dict[str, Any]:
 
 
 def prompt_text(data: Any, token_ids: list[int]) -> str:
-    """A prompt as the model sees it."""
+    """Return a prompt as the model sees it."""
     text: str = data.format.tokenizer.decode(token_ids, skip_special_tokens=False)
     return text

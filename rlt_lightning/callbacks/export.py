@@ -1,4 +1,4 @@
-"""The trained model as an ordinary Hugging Face folder."""
+"""Write the trained model as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ModelExporter(Callback):
     """At the end of training write `model/`: safetensors, tokenizer, generation config and a model card.
 
     Args:
-        enabled: Off for throw-away runs; `rlt export` makes the folder of any checkpoint later.
-        adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
+        enabled: Whether to write it; `rlt export` makes the folder from any checkpoint later.
+        adapter: How to write a LoRA: merged into the weights, or only the adapter, as peft and vLLM read it.
     """
 
     def __init__(self, enabled: bool = True, adapter: Adapter = "merged") -> None:
@@ -36,7 +36,7 @@ class ModelExporter(Callback):
         with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
             tokenizer = stratos_of(trainer).format.tokenizer
             facts, policy = module.facts(), module.policy
-            # DeepSpeed computes with other weights than it trains, and rounds the frozen ones too.
+            # DeepSpeed computes with rounded copies of the weights that it trains, and of the frozen weights.
             strategy: Any = trainer.strategy
             named = isinstance(strategy, NamedCheckpoints)
             tensors: dict[str, Any] = strategy.weights(policy) if named else trained(policy)

@@ -1,4 +1,4 @@
-"""metrics.csv: the numbers of a run in one file that survives a crash and a resume."""
+"""Resume metrics.csv and the dashboards: the numbers of a run survive a crash."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlt_lightning.loggers.wandb_logger import WandbLogger
 class MetricsResume(Callback):
     """On resume, keep the rows of metrics.csv, and what TensorBoard shows, up to the checkpoint's step.
 
-    Loggers are told of a step after its checkpoint is written, so the checkpoint carries that step's row: a
-    kill between the two loses nothing.
+    Lightning logs a step after it has written the step's checkpoint, so the checkpoint carries that step's
+    row: a kill between the two loses nothing.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class MetricsResume(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rows: dict[int, dict[str, str]] = {}  # of metrics.csv, which every run logs to first
+        rows: dict[int, dict[str, str]] = {}  # of metrics.csv, the first logger of every run
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
                 logger.resume_after(trainer.global_step, self.last_row)
@@ -55,8 +55,9 @@ class MetricsResume(Callback):
 
 
 def begin_session(writer: Any, step: int) -> None:
-    """Let TensorBoard drop what an earlier session wrote from a step on: those iterations are made again."""
-    from tensorboard.compat.proto import event_pb2  # here: a run without TensorBoard need not load it
+    """Let TensorBoard drop what an earlier session wrote from this step on: it is made again."""
+    # Imported here, so that a run without TensorBoard does not load it.
+    from tensorboard.compat.proto import event_pb2
 
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.file_writer.add_event(event_pb2.Event(step=step, session_log=start))

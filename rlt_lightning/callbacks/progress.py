@@ -1,4 +1,4 @@
-"""One line that says where a run is."""
+"""Show in one line how far a run is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlt_lightning.datamodules.stratos import stratos_of
 
 
 class IterationBar(ProgressBar):
-    """One bar per run: iteration, phase (generate / score / train), reward or loss, tokens/s and ETA.
+    """Show one bar per run: iteration, phase (generate / score / train), reward or loss, tokens/s and ETA.
 
     On a terminal the line is redrawn; in a log file each iteration is one line.
     """
@@ -77,7 +77,7 @@ class IterationBar(ProgressBar):
             print(self.log_line(trainer, parts), file=sys.stderr, flush=True)
 
     def log_line(self, trainer: Trainer, parts: list[str]) -> str:
-        """The iteration as one line of a log file, ETA in seconds."""
+        """Return the iteration as one line of a log file, ETA in seconds."""
         total, step = self.total, trainer.global_step
         per_step = (time.monotonic() - self.started) / max(1, step - self.first_step)
         return f"iteration {step}/{total}: {', '.join(parts)}, ETA {per_step * (total - step):.0f} s"
@@ -90,7 +90,7 @@ class IterationBar(ProgressBar):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.bar is not None:
-            self.bar.close()  # the error message starts on a line of its own
+            self.bar.close()  # so that the error message starts on a new line
 
     @override
     def on_predict_batch_end(

@@ -1,4 +1,4 @@
-"""What a run writes down: every completion with its reward, and the scores of a data set."""
+"""Callbacks that record every completion with its reward, and the scores of a data set."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing_extensions import override
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.records.jsonl import Row, append_rows, rewrite, whole_rows
+from rlt_lightning.records.jsonl import Row, append_rows, keep_rows, rows_in
 from rlt_lightning.records.ranking import equal_groups, write_comparison, write_groups
-from rlt_lightning.records.rows import gather_rows, rollout_rows, score_rows, token_columns
+from rlt_lightning.records.rows import gather_rows, resume_rows, rollout_rows, score_rows, token_columns
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 
@@ -23,8 +23,8 @@ class RolloutRecorder(Callback):
 
     Args:
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
-        tokens: Of which completions the tokens and what the student made of each are recorded too: every
-            problem's best and worst, all, or none.
+        tokens: Completions whose tokens are recorded with the student's value of each: every problem's best
+            and worst, all, or none.
     """
 
     def __init__(
@@ -35,12 +35,9 @@ class RolloutRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop what a killed run wrote past the checkpoint: those iterations are made again."""
-        path = self._path(trainer)
+        """Drop the iterations that a killed run recorded after the checkpoint: they are made again."""
         if trainer.is_global_zero:
-            kept = (line for line, row in whole_rows(path) if row["step"] <= trainer.global_step)
-            if path.exists():
-                rewrite(path, kept)
+            keep_rows(self._path(trainer), lambda row: row["step"] <= trainer.global_step)
 
     @override
     def on_train_batch_end(
@@ -52,7 +49,7 @@ class RolloutRecorder(Callback):
         rows = [{"step": step, **row} for row in rollout_rows(batch)]
         assert batch.rollouts is not None
         assert batch.scores is not None
-        if batch.scores.kl:  # models were asked
+        if batch.scores.kl:  # empty if the reward asks no model
             tokenizer = stratos_of(trainer).format.tokenizer
             for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
                 rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, tokenizer)
@@ -61,7 +58,7 @@ class RolloutRecorder(Callback):
             append_rows(self._path(trainer), rows)
 
     def _with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
-        """Positions of the completions whose tokens are recorded."""
+        """Return the positions of the completions whose tokens are recorded."""
         if self.tokens != "extremes":
             return list(range(len(rewards))) if self.tokens == "all" else []
         groups = [range(i, i + group_size) for i in range(0, len(rewards), group_size)]
@@ -74,12 +71,12 @@ class RolloutRecorder(Callback):
 class ScoreWriter(Callback):
     """Write the scores of `rlt predict` to `scores.jsonl`, input columns kept, batch by batch.
 
-    Idle where the teacher is to write the traces. A run that goes on scores what is missing.
+    It does nothing if the teacher writes the traces. A resumed run scores only what is missing.
 
     Args:
         per_token: Also write every token with its log-prob or KL, see `token_columns`.
-        rank_groups: Divide the scored rows by reward into so many groups of equal size, each a file, and plot
-            them; not where data.trace_columns are several, whose traces of one problem are compared.
+        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file, and
+            plot them. Not for several data.trace_columns: then the traces of one problem are compared.
     """
 
     def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:
@@ -105,17 +102,7 @@ class ScoreWriter(Callback):
             )
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             equal_groups([0.0] * len(data.items), self.rank_groups)
-        path = self._path(trainer)
-        if path.exists():
-            finished = list(whole_rows(path))
-            rows = [row for _, row in finished]
-            if len(rows) > len(data.items) or not all(map(is_of, rows, data.problems)):
-                raise InputError(
-                    f"A run that goes on must have the rows that it began with, but {path} has scores of "
-                    "others. Restore data.source, or choose another --output_dir."
-                )
-            data.num_finished = len(rows)
-            rewrite(path, (line for line, _ in finished))
+        data.num_finished = resume_rows(self._path(trainer), data.problems[: len(data.items)], is_of)
         warn_of_foreign_traces(data.items, pl_module)
 
     @override
@@ -145,11 +132,11 @@ class ScoreWriter(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rank and compare; not called where the run has failed."""
+        """Rank and compare. Lightning does not call this after a failure."""
         data = stratos_of(trainer)
         if stage != "predict" or data.task != "score":
             return
-        rows, folder = [row for _, row in whole_rows(self._path(trainer))], self._path(trainer).parent
+        rows, folder = list(rows_in(self._path(trainer))), self._path(trainer).parent
         terms: tuple[str, ...] = pl_module.reward.columns()  # type: ignore[union-attr, operator]
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             write_groups(rows, self.rank_groups, terms, folder)
@@ -163,20 +150,20 @@ class ScoreWriter(Callback):
 
 
 def is_of(row: Row, problem: Problem) -> bool:
-    """Whether a scored row has the texts of a problem's row."""
+    """Return whether a scored row has the texts of a problem's row."""
     texts = {n: v for n, v in problem.columns.items() if isinstance(v, str) or n == "conversations"}
     return texts == {name: row.get(name) for name in texts}
 
 
 def is_sampled_by(teacher: str, problem: Problem) -> bool:
-    """Whether a row says that its scored trace is this teacher's, whichever way its folder is written."""
+    """Return whether a row names this teacher as the one that wrote its trace, by any path of its folder."""
     columns = problem.columns
     named = columns.get("teacher") if columns.get("trace_column", TRACE_COLUMN) == TRACE_COLUMN else None
     return isinstance(named, str) and Path(named).resolve() == Path(teacher).resolve()
 
 
 def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
-    """Say where the sampled estimators of the KL are none: for traces that the teacher has not sampled."""
+    """Warn if a sampled estimator of the KL is used for traces that the teacher has not sampled."""
     reward: Any = module.reward
     if not isinstance(reward, RLTReward):
         return
@@ -191,7 +178,7 @@ def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
 
 
 def require_one_process(trainer: Trainer) -> None:
-    """Check that rows keep their order."""
+    """Check that there is only one process, so that rows keep their order."""
     if trainer.world_size > 1:
         raise InputError(
             "`rlt predict` must run in one process, so that rows keep their order, but got "

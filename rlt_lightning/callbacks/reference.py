@@ -1,4 +1,4 @@
-"""The moving reference of the KL penalty."""
+"""Move the reference of the KL penalty."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlt_lightning.types import InputError
 class ReferenceSync(Callback):
     """Move the reference towards the policy: reference <- alpha * policy + (1 - alpha) * reference.
 
-    The reference stays out of checkpoints. What it has become is written to `reference/` in the run folder at
-    each sync, and the callback's state names that folder, so a resumed run goes on with the same reference.
+    Checkpoints do not hold the reference. Each sync writes it to `reference/` in the run folder, and the
+    callback's state names that folder, so a resumed run has the same reference.
 
     Args:
         every_n_steps: Optimizer steps between syncs.
@@ -34,11 +34,12 @@ class ReferenceSync(Callback):
             )
         self.every_n_steps = every_n_steps
         self.alpha = alpha
-        self.synced_at = 0  # optimizer step of the last sync; 0: the reference is still the initial teacher
+        # Optimizer step of the last sync; 0: the reference is still the initial teacher.
+        self.synced_at = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tell the module that it needs a reference of its own, beside the base of a LoRA."""
+        """Tell the module that the reference needs separate weights, even for a LoRA."""
         if isinstance(pl_module, RLTModule):
             pl_module.reference_moves = True
 
@@ -62,7 +63,8 @@ class ReferenceSync(Callback):
                 "gone. Restore it."
             )
         fill_in_place(stored_once(pl_module.reference.model), WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
-        if folder != own:  # a checkpoint of another run: this one goes on by itself
+        # After this, a run that starts from another run's checkpoint does not need that run's folder.
+        if folder != own:
             save_folder(pl_module.reference.model, own, trainer.strategy)  # type: ignore[union-attr]
 
     @override
@@ -86,7 +88,7 @@ class ReferenceSync(Callback):
 
 
 def save_folder(model: Any, folder: Path, strategy: Any) -> None:
-    """Write a model's weights and configuration, complete or absent, never half there; all ranks meet."""
+    """Write a model's weights and configuration, completely or not at all. All ranks call this."""
     with whole_or_absent(folder, strategy) as scratch:
         if strategy.global_rank == 0:
             model.config.save_pretrained(scratch)

@@ -17,6 +17,7 @@ from rlt_lightning.judging.answers import (
     reference_answer,
     require_reasoning_gym,
 )
+from rlt_lightning.records.catalogue.evaluation import SET_TITLES
 from rlt_lightning.types import InputError
 
 # Stands before a question, as in Bespoke-Stratos-17k.
@@ -54,18 +55,18 @@ class EvaluationSet:
 
 
 SETS = {
-    "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train", instruction=IN_A_BOX),
-    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25", instruction=IN_A_BOX),
-    "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500", instruction=IN_A_BOX),
+    "aime24": EvaluationSet(SET_TITLES["aime24"], "HuggingFaceH4/aime_2024", "train", instruction=IN_A_BOX),
+    "aime25": EvaluationSet(SET_TITLES["aime25"], "math-ai/aime25", instruction=IN_A_BOX),
+    "math500": EvaluationSet(SET_TITLES["math500"], "HuggingFaceH4/MATH-500", instruction=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
-        "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", kind="choice", private=True
+        SET_TITLES["gpqa_diamond"], "Idavidrein/gpqa:gpqa_diamond", "train", kind="choice", private=True
     ),
-    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", instruction=IN_A_BOX),
-    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", instruction=IN_A_BOX),
-    "countdown": EvaluationSet("Countdown", "countdown", kind="countdown"),
-    "arithmetic": EvaluationSet("arithmetic", "arithmetic"),
-    "chains": EvaluationSet("last-digit chains", "chains"),
-    "word_sums": EvaluationSet("three-step word sums", "word_sums"),
+    "gsm8k": EvaluationSet(SET_TITLES["gsm8k"], "openai/gsm8k:main", instruction=IN_A_BOX),
+    "amc23": EvaluationSet(SET_TITLES["amc23"], "math-ai/amc23", instruction=IN_A_BOX),
+    "countdown": EvaluationSet(SET_TITLES["countdown"], "countdown", kind="countdown"),
+    "arithmetic": EvaluationSet(SET_TITLES["arithmetic"], "arithmetic"),
+    "chains": EvaluationSet(SET_TITLES["chains"], "chains"),
+    "word_sums": EvaluationSet(SET_TITLES["word_sums"], "word_sums"),
 }
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 class MetricsCSV(Logger):
     """Write each step's metrics to `metrics.csv`, one row per step, columns added as metrics appear.
 
-    Lightning's CSVLogger deletes an existing file, so a resumed run would lose its past; this one goes on.
+    Lightning's CSVLogger deletes an existing file, so a resumed run would lose its past; this one keeps it.
 
     Args:
         folder: The run folder.
@@ -25,9 +25,9 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = Path(folder) / "metrics.csv"
         self.rows: dict[int, dict[str, str]] = {}  # step -> metrics
-        self.columns: list[str] = []  # of the file as it stands
+        self.columns: list[str] = []  # of the file
         self.saved: set[int] = set()
-        self.unsaved: set[int] = set()  # steps that the file lacks or has in an older form
+        self.unsaved: set[int] = set()  # steps with metrics that the file does not have yet
 
     @property
     @override
@@ -42,7 +42,7 @@ class MetricsCSV(Logger):
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """The resolved configuration lies in config.yaml."""
+        """Do nothing: config.yaml has the resolved configuration."""
 
     @override
     @rank_zero_only
@@ -54,8 +54,9 @@ class MetricsCSV(Logger):
     @override
     @rank_zero_only
     def save(self) -> None:
-        """Append the new rows; rewrite the file when a column is new or an old row has grown."""
-        if not self.unsaved:  # a start that failed leaves no empty file
+        """Append the new rows; rewrite the file if a column is new or an old row has new cells."""
+        # A start that failed leaves no empty file.
+        if not self.unsaved:
             return
         names = {name for step in self.unsaved for name in self.rows[step]}
         if names <= set(self.columns) and not self.unsaved & self.saved:
@@ -75,7 +76,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def resume_after(self, step: int, last_row: dict[str, float]) -> None:
-        """Read what an earlier run wrote, up to a step; `last_row` is that step's, from the checkpoint."""
+        """Read what an earlier run wrote, up to a step; `last_row` is the checkpoint's row of that step."""
         if self.path.exists():
             with open(self.path, newline="") as file:
                 for row in csv.DictReader(file):
@@ -85,4 +86,4 @@ class MetricsCSV(Logger):
         if step not in self.rows:
             self.log_metrics(last_row, step)
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
-        self.save()  # now: the next checkpoint will not carry this step's row
+        self.save()  # at once, since the next checkpoint will not hold this step's row

@@ -1,4 +1,4 @@
-"""Settings without their secrets, for what leaves this machine."""
+"""Remove secrets from settings before they leave this machine."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(KNOWN_KEY), HIDDEN),
 )
-SHORTEST = 8  # characters of an environment variable that is looked for in other texts
+SHORTEST = 8  # characters that a secret environment variable needs to be hidden in other texts
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of plain settings in which passwords, keys and tokens are replaced by `***`.
+    """Return a copy of plain settings in which passwords, keys and tokens are replaced by `***`.
 
-    Hidden are texts under the name of a secret and all of an `environment`, credentials in URLs and command
-    lines, what looks like a well-known key, and whatever a secret environment variable of this process holds.
+    This hides texts under the name of a secret, all values of an `environment`, credentials in URLs and
+    command lines, texts that look like a well-known key, and the values of secret environment variables.
     """
     return cleaned(value, secret_variables())
 
 
 def cleaned(value: Any, known: list[str]) -> Any:
-    """See `without_secrets`."""
+    """Return a copy without secrets, see `without_secrets`; `known` are secret texts."""
     if isinstance(value, dict):
         return {
             name: hidden(item) if is_secret(name, item) else cleaned(item, known)
@@ -57,7 +57,7 @@ def cleaned(value: Any, known: list[str]) -> Any:
 
 
 def is_secret(name: Any, value: Any) -> bool:
-    """Whether a setting is one by its name. A number may be a password, but no token or key."""
+    """Return whether a setting is secret by its name. A number may be a password, but no token or key."""
     named = SECRET_NAME.search(str(name)) is not None
     number = isinstance(value, int) and "pass" in str(name).lower()
     named = named and (isinstance(value, (str, dict, list)) or number)
@@ -65,11 +65,11 @@ def is_secret(name: Any, value: Any) -> bool:
 
 
 def hidden(value: Any) -> Any:
-    """The shape of a secret setting: its names stay."""
+    """Return a secret setting with its names but without its values."""
     return dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
 
 
 def secret_variables() -> list[str]:
-    """What the environment variables hold that are secret by their names, the longest first."""
+    """Return the values of environment variables with the name of a secret, the longest first."""
     found = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True)

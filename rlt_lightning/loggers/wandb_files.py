@@ -13,9 +13,9 @@ BLOCK = 32768  # bytes, of a .wandb file
 
 
 def read_run(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file, as far as it was written.
+    """Yield the complete records of a .wandb file.
 
-    It is made of blocks of 32 KiB with chunks, before each its checksum, length and kind.
+    The file has blocks of 32 KiB. A block has chunks, each after its checksum, length and kind.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
@@ -29,23 +29,23 @@ def read_run(path: Path) -> Iterator[Any]:
             return
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield Record.FromString(record)
             record = b""
 
 
 def iterations_in(path: Path) -> set[int]:
-    """Whose metrics a .wandb file holds."""
+    """Return the iterations whose metrics a .wandb file holds."""
     found: set[int] = set()
     for record in read_run(path):
         values = {".".join(item.nested_key): item.value_json for item in record.history.item}
-        if ITERATION in values and "perf/tokens_per_s" in values:  # a training step's, not a validation's
+        if ITERATION in values and "perf/tokens_per_s" in values:  # only training logs both
             found.add(int(values[ITERATION]))
     return found
 
 
 def kept_id(path: Path) -> str:
-    """The id of the run that a file names, or a new one that it names from now on."""
+    """Return the run id in a file; if there is none, write a new id to it."""
     if not path.exists() or not path.read_text().strip():
         scratch = path.with_suffix(".tmp")
         scratch.write_text(secrets.token_hex(4) + "\n")

@@ -16,27 +16,27 @@ from typing_extensions import override
 
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.loggers.wandb_files import ITERATION, iterations_in, kept_id
+from rlt_lightning.records import catalogue
 from rlt_lightning.types import InputError
 
-TABLE = "completions"  # its name, and the tag of the texts in TensorBoard
+TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
-MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # that wandb knows
-PREFIXES = ("reward/", "policy/", "student/", "rollout/", "perf/", "data/", "eval/")
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of wandb
 
 
 class WandbLogger(loggers.WandbLogger):
-    """Log to Weights & Biases: online where there is an account, else offline, for `wandb sync`.
+    """Log to Weights & Biases: online if there is an account, else offline, for `wandb sync`.
 
-    The run's files lie in `wandb/` in the run folder, its id too, so that a resumed run goes on in the same.
+    The run's files and its id are in `wandb/` in the run folder, so a resumed run continues the same W&B run.
 
     Args:
         project: By default WANDB_PROJECT or rlt_lightning.
         entity: User or team; None: the account's default.
-        name: Of the run; None: the run folder's.
-        group: Runs that belong together.
-        tags: Of the run.
-        offline: Stay offline even with an account.
-        save_dir: "." is the run folder.
+        name: Name of the run; None: the name of the run folder.
+        group: Group of runs that belong together.
+        tags: Tags of the run.
+        offline: Whether to stay offline even with an account.
+        save_dir: Folder for its files; "." is the run folder.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class WandbLogger(loggers.WandbLogger):
         super().__init__(
             name, save_dir, offline=offline, project=project, entity=entity, group=group, tags=tags
         )
-        del self._wandb_init["anonymous"]  # wandb warns of it, even where it is None
+        del self._wandb_init["anonymous"]  # wandb warns of this setting even if it is None
 
     @property
     @override
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The `wandb.Run`, begun when it is first used."""
+        """Return the `wandb.Run`; the first use starts it."""
         if self._experiment is None:
             self._experiment = self._begin()
         return self._experiment
 
     def _begin(self) -> Any:
-        """Start the run, or go on with the run folder's, and say where it is."""
+        """Start the run, or continue the run of the run folder, and print where it is."""
         import wandb
 
         folder = Path(self._wandb_init["dir"]).resolve()
@@ -79,7 +79,7 @@ class WandbLogger(loggers.WandbLogger):
             "name": self._wandb_init["name"] or folder.name,
             "mode": mode,
         }
-        # No terminal output, command line, host or git remote: any of them may hold what is not to be told.
+        # No terminal output, command line, host or git remote: any of them may hold a secret.
         settings = wandb.Settings(
             silent=True, console="off", disable_git=True, x_disable_meta=True, save_code=False, host="-"
         )
@@ -92,18 +92,18 @@ class WandbLogger(loggers.WandbLogger):
             ) from error
         self._id = run.id
         run.define_metric(ITERATION, hidden=True)
-        for prefix in PREFIXES:
-            run.define_metric(f"{prefix}*", step_metric=ITERATION)
+        for prefix in dict.fromkeys(metric.prefix for metric in catalogue.metrics()):
+            run.define_metric(f"{prefix}/*", step_metric=ITERATION)
         where = str(run.url) if mode == "online" else f"{mode} ({reason})"
         where += f"; upload: wandb sync {files}/offline-run-*-{run.id}" if mode == "offline" else ""
         print(f"Weights & Biases: {where}", file=sys.stderr, flush=True)
         return run
 
     def _mode(self) -> tuple[str, str]:
-        """Where to log, and why there.
+        """Return where to log, and why.
 
         Raises:
-            InputError: If WANDB_MODE asks for an account that there is not.
+            InputError: If WANDB_MODE needs an account, but there is none.
         """
         mode, reason = mode_set()
         if mode != "online":
@@ -124,28 +124,28 @@ class WandbLogger(loggers.WandbLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log at an iteration; wandb counts its own steps, so that an iteration may come again."""
+        """Log at an iteration. wandb counts steps separately, so a resumed run may log an iteration again."""
         axis = {} if step is None else {ITERATION: step}
         self.experiment.log({**metrics, **axis})
 
     @rank_zero_only
     def catch_up(self, rows: Mapping[int, Mapping[str, str]]) -> None:
-        """Log the iterations that a killed run did not come to write: wandb writes in blocks.
+        """Log the iterations that a killed run could not write, since wandb writes in blocks.
 
         Args:
-            rows: Metrics by iteration, as `metrics.csv` has them, up to that which the run goes on from.
+            rows: Metrics by iteration, as in `metrics.csv`, up to the iteration that the run resumes from.
         """
         run = self.experiment
         files = Path(self._wandb_init["dir"]) / "wandb"
-        held = {i for path in files.glob("offline-run-*/*.wandb") for i in iterations_in(path)}
+        written = {i for path in files.glob("offline-run-*/*.wandb") for i in iterations_in(path)}
         last = run.summary.get(ITERATION, 0) if self._wandb_init["mode"] == "online" else 0  # on the server
         for iteration, row in sorted(rows.items()):
-            if iteration > last and iteration not in held:
+            if iteration > last and iteration not in written:
                 self.log_metrics({name: float(value) for name, value in row.items()}, iteration)
 
     @rank_zero_only
     def log_rows(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Log a table in place of that which has this name; all rows have the first one's columns."""
+        """Log a table in place of the earlier one of this name; all rows have the columns of the first."""
         import wandb
 
         wandb.Table.MAX_ROWS = wandb.Table.MAX_ARTIFACT_ROWS  # else rows are dropped from 10,000 on
@@ -155,29 +155,29 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def alert(self, title: str, text: str, is_error: bool) -> None:
-        """Send an alert to whoever has subscribed to them."""
-        if self._experiment is not None:  # not where it could not begin
+        """Send an alert to its subscribers."""
+        if self._experiment is not None:  # None if the run could not start
             self._experiment.alert(title, text, level="ERROR" if is_error else "WARN")
 
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Finish the run; what is logged later goes on in it."""
+        """Finish the run; later logging continues it."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=0 if status == "success" else 1)
             self._experiment = None
 
 
 def mode_set() -> tuple[str, str]:
-    """What wandb's own settings say: online, offline or disabled, and what set it so.
+    """Return what wandb's settings say: online, offline or disabled, and what set it.
 
     Raises:
-        InputError: If WANDB_MODE is something else.
+        InputError: If WANDB_MODE has another value.
     """
     import wandb
 
     named = os.environ.get("WANDB_MODE")
-    if named is not None and named not in MODES:  # wandb takes no empty one either
+    if named is not None and named not in MODES:  # wandb refuses an empty one too
         raise InputError(
             f"WANDB_MODE must be one of {', '.join(MODES)}, but is {named!r}. Correct it, or unset it."
         )
@@ -187,7 +187,7 @@ def mode_set() -> tuple[str, str]:
 
 
 def logged_in() -> bool:
-    """Whether wandb finds an account: in WANDB_API_KEY, a netrc file or its settings. Nothing is sent."""
+    """Return whether wandb finds an account: WANDB_API_KEY, a netrc file or its settings. Nothing is sent."""
     import wandb
     from wandb.sdk.lib import wbauth  # wandb.login() would ask the server who it is
 
@@ -201,7 +201,7 @@ def logged_in() -> bool:
 
 @contextmanager
 def account() -> Iterator[Any]:
-    """The account's `wandb.Api`; what goes wrong with it is told in one line.
+    """Yield the account's `wandb.Api`, and turn its errors into one line.
 
     Raises:
         InputError: If there is no account, or the server refuses.

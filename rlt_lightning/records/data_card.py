@@ -1,4 +1,4 @@
-"""The card of a distillation set: how it was made, what is in it, and how its figures are distributed."""
+"""The card of a distillation set: how it was made, what it holds, and how its figures are distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from rlt_lightning import __version__
 from rlt_lightning.records.jsonl import Row
 
-BINS, BAR = 12, 40  # of a histogram; characters of its longest bar
+BINS = 12  # of a histogram
+BAR = 40  # characters of its longest bar
 
 
 def data_card(
@@ -23,11 +24,11 @@ def data_card(
     """Return the card as Markdown, with the header by which `datasets.load_dataset(FOLDER)` finds the rows.
 
     Args:
-        recipe: What the traces were made with, by name.
-        traces: All of them.
-        selected: Those in the set.
+        recipe: Settings that the traces were made with, by name.
+        traces: All traces.
+        selected: The traces in the set.
         terms: The reward and its terms, columns of the traces.
-        file_name: Of the set, beside the card.
+        file_name: File of the set, beside the card.
         num_problems: Usable rows of the source.
     """
     done = len({row["row"] for row in traces})
@@ -74,12 +75,12 @@ def data_card(
 
 
 def table(entries: dict[str, Any]) -> list[str]:
-    """Two columns of Markdown."""
+    """Return the lines of a Markdown table with two columns."""
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in entries.items())]
 
 
 def histogram(values: list[float]) -> list[str]:
-    """Equal bins from the least to the largest value: lower bound, bar, count."""
+    """Return a line for each of equal bins from the least to the largest value: lower bound, bar, count."""
     least, width = min(values), (max(values) - min(values)) / BINS or 1.0
     counts = [0] * BINS
     for value in values:

@@ -1,9 +1,9 @@
-"""JSONL files that a killed run leaves behind and a resumed one goes on with."""
+"""JSONL files that a killed run leaves behind and a resumed run continues."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,21 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def to_line(row: Row) -> str:
-    """A row as a line; what JSON lacks is written as text."""
+    """Return a row as a line; values that JSON does not know become text."""
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
 def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield every line that was written to its end, and its row; nothing if there is no file.
+    """Yield every complete line and its row; nothing if there is no file.
 
     Raises:
-        InputError: If such a line is no JSON, as after a crash of the machine.
+        InputError: If a line is no JSON, as can happen when the machine crashes.
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:  # a kill may tear a character too
-        for number, line in enumerate(file, start=1):  # splitlines() would also split inside JSON texts
+    # A kill may cut a character in two. Not splitlines(): it would also split inside JSON texts.
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 return
             try:
@@ -40,16 +41,16 @@ def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
             except ValueError as error:
                 raise InputError(
                     f"Every line of {path} must be JSON, but line {number} is not ({error}). Delete it and "
-                    "those after it: their rows are made anew."
+                    "all lines after it: the run makes their rows again."
                 ) from error
             yield line, row
 
 
 def rows_in(path: Path) -> Iterator[Row]:
-    """The rows of a file, one at a time.
+    """Yield the rows of a file, one at a time.
 
     Raises:
-        InputError: If one is no object.
+        InputError: If a row is no JSON object.
     """
     for _, row in whole_rows(path):
         if not isinstance(row, dict):
@@ -59,8 +60,14 @@ def rows_in(path: Path) -> Iterator[Row]:
         yield row
 
 
+def keep_rows(path: Path, is_kept: Callable[[Row], bool]) -> None:
+    """Drop rows that a resumed run makes again, and an incomplete last line; do nothing without a file."""
+    if path.exists():
+        rewrite(path, (line for line, row in whole_rows(path) if is_kept(row)))
+
+
 def rewrite(path: Path, lines: Iterable[str]) -> None:
-    """Put these lines in place of a file, at once."""
+    """Replace the contents of a file in one step, so that a kill leaves the old or the new ones."""
     scratch = path.with_suffix(".tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.writelines(lines)

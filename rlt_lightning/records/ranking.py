@@ -1,4 +1,4 @@
-"""A scored data set in groups of equal size by reward, and two traces of the same problems compared."""
+"""Divide a scored data set into groups of equal size by reward, and compare two traces of each problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from rlt_lightning.records.jsonl import Row, rewrite, to_line
 from rlt_lightning.types import InputError, Rollout
 
-SHOWN, SHOWN_CHARACTERS = 5, 600  # problems per side of a comparison's page, and of each trace there
+SHOWN = 5  # problems for each side of a comparison
+SHOWN_CHARACTERS = 600  # of each trace there
 
 
 def equal_groups(rewards: list[float], num_groups: int) -> list[list[int]]:
@@ -20,7 +21,7 @@ def equal_groups(rewards: list[float], num_groups: int) -> list[list[int]]:
 
     Args:
         rewards: One per row, N.
-        num_groups: How many.
+        num_groups: Number of groups.
 
     Returns:
         Row positions, best group first, each by descending reward; equal rewards in the order of the rows.
@@ -42,7 +43,7 @@ def write_groups(rows: list[Row], num_groups: int, terms: Sequence[str], folder:
     """Write each group's rows, means of the terms and a plot: `groups/`, `groups.json`, `groups.svg`."""
     groups = [[rows[i] for i in group] for group in equal_groups([row["reward"] for row in rows], num_groups)]
     (folder / "groups").mkdir(exist_ok=True)
-    for stale in (folder / "groups").glob("group-*.jsonl"):  # of an earlier division
+    for stale in (folder / "groups").glob("group-*.jsonl"):  # from an earlier run
         stale.unlink()
     figures = []
     for number, group in enumerate(groups, start=1):
@@ -80,14 +81,14 @@ def plot_groups(figures: list[dict[str, Any]], terms: Sequence[str], path: Path)
 def write_comparison(
     rows: list[Row], rollouts: list[Rollout], columns: list[str], terms: Sequence[str], folder: Path
 ) -> None:
-    """Compare two traces of each problem: `comparison.jsonl`, best for the first on top, and a page.
+    """Compare two traces of each problem: write `comparison.jsonl`, largest difference first, and a page.
 
     Args:
-        rows: Scored ones. `trace_column` says which trace it is; each problem has both, one after another.
-        rollouts: What was scored, one per row.
-        columns: The two columns.
+        rows: Scored rows. `trace_column` names the trace; each problem has both, one after the other.
+        rollouts: The scored texts, one per row.
+        columns: The two trace columns.
         terms: The reward and its terms, columns of the scored rows.
-        folder: Where to write.
+        folder: Folder to write to.
     """
     scored = list(zip(rows, rollouts, strict=True))
     pairs = []
@@ -105,7 +106,7 @@ def write_comparison(
 
 
 def comparison_page(pairs: list[Row], columns: list[str], terms: Sequence[str]) -> str:
-    """Say which trace is ahead, and show the problems where each is ahead the most (RLT, figure 5)."""
+    """Return a page that says which trace is ahead, and where each leads by most (RLT, figure 5)."""
     differences = [pair["difference"] for pair in pairs]
     error = stdev(differences) / len(differences) ** 0.5 if len(pairs) > 1 else float("nan")
     ahead = sum(difference > 0 for difference in differences)
@@ -129,6 +130,6 @@ def comparison_page(pairs: list[Row], columns: list[str], terms: Sequence[str]) 
 
 
 def quoted(text: str) -> list[str]:
-    """A text as a Markdown quotation, cut where it is long."""
+    """Return a text as a Markdown quotation; a long one is cut."""
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " …"
     return [f"> {line}" for line in shown.strip().splitlines()]

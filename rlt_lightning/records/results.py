@@ -1,4 +1,4 @@
-"""Results of an evaluation as a table, beside the paper's."""
+"""The results of an evaluation as tables, with the paper's results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlt_lightning.datamodules.evaluation_sets import SETS
+from rlt_lightning.records.catalogue.evaluation import SET_TITLES, TITLES
 
 PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
-PAPER_ROWS: tuple[
-    tuple[str, str, tuple[float, float, float, float]], ...
-] = (  # percent; the last is the mean
+# Model, size of its data, and percent for each set and their mean.
+PAPER_ROWS: tuple[tuple[str, str, tuple[float, float, float, float]], ...] = (
     ("Qwen2.5-7B-Instruct", "", (10.00, 74.20, 33.30, 39.17)),
     ("Bespoke-7B-1K", "1K", (13.30, 80.00, 33.80, 42.37)),
     ("RLT-7B-1K", "1K", (20.00, 80.40, 41.90, 47.43)),
@@ -23,28 +22,26 @@ PAPER_ROWS: tuple[
     ("Bespoke-32B", "17K", (63.30, 93.00, 58.10, 71.47)),
     ("RLT-32B", "17K", (66.70, 93.40, 59.60, 73.23)),
 )
+PERCENTAGES = ("pass_at_k", "maj_at_k", "formatted_frac", "truncated_frac")
 HEADER = (
     "set",
-    "problems",
+    TITLES["num_problems"],
     "k",
-    "pass@1, % ± s.e.",
-    "pass@k, %",
-    "maj@k, %",
-    "formatted, %",
-    "cut off, %",
-    "tokens",
+    f"{TITLES['pass_at_1']}, % ± {TITLES['standard_error']}",
+    *(f"{TITLES[name]}, %" for name in PERCENTAGES),
+    TITLES["tokens_mean"],
 )
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN, which JSON does not know, by None."""
+    """Return plain data with None in place of NaN, which JSON does not know."""
     if isinstance(value, dict):
         return {name: without_nan(item) for name, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def render(summary: dict[str, Any]) -> str:
-    """The results as a Markdown page; beside the paper's, where they are of its sets."""
+    """Return the results as a Markdown page, with the paper's for the sets that it has results of."""
     name = summary["model"] or summary["responses"]
     page = f"# Evaluation of {name}\n\n{markdown([HEADER, *map(result_row, summary['sets'].values())])}"
     if set(PAPER_SETS) & set(summary["sets"]):
@@ -54,25 +51,28 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def result_row(found: dict[str, Any]) -> tuple[str, ...]:
-    """One set's results, under `HEADER`."""
+    """Return one set's results, in the columns of `HEADER`."""
     tokens = found.get("tokens_mean")
     return (
         found["title"],
         str(found["num_problems"]),
         str(found["num_samples"]),
         accuracy(found),
-        percent(found["pass_at_k"]),
-        percent(found["maj_at_k"]),
-        percent(found["formatted_frac"]),
-        percent(found.get("truncated_frac")),
+        *(percent(found.get(name)) for name in PERCENTAGES),
         "" if tokens is None else f"{tokens:.0f}",
     )
 
 
+def paper_table() -> list[tuple[str, ...]]:
+    """Return Table 1 of the paper as rows of text, the header first."""
+    header = ("model", "data", *(SET_TITLES[key] for key in PAPER_SETS), "overall")
+    rows = ((model, size, *(f"{value:.1f}" for value in values)) for model, size, values in PAPER_ROWS)
+    return [header, *rows]
+
+
 def beside_paper(summary: dict[str, Any], name: str) -> str:
-    """The paper's Table 1 with the run as its last row."""
-    header = ("model", "data", *(SETS[key].title for key in PAPER_SETS), "overall")
-    rows = [(model, size, *(f"{value:.1f}" for value in values)) for model, size, values in PAPER_ROWS]
+    """Return the paper's Table 1 with the run as its last row."""
+    header, *rows = paper_table()
     found = [summary["sets"].get(key) for key in PAPER_SETS]
     own = [accuracy(part) if part else "" for part in found]
     overall = accuracy(summary["overall"]) if set(summary["sets"]) == set(PAPER_SETS) else ""
@@ -80,18 +80,18 @@ def beside_paper(summary: dict[str, Any], name: str) -> str:
 
 
 def accuracy(found: dict[str, Any]) -> str:
-    """pass@1 with its standard error, in percent."""
+    """Return pass@1 with its standard error, in percent."""
     error = found["standard_error"]
     return percent(found["pass_at_1"]) + ("" if error is None else f" ± {percent(error)}")
 
 
 def percent(value: float | None) -> str:
-    """A part as a percentage."""
+    """Return a fraction as a percentage."""
     return "" if value is None else f"{100 * value:.1f}"
 
 
 def markdown(rows: Sequence[tuple[str, ...]]) -> str:
-    """A Markdown table whose columns also line up in a terminal."""
+    """Return a Markdown table whose columns also line up in a terminal."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines.insert(1, ["-" * width for width in widths])

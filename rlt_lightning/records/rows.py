@@ -1,28 +1,29 @@
-"""Rows of completions and scores, as they are written to JSON lines."""
+"""Rows of completions and scores, as JSON lines hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.records.jsonl import Row
+from rlt_lightning.records.jsonl import Row, rewrite, whole_rows
 from rlt_lightning.tags import decode_each
-from rlt_lightning.types import PromptBatch, Rollout, Scores
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
 
 
 def evenly_spread(items: list[T], number: int) -> list[T]:
-    """So many of them at equal distances, the same whatever they hold; all if they are fewer."""
+    """Return so many items at equal distances, whatever they hold; all of them if there are fewer."""
     number = max(0, min(number, len(items)))
     return [items[i * len(items) // number] for i in range(number)]
 
 
 def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
-    """One JSON-ready row per completion."""
+    """Yield one JSON-ready row per completion."""
     assert batch.rollouts is not None
     assert batch.scores is not None
     for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
@@ -42,19 +43,19 @@ def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
 
 
 def score_rows(scores: Scores) -> list[dict[str, float]]:
-    """The reward and its terms, one dictionary per rollout."""
+    """Return the reward and its terms, one dictionary per rollout."""
     columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: Any) -> Row:
-    """The tokens that the reward is made of, each with its value before clipping and normalisation, nats.
+    """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
         rollout: A scored completion.
-        scores: Of its batch.
-        position: Its place there.
-        tokenizer: Of its token ids.
+        scores: Scores of its batch.
+        position: Its position in the batch.
+        tokenizer: Tokenizer of its token ids.
 
     Returns:
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`. Values are
@@ -69,7 +70,7 @@ def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: An
 
 
 def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
-    """Bring the rows of all ranks together on rank 0."""
+    """Return the rows of all ranks on rank 0; on other ranks nothing."""
     if trainer.world_size == 1:
         return rows
     gathered: list[list[Row]] | None = (
@@ -77,3 +78,34 @@ def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
     )
     torch.distributed.gather_object(rows, gathered, dst=0)
     return [row for part in gathered or [] for row in part]
+
+
+def resume_rows(
+    path: Path, problems: Sequence[Problem], is_of: Callable[[Row, Problem], bool], rows_per_problem: int = 1
+) -> int:
+    """Keep the rows of the problems that an earlier run finished, and return how many problems these are.
+
+    Args:
+        path: JSONL file of that run, its rows in the order of the problems.
+        problems: All problems of this run.
+        is_of: Whether a row belongs to a problem.
+        rows_per_problem: A problem with fewer rows was not finished: its rows are dropped.
+
+    Raises:
+        InputError: If the rows belong to other problems.
+    """
+    lines: list[str] = []
+    belongs: list[bool] = []
+    for line, row in whole_rows(path):
+        position = len(lines) // rows_per_problem
+        belongs.append(position < len(problems) and is_of(row, problems[position]))
+        lines.append(line)
+    num_finished = len(lines) // rows_per_problem
+    if not all(belongs[: num_finished * rows_per_problem]):
+        raise InputError(
+            f"A resumed run must have the rows that it began with, but {path} has rows of other problems. "
+            "Restore data.source, or choose another --output_dir."
+        )
+    if path.exists():
+        rewrite(path, lines[: num_finished * rows_per_problem])
+    return num_finished

@@ -1,4 +1,4 @@
-"""What run folders hold, as plain data of bounded size."""
+"""Read what a run folder holds, as plain data of bounded size."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ import yaml
 
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.run_folder import flat
-from rlt_lightning.report.completions import COMPLETIONS, TERMS, Bounds, Completions, read_completions
+from rlt_lightning.report.completion_rows import COMPLETION_FILES
+from rlt_lightning.report.completions import Bounds, Completions, read_completions
 from rlt_lightning.types import InputError
 
-FILES = ("metrics.csv", *COMPLETIONS, "groups.json", "evaluation.json")
-
-
-TERMS += ("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max")
-
-
-TERMS += ("num_tokens", "student_tokens", "closed", "fits")
+FILES = ("metrics.csv", *COMPLETION_FILES, "groups.json", "evaluation.json")
 GROUP = {"group", "num_rows", "reward", "reward_min", "reward_max"}
-Curve = tuple[list[int], list[float | None]]  # steps and values; None: not finite
+# Steps and values; None for a value that is not finite.
+Curve = tuple[list[int], list[float | None]]
 
 
 @dataclass
 class Run:
-    """What one run folder holds."""
+    """The contents of one run folder."""
 
     folder: Path
     metrics: dict[str, Curve]
@@ -52,11 +48,11 @@ def collect(folder: Path, bounds: Bounds) -> Run:
     if not folder.is_dir() or not any((folder / name).exists() for name in FILES):
         raise InputError(
             f"RUN_DIR must be the folder of a run, with one of {', '.join(FILES)}, but {folder} is none. "
-            "Name what --output_dir was."
+            "Name the folder that --output_dir was."
         )
     metrics, notes = read_metrics(folder / "metrics.csv")
     completions = Completions()
-    for name in COMPLETIONS:
+    for name in COMPLETION_FILES:
         if not completions.total:
             completions = read_completions(partial(rows_in, folder / name), name, bounds)
     groups = read_json(folder / "groups.json", list) or []
@@ -80,7 +76,7 @@ def collect(folder: Path, bounds: Bounds) -> Run:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The run's config.yaml as dotted names and values; nothing where there is none.
+    """Return the run's config.yaml as dotted names and values; empty if there is none.
 
     Raises:
         InputError: If it is no YAML.
@@ -96,10 +92,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """A JSON file; None if there is none.
+    """Return what a JSON file holds; None if there is no file.
 
     Raises:
-        InputError: If it is not of its kind.
+        InputError: If it is no JSON, or not of this kind.
     """
     if not path.exists():
         return None
@@ -107,24 +103,24 @@ def read_json(path: Path, kind: type) -> Any:
         value = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(
-            f"{path} must be JSON, but is not ({error}). Make it anew, or move it away."
+            f"{path} must be JSON, but is not ({error}). Write it again, or move it away."
         ) from error
     if not isinstance(value, kind):
-        raise InputError(f"{path} must hold a JSON {kind.__name__}, but does not. Make it anew.")
+        raise InputError(f"{path} must hold a JSON {kind.__name__}, but does not. Write it again.")
     return value
 
 
 def require_keys(value: Any, keys: set[str], path: Path) -> None:
-    """Check that an object is one of ours."""
+    """Check that an object has the keys that rlt writes."""
     if not isinstance(value, dict) or not keys <= value.keys():
         raise InputError(
             f"{path} must have {', '.join(sorted(keys))}, as rlt writes them, but has {value!r:.40}. "
-            "Make it anew, or move it away."
+            "Write it again, or move it away."
         )
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
-    """Read metrics.csv: a curve for each metric that has any value, and what is to be said about them.
+    """Read metrics.csv: a curve for each metric that has any value, and remarks for the page.
 
     Raises:
         InputError: If a step or a value is no number.
@@ -156,7 +152,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
 
 
 def number_in(cell: Any, path: Path, name: str | None) -> float:
-    """The number in a cell."""
+    """Return the number in a cell."""
     try:
         return float(cell)
     except (TypeError, ValueError) as error:

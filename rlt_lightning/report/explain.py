@@ -18,35 +18,36 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.records.catalogue import metric_of
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.rows import rollout_rows, token_columns
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError, PromptBatch, as_list
 
-# Of 256 colours, from a token as the student expects it to one that surprises it most.
+# Terminal colours, from a token that the student expects to a token that surprises it most.
 SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;209m", "\x1b[48;5;203m")
 BLACK, RESET = "\x1b[30m", "\x1b[0m"
 BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats at which the shades begin
-# What a terminal obeys, by itself or with what follows it, line ends and changes of direction included.
-OBEYED = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-CONTROLS = {code: "\ufffd" for code in OBEYED if chr(code) != "\n"}
+# Characters that control a terminal, line ends and changes of direction included.
+CONTROL_CODES = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS = {code: "\ufffd" for code in CONTROL_CODES if chr(code) != "\n"}
 
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What `rlt explain` explains: an explanation of a row of data.source, or texts of one's own.
+    """What `rlt explain` explains: an explanation of a row of data.source, or texts of your own.
 
     Args:
         row: Number of the row in data.source, from 1. Its explanation is its trace, data.trace_columns.
-        rollouts: The rollouts.jsonl of a run with these data: takes the explanation of the row from there.
-        step: Iteration of that completion; None: the last that has the row.
-        completion: Its number in its group, from 0.
-        question: Instead of the row's; needs a solution and an explanation too.
-        solution: Instead of the row's.
-        explanation: Instead of the row's.
-        top: Tokens shown of the explanation, those with the largest KL first; 0 for all.
-        html: File to write the same as a page to, every token with its value.
+        rollouts: The rollouts.jsonl of a run with these data, to take the explanation of the row from.
+        step: Iteration of that completion; None: the last iteration that has the row.
+        completion: Number of that completion in its group, from 0.
+        question: Replaces the row's question; needs a solution and an explanation too.
+        solution: Replaces the row's solution.
+        explanation: Replaces the row's explanation.
+        top: Number of the explanation's tokens in the table, largest KL first; 0 for all.
+        html: Also write a page to this file, with the value of every token.
     """
 
     row: int = 1
@@ -77,12 +78,12 @@ class ExplainOptions:
 
 
 def rows_to_score(options: ExplainOptions, data: dict[str, Any], score_given: bool = False) -> list[Row]:
-    """The explanation in question and, to compare with, an empty one, as rows of a source.
+    """Return two rows of a source: the explanation in question and, to compare with, an empty one.
 
     Args:
-        options: Which.
+        options: What to explain.
         data: Settings of the StratosDataModule.
-        score_given: The reward's: recorded tokens then begin with the separator that the prompt ends with.
+        score_given: Setting of the reward. If true, recorded tokens begin with the separator of the prompt.
 
     Raises:
         InputError: If there is no such row, or it has no explanation.
@@ -102,7 +103,8 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any], score_given: bo
         recorded = find_completion(options)
         require_same_problem(recorded, columns, tags, options)
         closed = recorded.get("finish_reason") == "stop"
-        tokens = recorded.get("thought_tokens")  # with the white space at the explanation's ends
+        # Unlike the text, the tokens have the white space at the explanation's ends.
+        tokens = recorded.get("thought_tokens")
         text = "".join(tokens) if tokens else str(recorded.get("explanation")).strip()
         if tokens and score_given:
             text = text.removeprefix(tags.separator)
@@ -117,7 +119,8 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any], score_given: bo
             ) from error
     texts = {"question": options.question, "solution": options.solution}
     columns |= {name: text for name, text in texts.items() if text is not None}
-    completion = text + end * closed or "\n"  # without one, the row's trace would be scored
+    # An empty completion would be none, and the row's trace would be scored.
+    completion = text + end * closed or "\n"
     rows = [{**columns, "completion": completion}, {**columns, "completion": end}]
     try:
         parse_row(rows[0], tags, [TRACE_COLUMN], allows_completion=True)
@@ -127,7 +130,7 @@ def rows_to_score(options: ExplainOptions, data: dict[str, Any], score_given: bo
 
 
 def require_same_problem(recorded: Row, columns: Row, tags: TagStyle, options: ExplainOptions) -> None:
-    """Check that a completion was sampled for the problem that the data have at its row."""
+    """Check that a recorded completion is for the problem of this row of the data."""
     try:
         row = parse_row(columns, tags)
     except BadRowError as error:
@@ -140,7 +143,7 @@ def require_same_problem(recorded: Row, columns: Row, tags: TagStyle, options: E
 
 
 def read_row(number: int, data: dict[str, Any]) -> Row:
-    """The columns of a row of the sources, which are numbered through."""
+    """Return the columns of a row; its number counts through all sources."""
     first = 1
     for source in as_list(data["source"]):
         rows = read_rows(source, data["split"], data["num_embedded_rows"], data["seed"], data["max_rows"])
@@ -155,7 +158,7 @@ def read_row(number: int, data: dict[str, Any]) -> Row:
 
 
 def find_completion(options: ExplainOptions) -> Row:
-    """The recorded completion that the options name."""
+    """Return the recorded completion that the options name."""
     path = Path(str(options.rollouts))
     if not path.is_file():
         raise InputError(f"explain.rollouts must be a rollouts.jsonl, but {path} is no file. Correct it.")
@@ -174,7 +177,7 @@ def find_completion(options: ExplainOptions) -> Row:
 
 
 class Explainer(Callback):
-    """Print what was scored, and write it as a page."""
+    """Print the explained reward, and write it as a page."""
 
     def __init__(self, options: ExplainOptions) -> None:
         self.options = options
@@ -209,22 +212,24 @@ class Explainer(Callback):
             rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
         reward: Any = pl_module.reward
-        text = page(rows[0], rows[1], parts, reward, self.options.top, sys.stdout.isatty())
+        text = explained(rows[0], rows[1], parts, reward, self.options.top, sys.stdout.isatty())
         print(text, flush=True)
         if self.options.html:
             write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
             print(f"\n{self.options.html}: the same as a page")
 
 
-def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, colours: bool) -> str:
-    """An explained reward for the terminal.
+def explained(
+    row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, colours: bool
+) -> str:
+    """Return the explained reward as text for the terminal.
 
     Args:
         row: A scored completion with its tokens.
-        empty: The empty explanation of the same problem, likewise.
-        parts: The terms that the reward is the sum of, by name.
-        reward: That scored them.
-        top: Tokens shown of the explanation; 0 for all.
+        empty: The empty explanation of the same problem, with its tokens.
+        parts: The terms that add up to the reward, by name.
+        reward: The reward that scored them.
+        top: Number of the explanation's tokens in the table; 0 for all.
         colours: Whether to shade the texts.
     """
     thought, kl = row["thought_tokens"], row["thought_kl"]
@@ -242,7 +247,8 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
     width = max(map(len, parts)) + 2
     lines = [f"{'reward':<{width + 2}}{row['reward']:+.4f}"]
     lines += [
-        f"  {name:<{width}}{value:+.4f}  {made_of.get(name, '')}".rstrip() for name, value in parts.items()
+        f"  {name:<{width}}{value:+.4f}  {made_of.get(name) or metric_of(f'reward/{name}').meaning}".rstrip()
+        for name, value in parts.items()
     ]
     lines += [
         "",
@@ -270,26 +276,25 @@ def page(row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: 
 
 
 def format_of(row: Row) -> str:
-    """Whether a completion is formed as it must be, whatever that is worth."""
+    """Return whether a completion is closed and not empty, in words."""
     if row["finish_reason"] != "stop":
         return "not closed"
     return "closed and not empty" if row["explanation"] else "empty"
 
 
 def place_of(choose: Callable[..., int], tokens: list[str], values: list[float]) -> str:
-    """The token with the smallest or largest value, and its place from 1."""
+    """Return the token with the smallest or largest value, and its place from 1."""
     place = choose(range(len(values)), key=values.__getitem__)
     return f"{visible(tokens[place])} (token {place + 1})"
 
 
 def visible(token: str) -> str:
-    """A token as it can be seen: between quotes, its white space written out."""
+    """Return a token between quotes, its white space written out."""
     return json.dumps(token, ensure_ascii=False).translate(CONTROLS)
 
 
 def shaded(tokens: list[str], surprise: list[float], colours: bool) -> list[str]:
-    """The text with each token's background by its value in nats, and what the shades mean; no colours: the
-    text alone."""
+    """Return the text with each token's background by its value in nats, and a legend; or just the text."""
     texts = [token.translate(CONTROLS) for token in tokens]
     if not colours:
         return ["".join(texts).strip("\n")]
@@ -304,7 +309,7 @@ def shaded(tokens: list[str], surprise: list[float], colours: bool) -> list[str]
 
 
 def table(tokens: list[str], columns: dict[str, list[float]], places: Iterable[int]) -> list[str]:
-    """Lines of place from 1, values and text of the tokens at these places."""
+    """Return a line for each token at these places: its place from 1, its values and its text."""
     lines = [f"{'token':>7}" + "".join(f"{name:>10}" for name in columns)]
     for i in places:
         numbers = "".join(f"{values[i]:>10.4f}" for values in columns.values())

@@ -1,4 +1,4 @@
-"""`rlt report`: the page, made of plain data."""
+"""`rlt report`: one page with everything inside it: the data, the charting library and its own scripts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from string import Template
 from typing import Any
 
 from rlt_lightning import __version__
+from rlt_lightning.records.catalogue import figures
 from rlt_lightning.records.jsonl import Row
 from rlt_lightning.report.charts import curve_sections, evaluation_charts, evaluation_tables, group_charts
 from rlt_lightning.report.collect import Run, collect
-from rlt_lightning.report.completions import Asked, Bounds, read_completions
+from rlt_lightning.report.completions import AskedProblem, Bounds, read_completions
 from rlt_lightning.types import InputError
 
-MARKER = "<!doctype html><!-- rlt report -->"  # first line of what may be overwritten
+MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
 NAME = "report.html"
 MADE = f"Made by rlt_lightning {__version__}."
-DIGITS = 6  # significant ones of every number on the page
+DIGITS = 6  # significant digits of every number on the page
+# The page's scripts in web/, in the order in which they are joined; a later one uses the earlier ones.
+SCRIPTS = ("elements", "charts", "tokens", "completions", "browser", "start")
 
 
 def report(
@@ -30,12 +33,12 @@ def report(
 
     Args:
         run_dirs: Run folders, in the order of their colours.
-        output: The page to write; none: report.html in the run's folder or, of several, in this one.
+        output: The page to write; by default report.html in the run's folder or, for several runs, here.
         max_completions: Most completions on the page, of all runs together.
         max_text_mib: Most text of completions and problems on the page, of all runs together.
 
     Raises:
-        InputError: If a folder is no run, or output is something else than a report.
+        InputError: If a folder is no run, or output is a file that is no report.
     """
     for name, value in (("max_completions", max_completions), ("max_text_mib", max_text_mib)):
         if value <= 0:
@@ -57,11 +60,11 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
     """Write a page that needs no network.
 
     Args:
-        path: Where to.
-        title: Its heading.
-        data: As `data_of` or `data_of_rows` makes it; what it lacks is not on the page.
+        path: File to write.
+        title: Heading of the page.
+        data: What `data_of` or `data_of_rows` returns. The page leaves out what is missing.
     """
-    parts = files("rlt_lightning.report")
+    parts = files("rlt_lightning.report") / "web"
     plotly = ""
     if any(data.get(name) for name in ("sections", "groups", "evaluation")):
         from plotly.offline import get_plotlyjs
@@ -73,7 +76,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
         css=(parts / "page.css").read_text(),
         data=json_in_html(rounded(data)),
         plotly=plotly,
-        script=(parts / "page.js").read_text(),
+        script="\n".join((parts / f"{name}.js").read_text() for name in SCRIPTS),
     )
     scratch = path.with_suffix(".tmp")
     try:
@@ -84,10 +87,10 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Check that nothing but an older report would be lost.
+    """Check that writing the page would overwrite nothing but an older report.
 
     Raises:
-        InputError: If another file is there.
+        InputError: If the path is a folder or another file.
     """
     if path.is_dir():
         raise InputError(
@@ -102,13 +105,13 @@ def require_replaceable(path: Path) -> None:
 
 
 def json_in_html(data: Any) -> str:
-    """JSON that no browser takes for anything else inside a script element."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def rounded(value: Any) -> Any:
-    """Plain data with every number in so many digits as can be seen."""
+    """Return plain data with every number cut to the digits that the page shows."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -119,7 +122,7 @@ def rounded(value: Any) -> Any:
 
 
 def short_names(folders: list[Path]) -> list[str]:
-    """The shortest ends of their paths that tell folders apart."""
+    """Return the shortest ends of the folders' paths that differ from each other."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -129,7 +132,7 @@ def short_names(folders: list[Path]) -> list[str]:
 
 
 def data_of(runs: list[Run]) -> dict[str, Any]:
-    """All that the page shows of runs."""
+    """Return all that the page shows of runs."""
     names = short_names([run.folder for run in runs])
     return {
         "made": MADE,
@@ -147,7 +150,7 @@ def data_of(runs: list[Run]) -> dict[str, Any]:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """The key figures of a run."""
+    """Return the key figures of a run."""
     found = {}
     last = max(
         (curve[0][-1] for name, curve in run.metrics.items() if not name.startswith("eval/")), default=0
@@ -163,17 +166,19 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def differences(runs: list[Run]) -> list[list[str]]:
-    """The settings in which runs differ, one row each: its name, and its value in every run."""
+    """Return the settings in which runs differ, one row each: its name, and its value in every run."""
     names = sorted({name for run in runs for name in run.settings} - {".output_dir"})
     rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
-    own_folder = ("trainer.default_root_dir", "output_dir", "save_dir")  # differ always
+    own_folder = ("trainer.default_root_dir", "output_dir", "save_dir")  # every run has another
     return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(own_folder)]
 
 
 def completions_of(runs: list[Run]) -> dict[str, Any] | None:
-    """The completions of all runs by column, and their problems; None if there are none."""
+    """Return the completions of all runs by column, and their problems; None if there are none."""
     terms = list(dict.fromkeys(term for run in runs for term in run.completions.terms))
+    labels = figures()
     data: dict[str, Any] = {"terms": {name: [] for name in terms}, "tokens": {}, "problems": []}
+    data["labels"] = {name: labels[name] for name in terms if name in labels}
     columns = ("run", "problem", "step", "number", "column", "finish", "text")
     data |= {name: [] for name in columns}
     numbers: dict[tuple[str, str], int] = {}
@@ -201,20 +206,20 @@ def completions_of(runs: list[Run]) -> dict[str, Any] | None:
     return data if data["run"] else None
 
 
-def landmarks(problem: Asked, places: dict[int, int]) -> dict[str, Any]:
-    """A problem's best, worst and most improved completion: their places on the page, or None."""
+def landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, Any]:
+    """Return a problem's best, worst and most improved completion: their places on the page, or None."""
     positions = {"best": problem.best, "worst": problem.worst}
-    positions["improved"] = problem.later if (problem.gain or 0) > 0 else None
+    positions["improved"] = problem.best_later if (problem.gain or 0) > 0 else None
     found = {name: None if i is None else places.get(i) for name, i in positions.items()}
-    mean = problem.met_first.mean if problem.met_first.count else None
+    mean = problem.first_rewards.mean if problem.first_rewards.count else None
     return {**found, "gain": problem.gain, "first_mean": mean, "times": len(problem.steps)}
 
 
 def data_of_rows(rows: list[Row]) -> dict[str, Any]:
-    """What `write_page` shows of a few completions; a single one is shown opened.
+    """Return what `write_page` shows of a few completions; a single one is open.
 
     Args:
-        rows: As in rollouts.jsonl. Where they have its columns of tokens, each token's figure is shown.
+        rows: Rows as in rollouts.jsonl. With its columns of tokens, the page shows each token's figure.
     """
     completions = read_completions(lambda: rows, "rollouts.jsonl", Bounds(len(rows), sys.maxsize))
     run = Run(Path(), {}, completions, [], None, {}, [])

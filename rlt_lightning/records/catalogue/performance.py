@@ -1,0 +1,175 @@
+"""What a step costs, and what the data of supervised fine-tuning count."""
+
+from __future__ import annotations
+
+from rlt_lightning.records.catalogue.entry import Metric
+
+PERFORMANCE = (
+    Metric(
+        "perf/generate_s",
+        "generate",
+        "seconds",
+        "sampling; with vLLM workers, the wait for their completions",
+        "usually the largest part; a fast engine shrinks it, `rollouts.asynchronous` hides it",
+        logged_by="RLT",
+        drawn="stack",
+    ),
+    Metric(
+        "perf/push_s",
+        "push",
+        "seconds",
+        "bringing the weights to the workers: their health check, the wait for lost workers if none is "
+        "left, the push, the verification. About 0 with `HFEngine`",
+        "grows with the model; jumps when a worker comes back. Large: see [pushing weights](weights.md)",
+        logged_by="RLT",
+        drawn="stack",
+    ),
+    Metric(
+        "perf/score_s",
+        "score",
+        "seconds",
+        "the student's forward for the reward, and the teacher's where the rollouts lack its log-probs",
+        "grows with `max_length`; about doubles where the teacher runs too",
+        logged_by="RLT",
+        drawn="stack",
+    ),
+    Metric(
+        "perf/train_s",
+        "train",
+        "seconds",
+        "reference pass, forward, backward and optimizer step",
+        "jumps: memory pressure, or another process on the device",
+        logged_by="both",
+        drawn="stack",
+    ),
+    Metric(
+        "perf/generate_peak_gib",
+        "Memory while sampling",
+        "GiB",
+        "most memory in use during the phase: allocated on the GPU or, on a CPU, resident in the process "
+        "(off Linux, or where /proc is read-only: since the start of the run)",
+        "near the device's memory: lower `HFEngine`'s `max_sequences`",
+        section="Time and memory",
+        logged_by="RLT",
+    ),
+    Metric(
+        "perf/push_peak_gib",
+        "Memory while pushing weights",
+        "GiB",
+        "most memory in use during the phase",
+        "above the other phases by more than two buckets: see [pushing weights](weights.md)",
+        section="Time and memory",
+        panel="perf/generate_peak_gib",
+        logged_by="RLT",
+    ),
+    Metric(
+        "perf/score_peak_gib",
+        "Memory while scoring",
+        "GiB",
+        "most memory in use during the phase",
+        "near the device's memory: lower `model.micro_batch_tokens`",
+        section="Time and memory",
+        panel="perf/generate_peak_gib",
+        logged_by="RLT",
+    ),
+    Metric(
+        "perf/train_peak_gib",
+        "Memory while training",
+        "GiB",
+        "most memory in use during the phase",
+        "near the device's memory: `model.gradient_checkpointing`, lower `model.micro_batch_tokens`",
+        section="Time and memory",
+        panel="perf/generate_peak_gib",
+        logged_by="both",
+    ),
+    Metric(
+        "perf/tokens_per_s",
+        "Speed",
+        "tokens/s",
+        "RLT: sampled tokens per second of all phases. SFT: tokens, prompts included, per second of training",
+        "steady",
+        section="Time and memory",
+        logged_by="both",
+    ),
+    Metric(
+        "perf/generate_tokens_per_s",
+        "Speed of sampling",
+        "tokens/s",
+        "sampled tokens per second of the phase",
+        "steady; with `rollouts.asynchronous` only the waiting time counts",
+        logged_by="RLT",
+    ),
+    Metric(
+        "perf/score_tokens_per_s",
+        "Speed of scoring",
+        "tokens/s",
+        "tokens that models computed (a shared prompt counts once) per second of the phase",
+        "steady",
+        panel="perf/generate_tokens_per_s",
+        logged_by="RLT",
+    ),
+    Metric(
+        "perf/train_tokens_per_s",
+        "Speed of training",
+        "tokens/s",
+        "tokens that models computed per second of the phase; a token counts once, though reference, forward "
+        "and backward all compute it",
+        "steady",
+        panel="perf/generate_tokens_per_s",
+        logged_by="both",
+    ),
+    Metric(
+        "perf/mfu",
+        "Model FLOP utilisation",
+        "fraction",
+        "model FLOP utilisation of the train phase: floating-point operations per second of reference pass, "
+        "forward and backward on the computed tokens, without the recomputation of gradient checkpointing, "
+        "as a fraction of `perf/peak_tflops`",
+        "on a GPU 0.3 to 0.5 with long rows. Low: rows are short, raise `model.micro_batch_tokens`",
+        "0 to 1, or above if the machine was busy when the peak was measured",
+        logged_by="both",
+    ),
+    Metric(
+        "perf/peak_tflops",
+        "Peak speed of the device",
+        "TFLOP/s",
+        "the peak for `perf/mfu`: the rate of a large matrix product in the training "
+        "precision, measured when the fit starts",
+        "far below the card's data sheet: it is throttled or was shared when the fit started, and `perf/mfu` "
+        "is then too high",
+        logged_by="both",
+    ),
+    Metric(
+        "perf/padding_frac",
+        "Wasted tokens",
+        "fraction",
+        "fraction of the tokens of the train phase that were computed for nothing. Rows are never padded; a "
+        "process with too few sequences runs one again with weight 0",
+        "0. Above: a process has fewer sequences than others have rows, raise `model.micro_batch_tokens`",
+        "0 to 1",
+        logged_by="both",
+    ),
+    Metric(
+        "perf/shared_frac",
+        "Shared tokens",
+        "fraction",
+        "fraction of the train phase's tokens that shared prompts saved",
+        "RLT: near (G − 1) / G times the prompts' fraction of the tokens. SFT: 0. RLT, 0: `model.layout` or "
+        "`model.attn_implementation` says so, or the model fell back, see the warning at the start",
+        "0 to 1",
+        panel="perf/padding_frac",
+        logged_by="both",
+    ),
+)
+DATA = (
+    Metric(
+        "data/completion_tokens",
+        "Tokens in the loss",
+        "tokens",
+        "tokens that the loss of this step counts",
+        "varies with the rows; always small: traces are empty or `max_length` keeps the long rows out, see "
+        "`data_report.json`",
+        section="Length and form",
+    ),
+    Metric("data/epoch", "Epochs", "passes", "passes over the data that were complete before this step"),
+)

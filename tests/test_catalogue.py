@@ -1,0 +1,129 @@
+"""One entry of the catalogue shows a metric everywhere, and nothing else lists their names."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import completion, write_metrics, write_rows
+from test_explain import ROW
+
+from rlt_lightning.callbacks.alarms import WATCHED
+from rlt_lightning.datamodules.evaluation_sets import SETS
+from rlt_lightning.loggers.workspace import line_panels
+from rlt_lightning.modules.text_reward import CorrectnessTerms
+from rlt_lightning.numerics import RLTReward
+from rlt_lightning.numerics.rewards import TAKEN_NAMES
+from rlt_lightning.records.catalogue import figures, metric_of, register, registry
+from rlt_lightning.records.catalogue.evaluation import SET_TITLES
+from rlt_lightning.records.catalogue.page import table, with_tables
+from rlt_lightning.records.catalogue.registry import OURS
+from rlt_lightning.report.charts import curve_sections, group_charts
+from rlt_lightning.report.collect import collect
+from rlt_lightning.report.completions import Bounds
+from rlt_lightning.report.explain import explained
+from rlt_lightning.report.page import data_of
+
+PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+PACKAGE = """
+from dataclasses import dataclass
+
+import torch
+
+from rlt_lightning.numerics import RLTReward
+from rlt_lightning.records.catalogue import reward_term
+
+BREVITY = reward_term("brevity", "Brevity term", "−0.01 · words of the explanation", "rises towards 0")
+
+
+@dataclass(frozen=True)
+class BriefReward(RLTReward):
+    extra_names = ("brevity",)
+
+    def extra_terms(self, rollouts):
+        return {"brevity": torch.tensor([-0.01 * len(r.text.split()) for r in rollouts])}
+"""
+
+
+@pytest.fixture
+def brief_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of an installed package that names its one entry in its metadata."""
+    folder = tmp_path / "installed"
+    folder.mkdir()
+    (folder / "brief.py").write_text(PACKAGE)
+    metadata = folder / "brief-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: brief\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[rlt_lightning.metrics]\nbrevity = brief:BREVITY\n")
+    monkeypatch.setattr(registry, "entries", {metric.name: metric for metric in OURS})
+    monkeypatch.syspath_prepend(folder)
+    registry.load_installed.cache_clear()
+    yield importlib.import_module("brief").BriefReward
+    del sys.modules["brief"]
+    registry.load_installed.cache_clear()
+
+
+def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path) -> None:
+    assert brief_reward().columns()[-1] == "brevity_reward"
+    run = tmp_path / "run"
+    rewards = {"reward/mean": [-2.0, -1.0], "reward/brevity": [-0.3, -0.2], "reward/val_brevity": ["", -0.1]}
+    write_metrics(run, rewards)
+    write_rows(
+        run / "rollouts.jsonl", [completion(1, 0, n, -2.0, brevity_reward=-0.3 - n / 10) for n in range(2)]
+    )
+    group = {"num_rows": 2, "reward": -1.0, "reward_min": -2.0, "reward_max": 0.0}
+    groups = [{**group, "group": number, "brevity_reward": -0.1 * number} for number in (1, 2)]
+    (run / "groups.json").write_text(json.dumps(groups))
+    collected = collect(run, Bounds(10, 10**6))
+    charts = {c["title"]: c for c in curve_sections([collected])[0]["charts"]}
+    chart = charts["Brevity term"]
+    assert (chart["unit"], chart["about"]) == ("nats", "−0.01 · words of the explanation.")
+    assert chart["series"][0]["high"][0] > -0.3  # the band: its spread over the completions
+    assert chart["series"][1] == {"run": 0, "label": "held-out problems", "x": [2], "y": [-0.1]}
+    completions: Any = data_of([collected])["completions"]
+    assert list(completions["terms"])[-2:] == ["brevity_reward", "num_tokens"]
+    assert completions["labels"]["brevity_reward"] == "Brevity term"
+    assert [part["label"] for part in group_charts([collected])[0]["series"]] == ["reward", "Brevity term"]
+
+    scored = {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, "reward": -1.0}
+    write_rows(tmp_path / "scored" / "scores.jsonl", [scored | {"brevity_reward": -0.5}])
+    assert collect(tmp_path / "scored", Bounds(10, 10**6)).completions.terms == ["reward", "brevity_reward"]
+
+    assert ["reward/brevity", "reward/val_brevity"] in line_panels()["reward"]
+    text = explained(ROW, ROW, {"solution": -1.0, "brevity": -0.25}, RLTReward(), top=1, colours=False)
+    assert "  brevity   -0.2500  −0.01 · words of the explanation\n" in text
+    row = "| `reward/brevity` | −0.01 · words of the explanation | nats | rises towards 0 |\n"
+    assert row in table("reward")
+    assert "| `brevity_reward` | value of this completion; the mean is `reward/brevity` |\n" in table(
+        "rollouts.jsonl"
+    )
+
+
+def test_the_tables_of_the_page_are_those_of_the_catalogue() -> None:
+    assert with_tables(PAGE) == PAGE, "run `python -m rlt_lightning.records.catalogue.page docs/metrics.md`"
+    assert PAGE.count("<!-- catalogue: ") == 10
+    with pytest.raises(ValueError, match="has none for 'nothing'"):
+        with_tables("<!-- catalogue: nothing -->\n<!-- end -->")
+
+
+def test_a_term_may_have_no_name_of_a_metric() -> None:
+    own = [metric for metric in OURS if (metric.table or metric.prefix) == "reward"]
+    names = {metric.name.removeprefix("reward/") for metric in own}
+    columns = {metric.column.removesuffix("_reward") for metric in own} - {"", "reward"}
+    assert names | columns == TAKEN_NAMES
+    with pytest.raises(ValueError, match="'reward/kl' is in the catalogue already"):
+        register(replace(metric_of("reward/kl"), title="Mine"))
+    register(metric_of("reward/kl"))  # the same entry again changes nothing
+
+
+def test_names_that_code_uses_are_in_the_catalogue() -> None:
+    names = {metric.name for metric in OURS}
+    assert set(WATCHED) <= names
+    terms = {field.name for field in fields(CorrectnessTerms)}
+    assert {*RLTReward().columns(), *terms} <= figures().keys()
+    assert list(SETS) == list(SET_TITLES)
