@@ -33,15 +33,20 @@ finding-smollm2: setup
 pipeline:
 	examples/pipeline.sh
 
-# Two files at a time: the tests use one core each, and wait much for processes that they start.
+# Two processes: a test uses one core, and often waits for processes that it has started.
+PYTEST = $(RUN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+# Every claim once, in ten minutes on two cores.
 test: setup
-	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
-test-vllm: setup setup-vllm
-	$(RUN)/python -m pytest -m 'vllm and not slow'
+# What `make test` leaves: every combination, and a real vLLM worker.
+test-all: setup setup-vllm
+	$(PYTEST) -m full
 
-prove: setup
-	$(RUN)/python -m pytest -m slow
+# Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
+prove: setup setup-vllm
+	$(PYTEST) -m slow
 
 check: setup
 	$(RUN)/ruff check .
@@ -55,4 +60,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-vllm prove check
+.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-all prove check

@@ -38,7 +38,7 @@ class Fault(Callback):
         self.make()
 
     def make(self) -> None:
-        print("--- made", file=sys.stderr, flush=True)
+        print(f"--- made at {time.monotonic()}", file=sys.stderr, flush=True)
         if self.kind.startswith("bug"):
             raise ZeroDivisionError(f"made on rank {self.rank}")
         if self.kind == "mistake":

@@ -32,11 +32,12 @@ from fake_worker import FakeWorker, worker_of
 from jsonargparse import ArgumentParser, capture_parser
 from tiny import TINY, tiny_options
 
-from rlt_lightning.cli import stages as cli
+from rlt_lightning.cli import main as cli
+from rlt_lightning.cli import stages
 
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
-VERBS = [*cli.VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
+VERBS = [*stages.VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
@@ -330,13 +331,9 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
-    if verb in cli.VERBS and "--output_dir" not in options:
+    if verb in stages.VERBS and "--output_dir" not in options:
         options += ["--output_dir", str(runs / verb)]
-    command = [sys.executable, "-m", "rlt_lightning", verb, *options]
-    if verb == "chat":
-        result = subprocess.run(command, input="What is 17 + 25?", cwd=ROOT, capture_output=True, text=True)
-    else:
-        result = rlt(verb, *options)
+    result = rlt(verb, *options, text="What is 17 + 25?" if verb == "chat" else "")
     assert result.returncode == 0, result.stderr
 
 

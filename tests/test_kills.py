@@ -1,14 +1,12 @@
 """SIGKILL at any moment and resuming by the same command equals not stopping.
 
-The long version, 10 kills each, takes about 15 minutes: python -m pytest -m slow tests/test_kills.py -s
+The long version, 10 kills each: python -m pytest -m slow tests/test_kills.py -s
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,7 +15,8 @@ from random import Random
 
 import psutil
 import pytest
-from test_cli import ROOT, explanation, metrics, weights
+from commands import RANK_1, Running, start
+from test_cli import explanation, metrics, weights
 from test_strategies import largest_difference
 
 OPTIONS = {
@@ -27,26 +26,18 @@ OPTIONS = {
 ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
 
 
-def fit(model: str, folder: Path, strategy: str, num_steps: int) -> subprocess.Popen[bytes]:
-    """Start the one command that begins a run and goes on with it."""
-    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=tests/rlt.yaml"]
+def fit(model: str, folder: Path, strategy: str, num_steps: int) -> Running:
+    """Start the one command that begins a run and resumes it."""
+    command = ["fit", "--config=tests/rlt.yaml"]
     command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
     command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
     command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
     command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true"]
-    with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    return start(*command, log=folder.with_suffix(".log"))
 
 
-def processes(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def processes(run: Running) -> list[psutil.Process]:
     """All that live of a run, rank 0 first."""
     own = []
     for process in psutil.process_iter():
@@ -58,7 +49,7 @@ def processes(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return sorted(own, key=lambda process: process.pid)
 
 
-def kill(run: subprocess.Popen[bytes], victim: str) -> float:
+def kill(run: Running, victim: str) -> float:
     """Kill all ranks, or one; returns the seconds until nothing was left."""
     killed_at = time.monotonic()
     if victim == "all":
@@ -66,8 +57,8 @@ def kill(run: subprocess.Popen[bytes], victim: str) -> float:
     else:
         ranks = {"rank 0": run.pid}
         for process in processes(run):
-            if process.ppid() == run.pid and process.environ().get("LOCAL_RANK") == "1":
-                ranks["rank 1"] = process.pid
+            if process.name() == RANK_1:
+                ranks[RANK_1] = process.pid
         os.kill(ranks.get(victim, run.pid), signal.SIGKILL)  # before rank 1 is there: rank 0
     while left := processes(run):
         run.poll()
@@ -79,7 +70,7 @@ def kill(run: subprocess.Popen[bytes], victim: str) -> float:
     return time.monotonic() - killed_at
 
 
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
     deadline = time.monotonic() + 240
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:
@@ -103,7 +94,7 @@ def kill_and_resume(
         before = finished()
         run = fit(model, folder, strategy, num_steps)
         if moment == "loading":
-            time.sleep(random.uniform(1, 10))
+            time.sleep(random.uniform(0, 3))
         else:
             wait_for(lambda before=before: bool(finished() - before), run, folder.with_suffix(".log"))
         if moment == "writing":

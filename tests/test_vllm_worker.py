@@ -9,8 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import rlt
+from commands import rlt, start
 from tiny import CHAINS
 
 from rlt_lightning.engines import (
@@ -387,15 +385,12 @@ def run_with_faults(
     """
     engine: dict[str, Any] = {"call_timeout_s": 10.0}
     engine["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"timeout_s": 10.0}}
-    command = [sys.executable, "-m", "rlt_lightning", *run_config(folder, model, GlooPush, engine=engine)]
-    command += [f"--trainer.max_steps={steps}"]
-    errors = folder / "stderr.txt"
-    with open(errors, "w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file)
+    command = run_config(folder, model, GlooPush, engine=engine)
+    process = start(*command, f"--trainer.max_steps={steps}")
     run = folder / "run"
 
     def losses() -> list[str]:
-        return [line for line in errors.read_text().splitlines() if "Lost vLLM worker" in line]
+        return [line for line in process.stderr.splitlines() if "Lost vLLM worker" in line]
 
     for number, (delay, fault, target) in enumerate(faults):
         # Two more iterations: the second was sampled by the worker that has come back.
@@ -407,7 +402,7 @@ def run_with_faults(
         os.kill(pids[target % len(pids)], fault)
         wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
     process.wait(timeout=900)
-    assert process.returncode == 0, errors.read_text()
+    assert process.returncode == 0, process.stderr
     return losses()
 
 
@@ -451,13 +446,11 @@ def test_five_faults_at_random_moments_change_nothing(
 
 
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", *run_config(tmp_path, tiny_model, DiskPush)]
-    command += ["--trainer.max_steps=1000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start(*run_config(tmp_path, tiny_model, DiskPush), "--trainer.max_steps=1000")
     run = tmp_path / "run"
     wait_until(lambda: num_iterations(run) >= 3, 300)
     assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     wait_until(lambda: worker_pids(run) == [], 30)
     assert all(row["rollout/mismatch_max"] <= 1e-3 for row in metrics(run)[:2])
