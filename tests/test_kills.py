@@ -5,6 +5,7 @@ The long version, 10 kills each: python -m pytest -m slow tests/test_kills.py -s
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from commands import RANK_1, Running, start
 from test_cli import explanation, metrics, weights
 from test_strategies import largest_difference
 
+PHASES = ("generate", "push", "score", "train")
 OPTIONS = {
     "single": ["--trainer.devices=1"],
     "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
@@ -79,10 +82,19 @@ def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
         time.sleep(0.001)
 
 
+def step_seconds(run: Path) -> float:
+    """How long a step of a finished run took, the middle one of all."""
+    with open(run / "metrics.csv", newline="") as file:
+        return median(sum(float(row[f"perf/{name}_s"]) for name in PHASES) for row in csv.DictReader(file))
+
+
 def kill_and_resume(
-    model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int
+    model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int, step_s: float
 ) -> None:
-    """Run to the end by the same command over and over, killed once at each (moment, victim)."""
+    """Run to the end by the same command over and over, killed once at each (moment, victim).
+
+    Between two kills a run makes two steps or three, so `num_steps` must be 3 for each.
+    """
     random = Random(f"kills {strategy} {len(kills)}")
     checkpoints = folder / "checkpoints"
 
@@ -101,7 +113,7 @@ def kill_and_resume(
             wait_for(lambda: any(checkpoints.glob("step=*.tmp")), run, folder.with_suffix(".log"))
             time.sleep(random.uniform(0, 0.03))
         elif moment == "step":  # somewhere in sampling, scoring, training
-            time.sleep(random.uniform(0, 1))
+            time.sleep(random.uniform(0, step_s))
         gone_s = kill(run, victim)
         left = sorted(path.name for path in checkpoints.glob("*")) if checkpoints.exists() else []
         num_half_written += any(name.endswith((".tmp", ".old")) for name in left)
@@ -132,7 +144,7 @@ def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]
     whole, killed = folder / "whole", folder / "killed"
     run = fit(model, whole, strategy, num_steps)
     assert run.wait(400) == 0, whole.with_suffix(".log").read_text()[-3000:]
-    kill_and_resume(model, killed, strategy, kills, num_steps)
+    kill_and_resume(model, killed, strategy, kills, num_steps, step_seconds(whole))
     assert_nothing_was_lost(whole, killed, num_steps)
 
 
