@@ -174,9 +174,16 @@ def main() -> None:
         if "poll" in job:
             pid, status = os.waitpid(job["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
-        elif (answer := os.fork()) == 0:
-            answers.close()
-            run(job)
+        else:
+            reading, writing = os.pipe()
+            if (answer := os.fork()) == 0:
+                os.setsid()
+                os.close(writing)
+                answers.close()
+                run(job)
+            os.close(writing)
+            os.read(reading, 1)  # returns when the command has a session, by which it may be killed
+            os.close(reading)
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -200,7 +207,6 @@ def warm_up() -> None:
 
 def run(job: dict[str, Any]) -> None:
     """Become the command; does not return."""
-    os.setsid()
     os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)
     for number, path in enumerate(job["outputs"], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)

@@ -24,7 +24,7 @@ STRATEGIES = {
     "zero3": ["--config=configs/overlays/zero3.yaml"],
 }
 ENDS_WITHIN_S = 12.0
-MADE = re.compile(r"--- made at (\S+)")  # what a fault prints when it happens
+MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happens
 
 
 class Ended:
