@@ -33,15 +33,20 @@ finding-smollm2: setup
 pipeline:
 	examples/pipeline.sh
 
-# Two files at a time: each test uses one core, and often waits for processes that it starts.
+# Two processes: a test uses one core, and often waits for processes that it has started.
+PYTEST = $(RUN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+# Every claim once, in ten minutes on two cores.
 test: setup
-	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
+# What `make test` leaves: every combination, and a real vLLM worker.
 test-all: setup setup-vllm
-	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	$(PYTEST) -m full
 
-prove: setup
-	$(RUN)/python -m pytest -m slow
+# Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
+prove: setup setup-vllm
+	$(PYTEST) -m slow
 
 check: setup
 	$(RUN)/ruff check .

@@ -1,97 +1,265 @@
-"""`rlt` in a process of its own for every command, forked from one that has imported all: that takes longest.
+"""`rlt` in a process of its own for every command, forked from one that is warm.
 
-As a script, it is that one.
+What a start costs is mostly imports, and tables that transformers and jsonargparse make once in a process. So
+one process, this file run as a script, does that once:
+
+    test: start(...) -- a job, a line of JSON --> the warm process -- fork --> `rlt` -- fork --> its rank 1
+    test: Running.poll() -- its process id ------> the warm process -- its exit status, or null --> the test
+
+`fresh=True` starts Python itself: for what reads the environment at its start, and to test a start as it is.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import io
 import json
 import os
 import runpy
-import selectors
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-process: subprocess.Popen[str] | None = None
+warm: subprocess.Popen[str] | None = None
+asking = threading.Lock()
+living: list[Running] = []
+RANK_1 = "rank 1"  # the name of a second rank's process
 
 
-def rlt(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m rlt_lightning ARGUMENTS` in the root of the repository.
+class Running:
+    """A command that runs in a session of its own: what tests use of subprocess.Popen, and its output.
+
+    Args:
+        log: Where standard output and error go together; None keeps them apart, in `stdout` and `stderr`.
+    """
+
+    def __init__(
+        self, arguments: tuple[str, ...], log: Path | None, cwd: Path, text: str, environment: dict[str, str]
+    ) -> None:
+        self.args = ["rlt", *arguments]
+        self.folder = TemporaryDirectory()
+        folder = Path(self.folder.name)
+        (folder / "stdin").write_text(text)
+        self.outputs = [log or folder / name for name in ("stdout", "stderr")]
+        for path in self.outputs:
+            path.touch()
+        job = {"arguments": arguments, "environment": dict(os.environ) | environment, "cwd": str(cwd)}
+        job |= {"stdin": str(folder / "stdin"), "outputs": list(map(str, self.outputs))}
+        self.returncode: int | None = None
+        self.pid = int(ask(job))
+        living.append(self)
+
+    @property
+    def stdout(self) -> str:
+        return self.outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.outputs[1].read_text()
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the command runs."""
+        if self.returncode is None and (answer := ask({"poll": self.pid})) is not None:
+            self.returncode = int(answer)
+            living.remove(self)
+        return self.returncode
+
+    def wait(self, timeout: float = 300) -> int:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: With the command, and all that it has started, killed.
+        """
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.killpg()
+                raise subprocess.TimeoutExpired(self.args, timeout, self.stdout, self.stderr)
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command itself."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def killpg(self) -> None:
+        """Kill the command and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def start(
+    *arguments: str, log: Path | None = None, cwd: Path = ROOT, text: str = "", **environment: str
+) -> Running:
+    """Start `rlt ARGUMENTS` and return at once; `text` is its standard input."""
+    return Running(arguments, log, cwd, text, environment)
+
+
+def rlt(
+    *arguments: str,
+    timeout: float = 300,
+    cwd: Path = ROOT,
+    text: str = "",
+    fresh: bool = False,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run `rlt ARGUMENTS` to its end.
 
     Raises:
         subprocess.TimeoutExpired: With all that the command has started killed.
     """
-    global process
-    if environment:  # libc reads its part of it at the start of a process
+    if fresh:
+        command, own = [sys.executable, "-m", "rlt_lightning", *arguments], os.environ | environment
         return subprocess.run(
-            [sys.executable, "-m", "rlt_lightning", *arguments],
-            cwd=ROOT,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+            command, cwd=cwd, env=own, input=text, capture_output=True, text=True, timeout=timeout
         )
-    if process is None:
-        process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-            start_new_session=True,
-        )
-        atexit.register(end)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with TemporaryDirectory() as folder, selectors.DefaultSelector() as selector:
-        job = {"arguments": arguments, "environment": dict(os.environ), "folder": folder}
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        selector.register(process.stdout, selectors.EVENT_READ)
-        answer = process.stdout.readline() if selector.select(timeout) else ""
-        if not answer:
-            end()
-            raise subprocess.TimeoutExpired(["rlt", *arguments], timeout)
-        output, errors = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(["rlt", *arguments], int(answer), output, errors)
+    process = start(*arguments, cwd=cwd, text=text, **environment)
+    status = process.wait(timeout)
+    return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
+
+
+def ask(job: dict[str, Any]) -> Any:
+    """Send a line to the warm process, which is started with the first, and return its answer."""
+    global warm
+    with asking:
+        if warm is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            command = [sys.executable, __file__]
+            warm = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+            atexit.register(end)
+        assert warm.stdin is not None
+        assert warm.stdout is not None
+        warm.stdin.write(json.dumps(job) + "\n")
+        warm.stdin.flush()
+        return json.loads(warm.stdout.readline())
 
 
 def end() -> None:
-    """Kill the process that forks, and what it has forked."""
-    global process
-    if process is not None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process = None
+    """Kill the warm process and the commands that it runs."""
+    assert warm is not None
+    for command in living:
+        command.killpg()
+    warm.kill()
+    warm.wait()
+
+
+# In the warm process
 
 
 def main() -> None:
-    """Fork a process for every line of standard input, and answer with its exit status."""
+    """Answer each line of standard input: fork a command, or tell what became of one."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed
-    import transformers  # noqa: F401
-
-    import rlt_lightning.cli.main  # noqa: F401
-
+    warm_up()
     for line in sys.stdin:
         job = json.loads(line)
-        if pid := os.fork():
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
-            continue
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(f"{job['folder']}/{name}", os.O_WRONLY | os.O_CREAT), number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.clear()
-        os.environ.update(job["environment"])
-        sys.argv = ["rlt", *job["arguments"]]
+        if "poll" in job:
+            pid, status = os.waitpid(job["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            reading, writing = os.pipe()
+            if (answer := os.fork()) == 0:
+                os.setsid()
+                os.close(writing)
+                answers.close()
+                run(job)
+            os.close(writing)
+            os.read(reading, 1)  # returns when the command has a session, by which it may be killed
+            os.close(reading)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def warm_up() -> None:
+    """Import what a run imports, and have a config read and a model loaded once, for what that caches."""
+    import peft  # noqa: F401
+    import transformers.optimization
+    import transformers.trainer_utils  # noqa: F401
+
+    from rlt_lightning.cli.main import run
+    from rlt_lightning.models.embedded import MINIATURES
+    from rlt_lightning.pretrained import load_model
+
+    sys.argv = ["rlt", "fit", "--config=tests/rlt.yaml", "--print_config"]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        run()
+    load_model(str(MINIATURES["miniature"]))
+    gc.collect()
+    gc.freeze()  # what a fork does not look at, it need not copy
+
+
+def run(job: dict[str, Any]) -> None:
+    """Become the command; does not return."""
+    os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)
+    for number, path in enumerate(job["outputs"], 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.path += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.argv = ["rlt", *job["arguments"]]
+    if any(argument.endswith("devices=2") for argument in sys.argv):
+        fork_rank_1()
+    try:
         runpy.run_module("rlt_lightning", run_name="__main__", alter_sys=True)
+    except SystemExit as ending:
+        status = ending.code
+    else:
+        status = 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status if isinstance(status, int) else 0)  # clearing up 5000 modules takes as long as a test
+
+
+class Rank1(subprocess.Popen[bytes]):
+    """A fork of rank 0 that waits for its environment, in place of the process that Lightning starts."""
+
+    def __init__(self, pid: int, pipe: int, environment: dict[str, str]) -> None:
+        self.pid, self.args, self.returncode = pid, sys.argv, None  # type: ignore[assignment]
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
+        with open(pipe, "w") as file:
+            file.write(json.dumps(environment))
+
+
+def fork_rank_1() -> None:
+    """Fork rank 1, which comes to life when Lightning starts it, and ends with rank 0 if that never comes."""
+    from lightning.pytorch.strategies.launchers import subprocess_script
+
+    reading, writing = os.pipe()
+    if pid := os.fork():
+        os.close(reading)
+        launched = SimpleNamespace(Popen=lambda command, env, cwd: Rank1(pid, writing, env))
+        subprocess_script.subprocess = launched  # type: ignore[assignment]
         return
+    os.close(writing)
+    with open(reading) as file:
+        environment = file.read()
+    if not environment:
+        os._exit(0)
+    os.environ.clear()
+    os.environ.update(json.loads(environment))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(RANK_1)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,82 @@
-"""Fixtures: the real embedded model, and small real architectures that share its tokenizer."""
+"""Fixtures: the real embedded model, and small real architectures that share its tokenizer.
+
+Three sets of tests, each with its own command:
+
+    make test       what has no mark: every claim once
+    make test-all   full: all combinations, and what needs a real vLLM worker (mark vllm)
+    make prove      slow: learning, kills at random moments, nodes
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the hub fails at once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny, and threads that wait for each other are not
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # dozens of processes would each compile the package
 
 import pytest
 import torch
 
 SHARED = Path(__file__).parents[2] / "shared"
+LEFT = pytest.StashKey[Counter[str]]()
+SETS = {"slow": "make prove", "full": "make test-all"}
 
 
-LONGEST = ("test_vllm_worker", "test_rank_failures", "test_configs")
+# What is run, and what is left
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT] = Counter()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: two processes then end at about the same time."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    """Mark tests with a real vLLM worker as full, and keep on one process those that share runs."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "vllm" in marks and "slow" not in marks:
+            item.add_marker("full")
+        if "xdist_group" not in marks:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = [SETS[name] for name in SETS if item.get_closest_marker(name)]
+        item.config.stash[LEFT][marks[0] if marks else "make test"] += 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of one of several processes
+        session.config.workeroutput["left"] = dict(session.config.stash[LEFT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT] = Counter(getattr(node, "workeroutput", {}).get("left", {}))  # each has them all
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say in one block what was skipped and why, and which command runs what was left."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    left = config.stash[LEFT]
+    if reasons or left:
+        terminalreporter.section("not run")
+    for reason, number in reasons.most_common():
+        terminalreporter.line(f"{number:5} skipped: {reason}")
+    for command, number in left.most_common():
+        terminalreporter.line(f"{number:5} left for `{command}`")
+
+
+# Models, and runs that tests share
 
 
 @pytest.fixture(scope="session")

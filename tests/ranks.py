@@ -35,6 +35,15 @@ def run(model: str, output: Path, strategy: str, **options: Any) -> None:
     ranks.run({"model": model, "output": str(output), "strategy": strategy, **options})
 
 
+def call(function: str, folder: Path, *arguments: Any) -> None:
+    """Call `module:function` of a file beside this one in two processes, with rank and arguments.
+
+    Raises:
+        AssertionError: With what the processes printed, if one of them fails or hangs.
+    """
+    RANKS[2].run({"function": function, "arguments": arguments, "output": str(folder / "call")})
+
+
 def done_file(output: str | Path, rank: int) -> Path:
     """Says that a rank is done with a job."""
     return Path(f"{output}.done{rank}")

@@ -1,10 +1,11 @@
-"""Seeded RLT runs under any strategy, on given completions: a process of `ranks.run`, which sends it jobs."""
+"""A process of `ranks`, which sends it jobs: seeded RLT runs under any strategy, on given completions."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -197,10 +198,15 @@ def run_job(
 def main() -> None:
     """Do what each line of standard input asks for."""
     torch.set_num_threads(1)
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     for line in sys.stdin:
         job = json.loads(line)
-        run_job(**job)
-        done_file(job["output"], int(os.environ.get("LOCAL_RANK", 0))).touch()
+        if "function" in job:
+            module, _, name = job["function"].partition(":")
+            getattr(import_module(module), name)(rank, *job["arguments"])
+        else:
+            run_job(**job)
+        done_file(job["output"], rank).touch()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+from commands import ROOT, rlt
 
 from rlt_lightning.chat.conversation import chat
 from rlt_lightning.chat.screen import Screen, TagSplitter
@@ -28,7 +29,6 @@ from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
-ROOT = Path(__file__).parents[1]
 QUESTION = "What is 3 + 4?"
 
 
@@ -125,9 +125,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(smollm2: str) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", "chat", f"--model.path={smollm2}", "--tags=r1"]
-    command += ["--student_system_prompt=Answer in one word.", "--temperature=0"]
-    result = subprocess.run(command, input=QUESTION, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    options = ["--student_system_prompt=Answer in one word.", "--temperature=0"]
+    result = rlt("chat", f"--model.path={smollm2}", "--tags=r1", *options, text=QUESTION)
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines() == [f"loading {smollm2} (538.1 MB)"]
     engine, tokenizer = HFEngine(), load_tokenizer(smollm2)
@@ -328,9 +327,8 @@ def test_a_folder_without_weights_is_one_clear_line(ask: Any, tiny_model: str, t
 
 
 def test_a_server_that_is_not_there_is_one_clear_line(tiny_model: str) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", "chat", f"--model.path={tiny_model}"]
-    command += ["--model.url=http://127.0.0.1:9"]
-    result = subprocess.run(command, input=QUESTION, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    options = [f"--model.path={tiny_model}", "--model.url=http://127.0.0.1:9"]
+    result = rlt("chat", *options, text=QUESTION)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from commands import ROOT, rlt
+from commands import ROOT, Running, rlt, start
 from fake_worker import worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -78,10 +77,10 @@ def explanation(line: str) -> tuple[int, int, int, str]:
     return row["step"], row["row"], row["completion"], row["explanation"]
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(condition: Any, process: Running, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.stderr
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -147,7 +146,8 @@ def test_two_processes_with_unequal_lengths_equal_one(
     options = [short_config, "--trainer.max_steps=3", "--model.micro_batch_tokens=150"]
     result = rlt(*small_fit(tiny_model, one, *options))
     assert result.returncode == 0, result.stderr
-    result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
+    options += ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    result = rlt(*small_fit(tiny_model, two, *options), fresh=True)  # as Lightning starts them
     assert result.returncode == 0, result.stderr
     assert result.stderr.startswith("waiting for rank 1 to start\n")
     assert result.stderr.count("loading ") == 3  # only rank 0 says it
@@ -294,12 +294,10 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     result = rlt(*arguments, f"--output_dir={whole}")
     assert result.returncode == 0, result.stderr
-    process = subprocess.Popen(
-        [*RLT, *arguments, f"--output_dir={killed}"], cwd=ROOT, stderr=subprocess.DEVNULL, text=True
-    )
+    process = start(*arguments, f"--output_dir={killed}")
     wait_for((killed / "checkpoints" / "step=000003.ckpt").exists, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     result = rlt(*arguments, f"--output_dir={killed}", "--ckpt_path=last")
     assert result.returncode == 0, result.stderr
     expected, found = metrics(whole), metrics(killed)
@@ -578,7 +576,7 @@ def test_without_output_dir_the_run_is_named_after_config_and_time(
         if "output_dir" not in a
     ]
     arguments[1] = f"--config={ROOT / 'tests/rlt.yaml'}"
-    result = subprocess.run([*RLT, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    result = rlt(*arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     [run] = (tmp_path / "runs").iterdir()
     assert run.name.startswith("rlt-20")
@@ -662,15 +660,11 @@ def test_validation_is_the_same_however_rows_are_shared(
 def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = small_fit(tiny_model, folder, short_config, "--trainer.max_steps=100000")
-    run = subprocess.Popen([*RLT, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not list(folder.glob("checkpoints/step=*.ckpt")):
-        assert run.poll() is None
-        time.sleep(0.1)
+    run = start(*command)
+    wait_for(lambda: list(folder.glob("checkpoints/step=*.ckpt")), run)
     run.terminate()
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 143
-    assert re.search(
-        r"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: --output_dir .*", errors
-    )
+    assert run.wait(60) == 143
+    told = r"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: --output_dir .*"
+    assert re.search(told, run.stderr)
     result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
     assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

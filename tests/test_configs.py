@@ -12,6 +12,7 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
+from test_docs import check_rlt
 from tiny import TINY, generates, tiny_options
 
 from rlt_lightning.engines import Launch
@@ -56,11 +57,23 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
         yield worker
 
 
-# tests/test_vllm_worker.py runs the overlay that launches a worker.
-TO_RUN = [path for path in (*CONFIGS, *OVERLAYS) if path.stem != "vllm_launch"]
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
+def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
+    verb, *options = launch_line(config)
+    check_rlt([verb, *options], ROOT)
 
 
-@pytest.mark.parametrize("config", TO_RUN, ids=lambda path: path.stem)
+# One of each verb, module, task and kind of engine; tests/test_vllm_worker.py has the overlay that launches.
+EACH_KIND = ("quickstart", "student_grpo", "teacher_sft", "student_sft", "generate", "rank", "evaluate")
+EACH_KIND += ("vllm_async", "generate_8gpu", "lora", "zero3_8gpu_colocated")
+TO_RUN = [
+    pytest.param(path, marks=[] if path.stem in EACH_KIND else pytest.mark.full, id=path.stem)
+    for path in (*CONFIGS, *OVERLAYS)
+    if path.stem != "vllm_launch"
+]
+
+
+@pytest.mark.parametrize("config", TO_RUN)
 def test_a_shipped_config_builds_and_runs_at_tiny_size(
     config: Path, tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -333,11 +333,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.VERBS and "--output_dir" not in options:
         options += ["--output_dir", str(runs / verb)]
-    command = [sys.executable, "-m", "rlt_lightning", verb, *options]
-    if verb == "chat":
-        result = subprocess.run(command, input="What is 17 + 25?", cwd=ROOT, capture_output=True, text=True)
-    else:
-        result = rlt(verb, *options)
+    result = rlt(verb, *options, text="What is 17 + 25?" if verb == "chat" else "")
     assert result.returncode == 0, result.stderr
 
 

@@ -27,22 +27,20 @@ from rlt_lightning.pretrained import load_model, load_tokenizer
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
 
-def arms_of(folder: Path, target: Any = None) -> Arms:
-    stages = Stages(folder, target)
+def accuracy(one: Arms, arm: str) -> float:
+    """Train an arm's student at small size; its accuracy in percent."""
+    one.student(arm, one.traces(arm), greedy=False)
+    return figures.accuracy(one, arm)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Arms:
+    """Arms that share one seed, and their warm-up teacher."""
+    stages = Stages(tmp_path_factory.mktemp("arms"))
     stages.start()
-    return Arms(stages, SMALL, seed=0)
-
-
-def accuracies(one: Arms, names: tuple[str, ...]) -> dict[str, float]:
-    """Run the arms at small size; accuracies of their students in percent."""
-
-    def run(arm: str) -> float:
-        one.student(arm, one.traces(arm), greedy=False)
-        return figures.accuracy(one, arm)
-
+    one = Arms(stages, SMALL, seed=0)
     one.prepare()
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(run, names), strict=True))
+    return one
 
 
 def metric(one: Arms, arm: str, name: str) -> list[float]:
@@ -51,16 +49,17 @@ def metric(one: Arms, arm: str, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
-def shows_learning(one: Arms, found: dict[str, float]) -> bool:
-    """Whether students gain by RLT, and it sampled with the weights that it trained."""
-    gains = found["rlt"] > found["warmup"] + 20
-    return gains and max(metric(one, "rlt", "rollout/mismatch_max")) < 1e-3  # nats
+def shows_learning(one: Arms, found: dict[str, float], arm: str = "rlt") -> bool:
+    """Return whether students gain by RLT, which sampled with the weights that it trained."""
+    gains = found[arm] > found["warmup"] + 20
+    return gains and max(metric(one, arm, "rollout/mismatch_max")) < 1e-3  # nats
 
 
 @pytest.mark.timeout(600)
-def test_a_student_learns_from_a_teacher_that_rlt_trained(tmp_path: Path) -> None:
-    one = arms_of(tmp_path)
-    found = accuracies(one, ("rlt", "solution_only", "warmup"))
+def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Arms) -> None:
+    names = ("rlt", "solution_only", "warmup")
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(names, pool.map(lambda arm: accuracy(one, arm), names), strict=True))
     kinds = {arm: figures.kinds_of(figures.traces_of(one, arm)) for arm in found}
     assert shows_learning(one, found), (found, kinds)
     assert found["solution_only"] < found["warmup"], (found, kinds)  # without r_KL the teacher leaks
@@ -123,10 +122,12 @@ FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weight
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_learning_test_fails_with_a_fault(fault: str, tmp_path: Path) -> None:
-    one = arms_of(tmp_path, getattr(planted_faults, fault))
-    found = accuracies(one, ("rlt", "warmup"))
-    assert not shows_learning(one, found), found
+def test_the_learning_test_fails_with_a_fault(fault: str, one: Arms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(arms.TRAINED, fault, {})  # an arm as RLT's, but for the fault
+    found = {"warmup": accuracy(one, "warmup")}  # once: its stages have nothing that a fault breaks
+    monkeypatch.setattr(one.stages, "target", getattr(planted_faults, fault))
+    found[fault] = accuracy(one, fault)
+    assert not shows_learning(one, found, fault), found
 
 
 def test_an_interval_is_students_t_over_seeds() -> None:
@@ -166,7 +167,7 @@ def started(folder: Path) -> set[Path]:
 def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
     script = Path(figures.__file__).with_name("finding.py")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = [sys.executable, str(script), "--quick", "--output_dir"]
+    words = [sys.executable, str(script), "--quick", "--arms", "warmup rlt", "--output_dir"]
     subprocess.run([*words, str(whole)], check=True)
     seen: set[Path] = set()
     while True:

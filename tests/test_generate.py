@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
-from commands import ROOT, rlt
+from commands import Running, rlt, start
 from lightning.pytorch import Trainer
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
@@ -128,9 +125,9 @@ def test_two_kills_lose_and_repeat_no_row(generated: Path, tiny_model: str, tmp_
     traces = folder / "traces.jsonl"
     for lines in (TRACES * 2, TRACES * 6):
         arguments = command(tiny_model, folder, "--resume=true")
-        run = subprocess.Popen([sys.executable, "-m", "rlt_lightning", *arguments], cwd=ROOT)
+        run = start(*arguments)
         wait_until(lambda n=lines: traces.exists() and len(traces.read_bytes().splitlines()) >= n, run)
-        run.send_signal(signal.SIGKILL)
+        run.kill()
         run.wait()
     left = len(traces.read_bytes().splitlines())
     assert TRACES * 6 <= left < TRACES * PROBLEMS
@@ -143,7 +140,7 @@ def test_two_kills_lose_and_repeat_no_row(generated: Path, tiny_model: str, tmp_
     assert read(folder / "distillation.jsonl") == read(generated / "distillation.jsonl")
 
 
-def wait_until(holds: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
+def wait_until(holds: Callable[[], bool], run: Running) -> None:
     while not holds():
         assert run.poll() is None, "the run ended by itself"
         time.sleep(0.02)

@@ -11,9 +11,10 @@ import torch
 from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
-from test_strategies import STOP, largest_difference, weights
+from test_strategies import STOP, full, largest_difference, weights
 
-HALF = ["fsdp2_bf16", "zero1_bf16", "zero3_bf16"]
+pytestmark = pytest.mark.xdist_group("ranks")
+HALF = ["fsdp2_bf16", full("zero1_bf16"), "zero3_bf16"]
 CHECKPOINT = f"checkpoints/step={STEPS:06d}.ckpt/weights/model.safetensors"
 
 
@@ -55,7 +56,9 @@ def test_offloading_changes_nothing(runs: dict[str, Path]) -> None:
     assert largest_difference(weights(runs["zero3_offload"]), weights(runs["zero3"])) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", [*HALF, "zero3_offload"])
+@pytest.mark.parametrize(
+    "strategy", [full("fsdp2_bf16"), full("zero1_bf16"), "zero3_bf16", full("zero3_offload")]
+)
 def test_a_run_goes_on_as_if_it_had_not_stopped(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
@@ -69,7 +72,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(
     assert largest_difference(weights(folder), weights(runs[strategy])) == 0
 
 
-@pytest.mark.parametrize("strategy", ["zero1_bf16", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1_bf16", full("zero3")])
 def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError, match="NonFiniteError: Every gradient must be finite, but after step 1"
@@ -77,7 +80,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: 
         run(tiny_model, tmp_path / "run", strategy, spoil=True)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])
 def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")

@@ -1,25 +1,27 @@
 """SIGKILL at any moment and resuming by the same command equals not stopping.
 
-The long version, 10 kills each, takes about 15 minutes: python -m pytest -m slow tests/test_kills.py -s
+The long version, 10 kills each: python -m pytest -m slow tests/test_kills.py -s
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import psutil
 import pytest
-from test_cli import ROOT, explanation, metrics, weights
+from commands import RANK_1, Running, start
+from test_cli import explanation, metrics, weights
 from test_strategies import largest_difference
 
+PHASES = ("generate", "push", "score", "train")
 OPTIONS = {
     "single": ["--trainer.devices=1"],
     "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
@@ -27,26 +29,18 @@ OPTIONS = {
 ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
 
 
-def fit(model: str, folder: Path, strategy: str, num_steps: int) -> subprocess.Popen[bytes]:
-    """Start the one command that begins a run and goes on with it."""
-    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config=tests/rlt.yaml"]
+def fit(model: str, folder: Path, strategy: str, num_steps: int) -> Running:
+    """Start the one command that begins a run and resumes it."""
+    command = ["fit", "--config=tests/rlt.yaml"]
     command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
     command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
     command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
     command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true"]
-    with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    return start(*command, log=folder.with_suffix(".log"))
 
 
-def processes(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def processes(run: Running) -> list[psutil.Process]:
     """All that live of a run, rank 0 first."""
     own = []
     for process in psutil.process_iter():
@@ -58,7 +52,7 @@ def processes(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return sorted(own, key=lambda process: process.pid)
 
 
-def kill(run: subprocess.Popen[bytes], victim: str) -> float:
+def kill(run: Running, victim: str) -> float:
     """Kill all ranks, or one; returns the seconds until nothing was left."""
     killed_at = time.monotonic()
     if victim == "all":
@@ -66,8 +60,8 @@ def kill(run: subprocess.Popen[bytes], victim: str) -> float:
     else:
         ranks = {"rank 0": run.pid}
         for process in processes(run):
-            if process.ppid() == run.pid and process.environ().get("LOCAL_RANK") == "1":
-                ranks["rank 1"] = process.pid
+            if process.name() == RANK_1:
+                ranks[RANK_1] = process.pid
         os.kill(ranks.get(victim, run.pid), signal.SIGKILL)  # before rank 1 is there: rank 0
     while left := processes(run):
         run.poll()
@@ -79,7 +73,7 @@ def kill(run: subprocess.Popen[bytes], victim: str) -> float:
     return time.monotonic() - killed_at
 
 
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
     deadline = time.monotonic() + 240
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:
@@ -88,10 +82,19 @@ def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes], log: P
         time.sleep(0.001)
 
 
+def step_seconds(run: Path) -> float:
+    """How long a step of a finished run took, the middle one of all."""
+    with open(run / "metrics.csv", newline="") as file:
+        return median(sum(float(row[f"perf/{name}_s"]) for name in PHASES) for row in csv.DictReader(file))
+
+
 def kill_and_resume(
-    model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int
+    model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int, step_s: float
 ) -> None:
-    """Run to the end by the same command over and over, killed once at each (moment, victim)."""
+    """Run to the end by the same command over and over, killed once at each (moment, victim).
+
+    Between two kills a run makes two steps or three, so `num_steps` must be 3 for each.
+    """
     random = Random(f"kills {strategy} {len(kills)}")
     checkpoints = folder / "checkpoints"
 
@@ -103,14 +106,14 @@ def kill_and_resume(
         before = finished()
         run = fit(model, folder, strategy, num_steps)
         if moment == "loading":
-            time.sleep(random.uniform(1, 10))
+            time.sleep(random.uniform(0, 3))
         else:
             wait_for(lambda before=before: bool(finished() - before), run, folder.with_suffix(".log"))
         if moment == "writing":
             wait_for(lambda: any(checkpoints.glob("step=*.tmp")), run, folder.with_suffix(".log"))
             time.sleep(random.uniform(0, 0.03))
         elif moment == "step":  # somewhere in sampling, scoring, training
-            time.sleep(random.uniform(0, 1))
+            time.sleep(random.uniform(0, step_s))
         gone_s = kill(run, victim)
         left = sorted(path.name for path in checkpoints.glob("*")) if checkpoints.exists() else []
         num_half_written += any(name.endswith((".tmp", ".old")) for name in left)
@@ -141,7 +144,7 @@ def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]
     whole, killed = folder / "whole", folder / "killed"
     run = fit(model, whole, strategy, num_steps)
     assert run.wait(400) == 0, whole.with_suffix(".log").read_text()[-3000:]
-    kill_and_resume(model, killed, strategy, kills, num_steps)
+    kill_and_resume(model, killed, strategy, kills, num_steps, step_seconds(whole))
     assert_nothing_was_lost(whole, killed, num_steps)
 
 

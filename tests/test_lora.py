@@ -15,6 +15,7 @@ from peft import PeftModel
 from ranks import run
 from safetensors.torch import load_file
 from test_rlt_module import data, module, rollout_callback, trainer
+from test_strategies import full
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +27,7 @@ from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.pretrained import empty_model, load_model
 from rlt_lightning.types import InputError
 
+pytestmark = pytest.mark.xdist_group("ranks")
 LORA = LoRA(rank=4, alpha=8.0)
 IDS = torch.arange(100, 140)[None]
 
@@ -205,7 +207,7 @@ def test_every_strategy_trains_the_same_adapter(adapters: dict[str, Path], tiny_
         torch.testing.assert_close(whole[strategy], whole["single"], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", [full("single"), "fsdp2", full("zero3")])
 def test_a_resumed_adapter_is_the_uninterrupted_one(
     strategy: str, adapters: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:

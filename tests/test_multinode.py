@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from commands import rlt
 from safetensors.torch import load_file
 from test_strategies import largest_difference
 
@@ -54,12 +55,10 @@ def begin(command: list[str], **environment: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "rlt_lightning", "fit", *options(tiny_model), "--trainer.max_steps=3"]
-    process = begin([*command, f"--output_dir={folder / 'run'}"])
-    [output] = finish([process])
-    assert process.returncode == 0, output[-3000:]
-    return folder / "run"
+    run = tmp_path_factory.mktemp("alone") / "run"
+    result = rlt("fit", *options(tiny_model), "--trainer.max_steps=3", f"--output_dir={run}")
+    assert result.returncode == 0, result.stderr
+    return run
 
 
 def assert_as_alone(run: Path, alone: Path) -> None:
@@ -158,8 +157,6 @@ def test_a_job_before_its_time_limit_queues_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_every_process_of_a_launcher_is_told_to_name_the_folder(rank: str, tiny_model: str) -> None:
     job = {"SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "rlt"}
-    command = [sys.executable, "-m", "rlt_lightning", "fit", *options(tiny_model)]
-    process = begin(command, **job)
-    [output] = finish([process])
-    assert process.returncode == 2
-    assert "needs --output_dir" in output.splitlines()[-1]
+    result = rlt("fit", *options(tiny_model), **job)
+    assert result.returncode == 2
+    assert "needs --output_dir" in result.stderr.splitlines()[-1]

@@ -372,7 +372,7 @@ def test_a_real_run_peaks_where_the_plan_says(smollm2: str, tmp_path: Path) -> N
     exact = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     assert rlt("plan", *arguments, f"--plan.json={tmp_path / 'plan.json'}").returncode == 0
     run = [f"--output_dir={tmp_path / 'run'}", "--trainer.max_steps=2", "--export.enabled=false"]
-    fit = rlt("fit", *arguments, *run, "--checkpoint.every_n_train_steps=100", **exact)
+    fit = rlt("fit", *arguments, *run, "--checkpoint.every_n_train_steps=100", fresh=True, **exact)
     assert fit.returncode == 0, fit.stderr[-2000:]
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
         measured = float(list(csv.DictReader(file))[-1]["perf/train_peak_gib"])

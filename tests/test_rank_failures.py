@@ -7,14 +7,14 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kills import ROOT, processes
+from commands import ROOT, start
+from test_kills import processes
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 TORCHRUN += ("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")  # any free port
@@ -24,39 +24,24 @@ STRATEGIES = {
     "zero3": ["--config=configs/overlays/zero3.yaml"],
 }
 ENDS_WITHIN_S = 12.0
-MADE = "--- made"  # what a fault prints when it happens
+MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happens
 
 
 class Ended:
-    """A run that has ended: status, output, and how long after the fault every process was gone."""
+    """A run that has ended: status, output, and how long after the fault every process was gone.
+
+    Args:
+        launcher: Python's words for what starts the ranks; without, they are forked from the warm process.
+    """
 
     def __init__(self, model: str, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> None:
-        command = [
-            sys.executable,
-            *launcher,
-            "-m",
-            "rlt_lightning",
-            "fit",
-            "--config=tests/rlt.yaml",
-        ]
-        command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
-        command += ["--data.num_embedded_rows=8", "--rollouts.sampling.max_completion_length=6"]
-        command += ["--trainer.max_steps=3", "--trainer.devices=2", f"--output_dir={folder}", *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        paths = [str(ROOT / "tests"), str(ROOT), environment.get("PYTHONPATH", "")]
-        self.run = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self.made_at = 0.0
-        reader = threading.Thread(target=self.read)
-        reader.start()
+        words = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={model}", f"--model.student={model}"]
+        words += ["--model.group_size=2", "--data.num_embedded_rows=8", "--trainer.devices=2"]
+        words += ["--rollouts.sampling.max_completion_length=6", "--trainer.max_steps=3"]
+        words += [f"--output_dir={folder}", *options]
+        paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        self.log = folder.with_suffix(".log")
+        self.run = self.begin(words, launcher, os.pathsep.join(paths))
         deadline = time.monotonic() + 240
         while left := processes(self.run):
             self.run.poll()
@@ -65,16 +50,32 @@ class Ended:
                 pytest.fail(f"{left} hang: {self.lines[-30:]}")
             time.sleep(0.05)
         self.took_s = self.seconds()
-        reader.join()
         self.status = self.run.wait()
 
-    def read(self) -> None:
-        assert self.run.stderr is not None
-        for line in self.run.stderr:
-            if MADE in line:
-                self.made_at = time.monotonic()
-            if line := line.replace(MADE, "").strip():
-                self.lines.append(line)
+    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
+        if not launcher:
+            return start(*words, log=self.log, PYTHONPATH=paths)
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, *launcher, "-m", "rlt_lightning", *words],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": paths},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        """The output, without what the fault has printed."""
+        lines = (MADE.sub("", line).strip() for line in self.log.read_text().splitlines())
+        return [line for line in lines if line]
+
+    @property
+    def made_at(self) -> float:
+        """When the fault happened, by the clock that all processes share; 0 before."""
+        made = MADE.search(self.log.read_text())
+        return float(made[1]) if made else 0.0
 
     def seconds(self) -> float:
         return time.monotonic() - self.made_at

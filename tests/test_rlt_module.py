@@ -178,15 +178,28 @@ def test_layouts_do_not_change_the_step(layout: str, tiny_model: str, tmp_path: 
         )
 
 
-def scored_rollouts(model: str, folder: Path, **options: Any) -> tuple[RLTModule, Rollouts, Scores]:
+Scored = tuple[RLTModule, Rollouts, Scores]
+
+
+@pytest.fixture(scope="module")
+def one_step(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Scored:
     """A module that has made one step at a learning rate of almost 0, its rollouts and their scores."""
-    witness = Witness()
-    rlt = module(model, optimizer=OptimizerConfig(lr=1e-30), **options)
-    trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(model, folder))
+    witness, folder = Witness(), tmp_path_factory.mktemp("one_step")
+    rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-30))
+    trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, folder))
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None
     return rlt, batch.rollouts, batch.scores
+
+
+@pytest.fixture
+def scored(one_step: Scored, monkeypatch: pytest.MonkeyPatch) -> Scored:
+    """The same, with settings of the reward that each test may change for itself."""
+    rlt, rollouts, scores = one_step
+    for name in ("reward", "teacher_log_probs"):
+        monkeypatch.setattr(rlt, name, getattr(rlt, name))
+    return rlt, rollouts, scores
 
 
 def count_forwards(model: Any, function: Any) -> tuple[list[int], Any]:
@@ -200,8 +213,8 @@ def count_forwards(model: Any, function: Any) -> tuple[list[int], Any]:
     return tokens, result
 
 
-def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(tiny_model: str, tmp_path: Path) -> None:
-    rlt, rollouts, scores = scored_rollouts(tiny_model, tmp_path)
+def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(scored: Scored) -> None:
+    rlt, rollouts, scores = scored
     forwards, _ = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
     assert forwards == []  # one forward, the student's
     rlt.teacher_log_probs = "recompute"
@@ -212,8 +225,9 @@ def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(tiny_model: s
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-def test_given_tokens_cost_one_pass_over_each_prompt(tiny_model: str, tmp_path: Path) -> None:
-    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path, reward=RLTReward(score_given=True))
+def test_given_tokens_cost_one_pass_over_each_prompt(scored: Scored) -> None:
+    rlt, rollouts, _ = scored
+    rlt.reward = RLTReward(score_given=True)
     forwards, found = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
     prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rollouts.rollouts}
     assert forwards == [sum(prompts.values())]
@@ -224,9 +238,10 @@ def test_given_tokens_cost_one_pass_over_each_prompt(tiny_model: str, tmp_path: 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 @pytest.mark.parametrize("source", ["rollout", "recompute"])
 def test_score_given_adds_the_given_tokens_and_nothing_else(
-    estimator: Any, source: Any, tiny_model: str, tmp_path: Path
+    estimator: Any, source: Any, scored: Scored
 ) -> None:
-    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path, teacher_log_probs=source)
+    rlt, rollouts, _ = scored
+    rlt.teacher_log_probs = source
     rlt.reward = RLTReward(kl_estimator=estimator)
     without = rlt.score(rollouts)
     rlt.reward = RLTReward(kl_estimator=estimator, score_given=True)
@@ -242,8 +257,9 @@ def test_score_given_adds_the_given_tokens_and_nothing_else(
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
-def test_explanations_without_a_token_have_no_kl(estimator: Any, tiny_model: str, tmp_path: Path) -> None:
-    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path, teacher_log_probs="recompute")
+def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored) -> None:
+    rlt, rollouts, _ = scored
+    rlt.teacher_log_probs = "recompute"
     rlt.reward = RLTReward(kl_estimator=estimator)
     empty = [replace(row, num_body=0, num_think=0, text="") for row in rollouts.rollouts]
     scores = rlt.score(replace(rollouts, rollouts=empty))
@@ -253,10 +269,8 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, tiny_model: str
 
 
 @pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
-def test_the_teacher_is_run_where_the_rollouts_cannot_tell(
-    case: str, tiny_model: str, tmp_path: Path
-) -> None:
-    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path)
+def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Scored) -> None:
+    rlt, rollouts, _ = scored
     if case == "no log-probs":
         rows = [replace(r, completion=replace(r.completion, log_probs=None)) for r in rollouts.rollouts]
         rollouts = replace(rollouts, rollouts=rows)
@@ -300,8 +314,8 @@ def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) ->
         assert torch.equal(gradients[1][name], gradient), name
 
 
-def test_speed_and_memory_are_logged_by_phase(tiny_model: str, tmp_path: Path) -> None:
-    rlt, rollouts, _ = scored_rollouts(tiny_model, tmp_path)
+def test_speed_and_memory_are_logged_by_phase(scored: Scored) -> None:
+    rlt, rollouts, _ = scored
     metrics, rows = rlt.step_metrics, rollouts.rollouts
     assert metrics["perf/generate_tokens_per_s"] * metrics["perf/generate_s"] == pytest.approx(
         sum(len(r.completion.token_ids) for r in rows)

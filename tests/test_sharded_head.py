@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.engines.weights import free_port
 from rlt_lightning.models.packed import HeadOptions, head_log_probs
 from rlt_lightning.numerics import token_log_probs
 
+pytestmark = pytest.mark.xdist_group("ranks")
 NUM_WORDS, SIZE = 1100, 6
 
 
@@ -55,11 +56,9 @@ def expected_gradients() -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def rank_main(rank: int, strategy: str, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def rank_main(rank: int, strategy: str) -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     model, hidden, targets = example(rank)
     expected = token_log_probs(model.lm_head(hidden), targets, 0.7)
     [expected_hidden_grad] = torch.autograd.grad(expected.sum(), hidden)
@@ -94,11 +93,10 @@ def rank_main(rank: int, strategy: str, port: int) -> None:
     for name, ours, theirs in zip(names, gathered, expected_gradients().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3, msg=name)  # sums over 300 tokens
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_log_probs_and_gradients_through_a_sharded_head(strategy: str) -> None:
+def test_log_probs_and_gradients_through_a_sharded_head(strategy: str, tmp_path: Path) -> None:
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
-    torch.multiprocessing.spawn(rank_main, (strategy, free_port()), nprocs=2)
+    ranks.call("test_sharded_head:rank_main", tmp_path, strategy)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from fake_worker import FakeWorker
 from safetensors.torch import load_file
 
 from rlt_lightning.engines import DiskPush
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.weights import free_port
 from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.pretrained import load_model
 
+pytestmark = pytest.mark.xdist_group("ranks")
 VERSION = "0123abcd-000007"
 
 
@@ -40,11 +40,9 @@ def sharded_model(strategy: str, name: str) -> Any:
     return model
 
 
-def rank_main(rank: int, strategy: str, name: str, folder: str, url: str, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     model = sharded_model(strategy, name)
     named_tensors = list(model.named_parameters())
     whole = {key: parameter.shape for key, parameter in load_model(name).named_parameters()}
@@ -62,7 +60,6 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str, port: 
             pass
     assert sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors) <= held * 2  # let go again
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
@@ -70,8 +67,8 @@ def test_sharded_weights_arrive_whole(strategy: str, tiny_model: str, tmp_path: 
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
     with FakeWorker() as worker:
-        arguments = (strategy, tiny_model, str(tmp_path / "weights"), worker.url, free_port())
-        torch.multiprocessing.spawn(rank_main, arguments, nprocs=2)
+        arguments = (strategy, tiny_model, str(tmp_path / "weights"), worker.url)
+        ranks.call("test_sharded_push:rank_main", tmp_path, *arguments)
     assert worker.version == VERSION
     files = sorted((tmp_path / "weights" / VERSION).glob("*.safetensors"))
     assert len(files) == 2  # the embedding, larger than a bucket, and the rest

@@ -7,6 +7,7 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,16 @@ from safetensors.torch import load_file
 from tiny import CHAINS
 from torch import Tensor
 
+pytestmark = pytest.mark.xdist_group("ranks")
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STOP = 3
+
+
+def full(*values: str) -> Any:
+    """Return a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 MEASURED = ("reward/mean", "reward/val_mean", "student/kl_mean", "policy/entropy", "policy/grad_norm")
 
 
@@ -41,7 +50,7 @@ def test_every_strategy_trains_the_same_weights(strategy: str, runs: dict[str, P
         assert step["policy/loss"] == pytest.approx(reference["policy/loss"], abs=1e-5)  # near 0 by nature
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", full("zero3")])
 def test_accumulation_does_not_change_the_result(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
@@ -56,7 +65,7 @@ def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", [full("ddp"), "fsdp2", full("zero3")])
 def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
     strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -71,8 +80,11 @@ def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(s, s) for s in ("single", "fsdp2", "zero1", "zero3")]
-    + [("zero3", "single"), ("single", "zero3"), ("fsdp2", "ddp"), ("zero1", "fsdp2")],
+    [
+        *(full(s, s) for s in ("single", "fsdp2", "zero1")),
+        ("zero3", "zero3"),
+        *(full("zero3", "single"), full("single", "zero3"), full("fsdp2", "ddp"), ("zero1", "fsdp2")),
+    ],
 )
 def test_a_run_goes_on_from_any_checkpoint_under_any_strategy(
     before: str, after: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
@@ -100,7 +112,7 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
     assert state["aliases"] == {"entry.model.lm_head.weight": "entry.model.model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])
 def test_sharded_models_sample_validate_and_export_like_whole_ones(
     strategy: str, miniature: str, tmp_path: Path
 ) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from commands import ROOT, rlt
+from commands import ROOT, rlt, start
 from lightning.pytorch import Callback
-from test_cli import RLT, assert_one_clear_line, metrics, wait_for
+from test_cli import assert_one_clear_line, metrics, wait_for
 from test_countdown import needs_reasoning_gym
 from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs, trainer
 
@@ -300,16 +297,10 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
     assert all(row["reward"] == pytest.approx(-0.5 * len(row["explanation"])) for row in rows)
     assert len({row["reward"] for row in rows}) > 1
 
-    process = subprocess.Popen(
-        [*RLT, *student_fit(tiny_model, killed, *options)],
-        cwd=ROOT,
-        env=os.environ | path,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = start(*student_fit(tiny_model, killed, *options), **path)
     wait_for((killed / "checkpoints" / "step=000002.ckpt").exists, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     result = rlt(*student_fit(tiny_model, killed, *options, "--ckpt_path=last"), **path)
     assert result.returncode == 0, result.stderr
     expected, found = metrics(whole), metrics(killed)
