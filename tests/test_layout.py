@@ -133,7 +133,9 @@ def named_paths() -> set[str]:
     paths = set(PUBLIC)
     for file in files:
         text = file.read_text()
-        paths |= set(re.findall(r"\brlt_lightning(?:\.(?!md\b)[A-Za-z_]\w*)+\b(?!/)", text))
+        paths |= set(
+            re.findall(r"(?<!entry-points\.\")\brlt_lightning(?:\.(?!md\b)[A-Za-z_]\w*)+\b(?!/)", text)
+        )
         for module, names in re.findall(r"from (rlt_lightning[\w.]*) import (\([^)]*\)|[^\n(;]+)", text):
             words = re.sub(r"#[^\n]*|[()\\]", "", names).split(",")
             paths |= {f"{module}.{word.split()[0]}" for word in words if word.strip() not in ("", "*")}
