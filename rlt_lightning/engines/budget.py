@@ -175,30 +175,62 @@ def generate_with_budget(
     ]
     thinking = drafts
     while thinking:
-        continued = []
         completions = continue_drafts(engine, thinking, sampling, longest + room, thought_close)
-        for draft, completion in zip(thinking, completions, strict=True):
-            num_body = body_length(tokenizer, completion, thought_close)
-            num_thinking = len(draft.token_ids) + num_body
-            if num_thinking > longest:
-                draft.add_sampled(completion, longest - len(draft.token_ids))
-                draft.num_thinking_tokens, draft.cut = longest, True
-                draft.add_given(answer_opening)
-            elif budget.asks_for_more(num_thinking, draft.num_waits) and num_thinking + len(wait) < longest:
-                draft.add_sampled(completion, num_body)
-                draft.num_waits += 1
-                draft.add_given(wait)
-                continued.append(draft)
-            else:
-                draft.add_sampled(completion, len(completion.token_ids))
-                draft.num_thinking_tokens = num_thinking
-        thinking = continued
+        thinking = [
+            draft
+            for draft, completion in zip(thinking, completions, strict=True)
+            if extend_thought(
+                draft,
+                completion,
+                body_length(tokenizer, completion, thought_close),
+                budget,
+                longest,
+                wait,
+                answer_opening,
+            )
+        ]
     answering = [draft for draft in drafts if draft.has_answer(sampling.max_completion_length)]
     answers = continue_drafts(engine, answering, sampling, sampling.max_completion_length, stop="")
     for draft, answer in zip(answering, answers, strict=True):
         draft.add_sampled(answer, len(answer.token_ids))
     done = [draft.done() for draft in drafts]
     return [done[i : i + num_completions] for i in range(0, len(done), num_completions)]
+
+
+def extend_thought(
+    draft: BudgetedDraft,
+    completion: Completion,
+    num_body: int,
+    budget: BudgetForcing,
+    longest: int,
+    wait: list[int],
+    answer_opening: list[int],
+) -> bool:
+    """Add a sampled piece to a draft's thought, and return whether the thought continues.
+
+    Args:
+        draft: The draft, changed in place.
+        completion: The piece.
+        num_body: Tokens of the piece before its closing tag.
+        budget: Limits of the thoughts.
+        longest: Tokens that a thought may have.
+        wait: Tokens that make a model think on.
+        answer_opening: Tokens that cut a thought, closing tag through opened solution.
+    """
+    num_thinking = len(draft.token_ids) + num_body
+    if num_thinking > longest:
+        draft.add_sampled(completion, longest - len(draft.token_ids))
+        draft.num_thinking_tokens, draft.cut = longest, True
+        draft.add_given(answer_opening)
+        return False
+    if budget.asks_for_more(num_thinking, draft.num_waits) and num_thinking + len(wait) < longest:
+        draft.add_sampled(completion, num_body)
+        draft.num_waits += 1
+        draft.add_given(wait)
+        return True
+    draft.add_sampled(completion, len(completion.token_ids))
+    draft.num_thinking_tokens = num_thinking
+    return False
 
 
 def continue_drafts(
