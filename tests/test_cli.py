@@ -228,7 +228,7 @@ def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
     assert best_checkpoint(tmp_path).name == "step=000010.ckpt"
     assert newest_checkpoint(tmp_path).name == "step=000012.ckpt"
     (tmp_path / "step=000010.ckpt").rename(tmp_path / "step=000010.ckpt.tmp")
-    with pytest.raises(InputError, match=r"step=000010.ckpt, but it is gone"):
+    with pytest.raises(InputError, match=r"step=000010.ckpt, but that is missing"):
         best_checkpoint(tmp_path)
 
 

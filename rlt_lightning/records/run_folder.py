@@ -197,9 +197,11 @@ def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
-        if choice.resume or all(is_leftover(entry, given) for entry in folder.iterdir()):
+        if choice.resume:
             return
         if not choice.overwrite:
+            if all(is_leftover(entry, given) for entry in folder.iterdir()):
+                return
             raise InputError(
                 f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace "
                 "what is there (--overwrite true), or resume it (--resume true)."
