@@ -25,6 +25,7 @@ import torch
 
 SHARED = Path(__file__).parents[2] / "shared"
 LEFT = pytest.StashKey[Counter[str]]()
+LONGEST = ("rlt", "ranks", "test_vllm_worker", "traditional", "test_finding", "test_cli", "test_docs")
 SETS = {"slow": "make prove", "full": "make test-all"}
 
 
@@ -37,13 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with a real vLLM worker as full, and keep on one process those that share runs."""
+    """Mark tests with a real vLLM worker as full; group tests that share runs, the longest groups first.
+
+    A group stays on one process, and two processes that begin with the longest end at about the same time.
+    """
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if "vllm" in marks and "slow" not in marks:
             item.add_marker("full")
         if "xdist_group" not in marks:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    groups = [item.get_closest_marker("xdist_group").args[0] for item in items]
+    places = [LONGEST.index(group) if group in LONGEST else len(LONGEST) for group in groups]
+    items[:] = [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

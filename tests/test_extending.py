@@ -62,7 +62,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [*pip, "install", str(wheel), *offline, "--target", str(folder / "site")], check=True, timeout=120
     )
-    return folder / "site"
+    site = folder / "site"
+    where = [sys.executable, "-c", "import rlt_lightning; print(rlt_lightning.__file__)"]
+    found = subprocess.run(where, cwd=folder, env=outside_the_checkout(site), capture_output=True, text=True)
+    assert site in Path(found.stdout.strip()).parents, found.stderr
+    return site
+
+
+def outside_the_checkout(installed: Path) -> dict[str, str]:
+    """Return an environment in which the package is the installed one."""
+    path = {"PYTHONPATH": str(installed), "PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    return dict(os.environ) | path
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +86,11 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(words: list[str], installed: Path, outside: Path, *options: str) -> None:
     """Run a command of the page, with further options, where nothing of the checkout can be found."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PYTHONPATH": str(installed), "PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
-    where = [sys.executable, "-c", "import rlt_lightning; print(rlt_lightning.__file__)"]
-    found = subprocess.run(where, cwd=outside, env=environment, capture_output=True, text=True, check=True)
-    assert installed in Path(found.stdout.strip()).parents
     program = str(installed / "bin" / words[0])  # `rlt`, the console script
     result = subprocess.run(
         [program, *words[1:], *options],
         cwd=outside,
-        env=environment,
+        env=outside_the_checkout(installed),
         capture_output=True,
         text=True,
         timeout=300,

@@ -106,7 +106,7 @@ def kill_and_resume(
         before = finished()
         run = fit(model, folder, strategy, num_steps)
         if moment == "loading":
-            time.sleep(random.uniform(0, 3))
+            time.sleep(random.uniform(0, 1))
         else:
             wait_for(lambda before=before: bool(finished() - before), run, folder.with_suffix(".log"))
         if moment == "writing":
@@ -171,4 +171,4 @@ def test_killed_ten_times_and_resumed_equals_not_stopping(
     random.shuffle(moments)
     victims = ["all"] * 10 if strategy == "single" else ["all"] * 4 + ["rank 0"] * 3 + ["rank 1"] * 3
     random.shuffle(victims)
-    compare(tiny_model, tmp_path, strategy, list(zip(moments, victims, strict=True)), num_steps=40)
+    compare(tiny_model, tmp_path, strategy, list(zip(moments, victims, strict=True)), num_steps=30)
