@@ -74,7 +74,7 @@ def kill(run: Running, victim: str) -> float:
 
 
 def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:
             os.killpg(run.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def kill_and_resume(
         num_half_written += any(name.endswith((".tmp", ".old")) for name in left)
         print(f"{strategy}: killed {victim} in {moment}, all gone after {gone_s:.1f} s, left {left}")
     run = fit(model, folder, strategy, num_steps)
-    assert run.wait(400) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    assert run.wait(900) == 0, folder.with_suffix(".log").read_text()[-3000:]
     print(
         f"{strategy}: {num_half_written} of {len(kills)} kills left a half written or half deleted checkpoint"
     )
@@ -143,7 +143,7 @@ def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]
         pytest.skip("needs the deepspeed extra")
     whole, killed = folder / "whole", folder / "killed"
     run = fit(model, whole, strategy, num_steps)
-    assert run.wait(400) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    assert run.wait(900) == 0, whole.with_suffix(".log").read_text()[-3000:]
     kill_and_resume(model, killed, strategy, kills, num_steps, step_seconds(whole))
     assert_nothing_was_lost(whole, killed, num_steps)
 
