@@ -36,7 +36,7 @@ pipeline:
 # Two processes: a test uses one core, and often waits for processes that it has started.
 PYTEST = $(RUN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-# Every claim once, in ten minutes on two cores.
+# Every claim once.
 test: setup
 	$(PYTEST)
 
