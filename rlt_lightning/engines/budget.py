@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlt_lightning.engines.base import Engine, Sampling, generate_patiently
@@ -173,22 +174,13 @@ def generate_with_budget(
         for prompt, seed in zip(prompts, seeds, strict=True)
         for number in range(num_completions)
     ]
+    extend = partial(extend_thought, budget=budget, longest=longest, wait=wait, answer_opening=answer_opening)
     thinking = drafts
     while thinking:
-        completions = continue_drafts(engine, thinking, sampling, longest + room, thought_close)
-        thinking = [
-            draft
-            for draft, completion in zip(thinking, completions, strict=True)
-            if extend_thought(
-                draft,
-                completion,
-                body_length(tokenizer, completion, thought_close),
-                budget,
-                longest,
-                wait,
-                answer_opening,
-            )
-        ]
+        pieces = continue_drafts(engine, thinking, sampling, longest + room, thought_close)
+        bodies = [body_length(tokenizer, piece, thought_close) for piece in pieces]
+        rows = zip(thinking, pieces, bodies, strict=True)
+        thinking = [draft for draft, piece, num_body in rows if extend(draft, piece, num_body)]
     answering = [draft for draft in drafts if draft.has_answer(sampling.max_completion_length)]
     answers = continue_drafts(engine, answering, sampling, sampling.max_completion_length, stop="")
     for draft, answer in zip(answering, answers, strict=True):
