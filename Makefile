@@ -34,7 +34,7 @@ pipeline:
 	examples/pipeline.sh
 
 # Two processes: a test uses one core, and often waits for processes that it has started.
-PYTEST = $(RUN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST = $(RUN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # Every claim once.
 test: setup

@@ -25,7 +25,10 @@ import torch
 
 SHARED = Path(__file__).parents[2] / "shared"
 LEFT = pytest.StashKey[Counter[str]]()
-LONGEST = ("rlt", "ranks", "test_vllm_worker", "traditional", "test_finding", "test_cli", "test_docs")
+SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
+SHARE_RANKS += ("test_sharded_head", "test_sharded_push")
+LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
+LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_cli", "test_docs")
 SETS = {"slow": "make prove", "full": "make test-all"}
 
 
@@ -36,21 +39,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT] = Counter()
 
 
+def group_of(nodeid: str) -> str:
+    """Return what keeps a test on the process that other tests of that name run on: mostly its file."""
+    path, _, test = nodeid.partition("::")
+    file = Path(path).stem
+    if file in SHARE_RANKS:
+        return "ranks"
+    return test if file == "test_learning" else file
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with a real vLLM worker as full; group tests that share runs, the longest groups first.
+    """Mark tests with a real vLLM worker as full, and begin with the longest groups.
 
-    A group stays on one process, and two processes that begin with the longest end at about the same time.
+    Two processes then end at about the same time.
     """
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "vllm" in marks and "slow" not in marks:
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("slow"):
             item.add_marker("full")
-        if "xdist_group" not in marks:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    groups = [item.get_closest_marker("xdist_group").args[0] for item in items]
-    places = [LONGEST.index(group) if group in LONGEST else len(LONGEST) for group in groups]
-    items[:] = [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]
+
+    def place(item: pytest.Item) -> int:
+        group = group_of(item.nodeid)
+        return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share out groups of tests; xdist's own groups need marks, which it does not see under pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

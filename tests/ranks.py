@@ -20,7 +20,8 @@ from rlt_lightning.engines.weights import free_port
 
 SCRIPT = Path(__file__).with_name("strategy_run.py")
 STEPS = 6  # of a job that does not say
-DEADLINE_S = 240.0  # of a job: what hangs is killed
+DEADLINE_S = 600.0  # of a job: what hangs is killed
+FAILED_TOGETHER_S = 30.0  # after one rank has failed, for the others to fail as well
 
 
 def run(model: str, output: Path, strategy: str, **options: Any) -> None:
@@ -45,12 +46,12 @@ def call(function: str, folder: Path, *arguments: Any) -> None:
 
 
 def done_file(output: str | Path, rank: int) -> Path:
-    """Says that a rank is done with a job."""
+    """Return the file that says that a rank is done with a job, and why if it failed."""
     return Path(f"{output}.done{rank}")
 
 
 class Ranks:
-    """As many processes as a run has ranks; started with the first job, and anew after one that failed."""
+    """As many processes as a run has ranks, started with the first job and again after one that hung."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -86,15 +87,22 @@ class Ranks:
             process.stdin.flush()
         deadline = time.monotonic() + DEADLINE_S
         while not all(path.exists() for path in done):
-            failed = any(process.poll() is not None for process in self.processes)
-            if failed or time.monotonic() > deadline:
+            if any(path.exists() and path.stat().st_size for path in done):  # the others may wait for ever
+                deadline = min(deadline, time.monotonic() + FAILED_TOGETHER_S)
+            ended = any(process.poll() is not None for process in self.processes)
+            if ended or time.monotonic() > deadline:
                 time.sleep(1)  # for the others' last words
                 self.stop()
                 self.log.seek(0)
-                raise AssertionError(f"{job}: {'failed' if failed else 'hangs'}\n{self.log.read()[-4000:]}")
+                told = "\n".join(path.read_text() for path in done if path.exists())
+                raise AssertionError(
+                    f"{job}: {'ended' if ended else 'hangs'}\n{self.log.read()[-4000:]}\n{told}"
+                )
             time.sleep(0.05)
+        failures = "\n".join(path.read_text() for path in done)
         for path in done:
             path.unlink()
+        assert not failures.strip(), f"{job}: failed\n{failures}"  # on all ranks, which can take another job
 
     def stop(self) -> None:
         for process in self.processes:

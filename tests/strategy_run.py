@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -201,12 +202,18 @@ def main() -> None:
     rank = int(os.environ.get("LOCAL_RANK", 0))
     for line in sys.stdin:
         job = json.loads(line)
-        if "function" in job:
-            module, _, name = job["function"].partition(":")
-            getattr(import_module(module), name)(rank, *job["arguments"])
-        else:
-            run_job(**job)
-        done_file(job["output"], rank).touch()
+        try:
+            if "function" in job:
+                module, _, name = job["function"].partition(":")
+                getattr(import_module(module), name)(rank, *job["arguments"])
+            else:
+                run_job(**job)
+            error = ""
+        except Exception:
+            error = traceback.format_exc()
+        scratch = Path(f"{job['output']}.scratch{rank}")  # appears whole
+        scratch.write_text(error)
+        scratch.rename(done_file(job["output"], rank))
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ def stranger_to_its_tag(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

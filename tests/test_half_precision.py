@@ -13,7 +13,6 @@ from ranks import STEPS, run
 from safetensors.torch import load_file
 from test_strategies import STOP, full, largest_difference, weights
 
-pytestmark = pytest.mark.xdist_group("ranks")
 HALF = ["fsdp2_bf16", full("zero1_bf16"), "zero3_bf16"]
 CHECKPOINT = f"checkpoints/step={STEPS:06d}.ckpt/weights/model.safetensors"
 

@@ -30,7 +30,6 @@ def test_rise_compares_explanations_of_the_same_problems() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("rlt")
 def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) -> None:
     rlt = [sys.executable, "-m", "rlt_lightning"]
     fit = [*rlt, "fit", "--config=configs/quickstart_smollm2.yaml"]
@@ -72,7 +71,6 @@ def held_out_accuracy(folder: Path, model: Path) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("traditional")
 def test_traditional_rl_makes_more_answers_right(tmp_path: Path) -> None:
     warm, run = tmp_path / "warmup", tmp_path / "run"
     fit = [sys.executable, "-m", "rlt_lightning", "fit"]

@@ -27,7 +27,6 @@ from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.pretrained import empty_model, load_model
 from rlt_lightning.types import InputError
 
-pytestmark = pytest.mark.xdist_group("ranks")
 LORA = LoRA(rank=4, alpha=8.0)
 IDS = torch.arange(100, 140)[None]
 

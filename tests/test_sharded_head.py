@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from rlt_lightning.models.packed import HeadOptions, head_log_probs
 from rlt_lightning.numerics import token_log_probs
 
-pytestmark = pytest.mark.xdist_group("ranks")
 NUM_WORDS, SIZE = 1100, 6
 
 

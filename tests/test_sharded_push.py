@@ -17,7 +17,6 @@ from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.pretrained import load_model
 
-pytestmark = pytest.mark.xdist_group("ranks")
 VERSION = "0123abcd-000007"
 
 

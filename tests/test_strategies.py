@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from tiny import CHAINS
 from torch import Tensor
 
-pytestmark = pytest.mark.xdist_group("ranks")
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STOP = 3
 
