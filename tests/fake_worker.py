@@ -47,9 +47,9 @@ def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, .
     random = Random(f"{prompt} {seed}")
     ending = random.choice(endings)
     length = max_tokens if ending == "length" else random.randint(1, max_tokens)
-    log_probs = [-10.0 - random.random() for _ in range(length)]
-    token_ids = [random.randint(100, 40_000) for _ in range(length - 1)]
-    token_ids.append(EOS if ending == "eos" else random.randint(100, 40_000))
+    log_probs = [-8.0 - random.random() for _ in range(length)]
+    token_ids = [random.randint(100, 8000) for _ in range(length - 1)]
+    token_ids.append(EOS if ending == "eos" else random.randint(100, 8000))
     return {"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}, "ending": ending}
 
 

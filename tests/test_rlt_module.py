@@ -339,9 +339,9 @@ def test_floating_point_operations_by_hand(tiny_model: str) -> None:
     packed = PackedSequences.from_sequences([ScoredSequence([1, 2, 3], [4, 5], mask)] * 2, ((0, 1),))
     # A prefix of 3 sees 6 pairs; each continuation of 2 sees 3 of its own and 2 x 3 of the prefix.
     pairs = 6 + 2 * (3 + 6)
-    expected = 2 * weights * 7 + 4 * 2 * 64 * pairs + 2 * 2 * 64 * 49152
+    expected = 2 * weights * 7 + 4 * 2 * 64 * pairs + 2 * 2 * 64 * 8192
     norms = 2 * 2 * 64 + 64  # vectors: not multiplied
-    assert sum(p.numel() for p in model.parameters()) == weights + 64 * 49152 + norms
+    assert sum(p.numel() for p in model.parameters()) == weights + 64 * 8192 + norms
     assert forward_flops(model, packed) == expected
 
 

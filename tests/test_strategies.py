@@ -44,8 +44,10 @@ def test_every_strategy_trains_the_same_weights(strategy: str, runs: dict[str, P
     ours, single = (json.loads(runs[s].with_suffix(".json").read_text()) for s in (strategy, "single"))
     assert len(ours) == STEPS
     for step, reference in zip(ours, single, strict=True):
-        for name in ("reward/mean", "policy/grad_norm", "policy/entropy", "student/kl_mean"):
+        for name in ("reward/mean", "policy/entropy", "student/kl_mean"):
             assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name  # KL is near 0
+        # A CPU's float32 norm of 524,288 numbers errs by 2e-5 of itself, and by half of that in two shards.
+        assert step["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=3e-5)
         assert step["policy/loss"] == pytest.approx(reference["policy/loss"], abs=1e-5)  # near 0 by nature
 
 
@@ -53,14 +55,14 @@ def test_every_strategy_trains_the_same_weights(strategy: str, runs: dict[str, P
 def test_accumulation_does_not_change_the_result(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    run(tiny_model, tmp_path / "run", strategy, tokens=256)  # tokens per micro-batch: four of them or more
+    run(tiny_model, tmp_path / "run", strategy, tokens=280)  # tokens per micro-batch: four of them or more
     assert largest_difference(weights(tmp_path / "run"), weights(runs["single"])) < 1e-5
 
 
 @pytest.fixture(scope="module")
 def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uneven") / "run"
-    run(tiny_model, folder, "single", tokens=240, uneven=True)
+    run(tiny_model, folder, "single", tokens=280, uneven=True)
     return folder
 
 
@@ -69,7 +71,7 @@ def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
     strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    run(tiny_model, folder, strategy, tokens=240, uneven=True)
+    run(tiny_model, folder, strategy, tokens=280, uneven=True)
     few, many = (json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1))
     assert few == [1] * STEPS
     assert len(many) == STEPS
