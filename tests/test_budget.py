@@ -145,7 +145,7 @@ def test_a_minimum_and_a_maximum_hold_together(engine: HFEngine, chat_format: Ch
         budget,
         Sampling(temperature=0.7, max_completion_length=64),
         ("What is 3 + 4?", "What is the capital of France?"),
-        num_completions=4,
+        num_completions=2,
         seeds=(1, 2),
     )
     lengths = [response.num_thinking_tokens for group in groups for response in group]

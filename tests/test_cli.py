@@ -138,6 +138,7 @@ def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_p
     assert metrics(again) == metrics(first)
 
 
+@pytest.mark.full
 def test_two_processes_with_unequal_lengths_equal_one(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:

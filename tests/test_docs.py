@@ -376,6 +376,7 @@ SMALL = {  # a stage of that page at tiny size, by verb and config
 }
 
 
+@pytest.mark.full
 def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
     files = page_files(NEW_TASK, tmp_path / "files")
     done = set()

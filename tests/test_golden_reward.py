@@ -78,6 +78,7 @@ def test_a_trace_is_wrapped_and_closed_like_the_completion_it_stands_for(
     assert score["reasoning_trace"] == case["think"]
 
 
+@pytest.mark.full
 def test_without_score_given_only_the_given_tokens_are_gone(smollm2: str, tmp_path: Path) -> None:
     columns = ("id", "question", "solution", "completion")
     rows = [{column: case[column] for column in columns} for case in CASES]

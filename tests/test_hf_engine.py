@@ -96,13 +96,9 @@ def test_an_end_tag_whose_last_character_spans_tokens_is_seen(engine: HFEngine) 
 
 def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> None:
     prompts = prompts_of(engine)
-    endings = {
-        c.finish_reason
-        for g in engine.generate(prompts, Sampling(max_completion_length=60), 4, END, [1, 2])
-        for c in g
-    }
-    assert endings == {"eos", "length"}  # the short answer ends by itself
     together = engine.generate(prompts, Sampling(max_completion_length=60), 4, END, [1, 2])
+    endings = {completion.finish_reason for group in together for completion in group}
+    assert endings == {"eos", "length"}  # the short answer ends by itself
     alone = [
         engine.generate([p], Sampling(max_completion_length=60), 4, END, [s])[0]
         for p, s in zip(prompts, [1, 2], strict=True)

@@ -53,7 +53,7 @@ def test_entropy_by_hand():
     torch.testing.assert_close(token_entropy(logits), torch.tensor([math.log(2), 1.5 * math.log(2)]))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("scale", [LogitScale(0.7), LogitScale(0.7, 1.3, cap=3.0)])
 def test_blocks_equal_all_at_once(scale, compiled):
     if compiled and shutil.which("gcc") is None:

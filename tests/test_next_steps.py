@@ -48,6 +48,7 @@ def settings(folder: Path) -> dict[str, dict[str, object]]:
     return {**config, "model": config["model"]["init_args"], "data": config["data"]["init_args"]}
 
 
+@pytest.mark.full
 def test_each_stage_proposes_a_command_that_runs(small_model: str, tmp_path: Path) -> None:
     warm_up = ["fit", "--config=configs/quickstart_smollm2_warmup.yaml", f"--model.pretrained={small_model}"]
     warm_up += ["--data.num_embedded_rows=16", f"--data.max_length={CONTEXT}", "--trainer.max_steps=1"]

@@ -86,6 +86,11 @@ def fault(rank: int, hook: str, kind: str) -> str:
     return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
 
 
+def full(*values: Any) -> Any:
+    """A case for `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 def slow(*values: Any) -> Any:
     """A case for the slow proofs."""
     return pytest.param(*values, marks=pytest.mark.slow)
@@ -103,7 +108,7 @@ def slow(*values: Any) -> Any:
         ("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
         slow("ddp", 0, "on_train_batch_end", "bug while the other sleeps", 1, "rank 0: ZeroDivisionError"),
         ("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
-        ("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
+        full("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
         slow("zero3", 1, "on_train_batch_start", "kill", 1, "rank 1: .* ended without a message"),
     ],
 )
@@ -136,16 +141,17 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     late: int, waiting: int, tiny_model: str, tmp_path: Path
 ) -> None:
     ended = Ended(
-        tiny_model, tmp_path / "run", *ddp_with_timeout(40), fault(late, "on_train_batch_start", "hang")
+        tiny_model, tmp_path / "run", *ddp_with_timeout(25), fault(late, "on_train_batch_start", "hang")
     )
     expected = (
         rf"rlt: error: rank {waiting}: .* in vain for rank {late}, in make \(faults.py:\d+\)\. .*timeout"
     )
     assert re.match(expected, ended.lines[-1]), ended.lines
     assert ended.status == 1
-    assert 35 < ended.took_s < 40 + ENDS_WITHIN_S
+    assert 20 < ended.took_s < 25 + ENDS_WITHIN_S
 
 
+@pytest.mark.full
 def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str, tmp_path: Path) -> None:
     options = [*STRATEGIES["ddp"], fault(1, "on_train_batch_end", "bug")]
     ended = Ended(tiny_model, tmp_path / "run", *options, launcher=TORCHRUN)
@@ -156,7 +162,7 @@ def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str,
     assert ended.took_s < ENDS_WITHIN_S
 
 
-@pytest.mark.parametrize(("deadline_s", "status"), [(600, 0), (8, 1)])
+@pytest.mark.parametrize(("deadline_s", "status"), [full(600, 0), (8, 1)])
 def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
     deadline_s: int, status: int, tiny_model: str, tmp_path: Path
 ) -> None:
