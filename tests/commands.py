@@ -1,4 +1,4 @@
-"""`rlt` in a process of its own for every command, forked from one that is warm.
+"""`rlt`, or Python code, in a process of its own for every command, forked from one that is warm.
 
 What a start costs is mostly imports, and tables that transformers and jsonargparse make once in a process. So
 one process, this file run as a script, does that once:
@@ -40,10 +40,17 @@ class Running:
 
     Args:
         log: Where standard output and error go together; None keeps them apart, in `stdout` and `stderr`.
+        code: Python to run instead of `rlt`.
     """
 
     def __init__(
-        self, arguments: tuple[str, ...], log: Path | None, cwd: Path, text: str, environment: dict[str, str]
+        self,
+        arguments: tuple[str, ...],
+        log: Path | None,
+        cwd: Path,
+        text: str,
+        environment: dict[str, str],
+        code: str = "",
     ) -> None:
         self.args = ["rlt", *arguments]
         self.folder = TemporaryDirectory()
@@ -53,7 +60,7 @@ class Running:
         for path in self.outputs:
             path.touch()
         job = {"arguments": arguments, "environment": dict(os.environ) | environment, "cwd": str(cwd)}
-        job |= {"stdin": str(folder / "stdin"), "outputs": list(map(str, self.outputs))}
+        job |= {"stdin": str(folder / "stdin"), "outputs": list(map(str, self.outputs)), "code": code}
         self.returncode: int | None = None
         self.pid = int(ask(job))
         living.append(self)
@@ -135,6 +142,12 @@ def rlt(
     return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
 
 
+def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code to its end, in a process that has the package imported."""
+    process = Running((), None, cwd, "", environment, code)
+    return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
+
+
 def ask(job: dict[str, Any]) -> Any:
     """Send a line to the warm process, which is started with the first, and return its answer."""
     global warm
@@ -214,6 +227,10 @@ def run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.path += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    if code := job["code"]:
+        sys.argv = ["-c"]
+        exec(compile(code, "<block>", "exec"), {"__name__": "__main__"})
+        end_process(0)
     sys.argv = ["rlt", *job["arguments"]]
     if any(argument.endswith("devices=2") for argument in sys.argv):
         fork_rank_1()
@@ -223,11 +240,16 @@ def run(job: dict[str, Any]) -> None:
         status = ending.code
     else:
         status = 0
+    end_process(status if isinstance(status, int) else 0)
+
+
+def end_process(status: int) -> None:
+    """End as Python does, but for clearing up 5000 modules, which takes as long as a test."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(status if isinstance(status, int) else 0)  # clearing up 5000 modules takes as long as a test
+    os._exit(status)
 
 
 class Rank1(subprocess.Popen[bytes]):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, rlt
+from commands import ROOT, python, rlt
 from fake_worker import FakeWorker, worker_of
 from jsonargparse import ArgumentParser, capture_parser
 from tiny import TINY, tiny_options
@@ -407,26 +407,27 @@ SMALLER = {"max_completion_length=4096": "max_completion_length=1024", "=500,": 
 
 def python_with(module: str) -> str:
     """A Python that has a package which this project does not need; vLLM brings openai."""
-    for python in (sys.executable, ROOT / ".venv-vllm" / "bin" / "python"):
+    for program in (sys.executable, ROOT / ".venv-vllm" / "bin" / "python"):
         with suppress(FileNotFoundError):
-            if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0:
-                return str(python)
+            if subprocess.run([program, "-c", f"import {module}"], capture_output=True).returncode == 0:
+                return str(program)
     pytest.skip(f"needs {module}")
 
 
 @blocks("python")
 def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> None:
-    python = python_with("openai") if "from openai" in block.text else sys.executable
     with worker_of(tiny_model, dev_mode=False) as worker:
         code = block.text
         names = {"runs/student_sft/model": tiny_model, "http://127.0.0.1:8000": worker.url}
         for name, value in (names | SMALLER).items():
             code = code.replace(name, value)
         path = os.pathsep.join(map(str, (ROOT, page_files(block.page, tmp_path))))
-        environment = os.environ | {"PYTHONPATH": path, "VLLM_API_KEY": "key"}
-        done = subprocess.run(
-            [python, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
-        )
+        environment = {"PYTHONPATH": path, "VLLM_API_KEY": "key"}
+        if "from openai" in code:
+            words, environment = [python_with("openai"), "-c", code], os.environ | environment
+            done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        else:
+            done = python(code, tmp_path, **environment)
     assert done.returncode == 0, done.stderr
 
 
