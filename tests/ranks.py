@@ -19,7 +19,7 @@ import pytest
 from rlt_lightning.engines.weights import free_port
 
 SCRIPT = Path(__file__).with_name("strategy_run.py")
-STEPS = 6  # of a job that does not say
+STEPS = 5  # of a job that does not say
 DEADLINE_S = 600.0  # of a job: what hangs is killed
 FAILED_TOGETHER_S = 30.0  # after one rank has failed, for the others to fail as well
 

@@ -21,7 +21,7 @@ from rlt_lightning.types import InputError
 def test_a_checkpoint_becomes_an_ordinary_model_folder(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
-    checkpoint, folder = runs[strategy] / "checkpoints" / "step=000006.ckpt", tmp_path / "model"
+    checkpoint, folder = runs[strategy] / "checkpoints" / "step=000005.ckpt", tmp_path / "model"
     result = rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"Done: {folder}, from {checkpoint}\n"
@@ -33,7 +33,7 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     assert tokenizer.chat_template
     assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
     card = (folder / "README.md").read_text()
-    assert "| optimizer steps | 6 |" in card
+    assert "| optimizer steps | 5 |" in card
     assert f"| frozen student | {tiny_model} |" in card
 
 
