@@ -137,6 +137,7 @@ def test_a_maximum_cuts_the_thought_and_opens_the_solution(engine: HFEngine, cha
     assert appended == list(range(4, 4 + len(opening)))  # all others were sampled
 
 
+@pytest.mark.full
 def test_a_minimum_and_a_maximum_hold_together(engine: HFEngine, chat_format: ChatFormat) -> None:
     budget = BudgetForcing(20, 24, max_waits=20, min_answer_tokens=16)
     groups = respond(
@@ -156,6 +157,7 @@ def test_a_minimum_and_a_maximum_hold_together(engine: HFEngine, chat_format: Ch
         assert response.cut == ending.startswith(CUT)
 
 
+@pytest.mark.full
 def test_a_response_depends_on_its_seed_and_number_alone(engine: HFEngine, chat_format: ChatFormat) -> None:
     budget = BudgetForcing(12, 30, max_waits=3, min_answer_tokens=16)
     sampling = Sampling(temperature=1.0, max_completion_length=64)

@@ -91,7 +91,7 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
     assert "--data.tags r1" in result.stdout
-    assert result.stderr.count(f"loading {tiny_model} (12.9 MB) as float32\n") == 3
+    assert result.stderr.count(f"loading {tiny_model} (2.4 MB) as float32\n") == 3
     assert "iteration 2/2: reward" in result.stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved

@@ -131,6 +131,7 @@ def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> Non
     assert len(FILES) == sum(" title=" in fence for fence in opened) == 8
 
 
+@pytest.mark.full
 def test_completions_obey_the_curriculum(installed: Path, outside: Path, tiny_model: str) -> None:
     run(command("fit", "curriculum.yaml"), installed, outside, *of_models(tiny_model))
     folder = outside / "runs" / "curriculum"
@@ -309,6 +310,7 @@ def ask(engine: Any, limit: int = 8) -> list[Completion]:
     return group
 
 
+@pytest.mark.full
 def test_a_served_teacher_writes_traces(
     installed: Path, outside: Path, tiny_model: str, server: CompletionServer
 ) -> None:

@@ -96,14 +96,12 @@ def test_an_end_tag_whose_last_character_spans_tokens_is_seen(engine: HFEngine) 
 
 def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> None:
     prompts = prompts_of(engine)
-    together = engine.generate(prompts, Sampling(max_completion_length=60), 4, END, [1, 2])
+    sampling = Sampling(max_completion_length=24)
+    together = engine.generate(prompts, sampling, 4, END, [1, 2])
     endings = {completion.finish_reason for group in together for completion in group}
     assert endings == {"eos", "length"}  # the short answer ends by itself
-    alone = [
-        engine.generate([p], Sampling(max_completion_length=60), 4, END, [s])[0]
-        for p, s in zip(prompts, [1, 2], strict=True)
-    ]
-    assert token_ids(together) == token_ids(alone)
+    for prompt, seed, group in zip(prompts, [1, 2], together, strict=True):
+        assert token_ids(engine.generate([prompt], sampling, 4, END, [seed])) == token_ids([group])
 
 
 def test_draw_follows_the_truncated_distribution() -> None:
