@@ -1,4 +1,14 @@
-"""Rollouts from `vllm serve` workers over HTTP; fleet.py draws the states of a worker."""
+"""Rollouts from `vllm serve` workers over HTTP. The way of a step's requests, one for each prompt:
+
+    generate     requests ──▶ queue ──▶ the worker with the fewest, if it has a free slot
+                                ▲         │
+                                │         ├── all completions came ──▶ finished
+                                │         ├── failed at a living worker: sent again, max_retries times
+                                └─────────┴── worker lost (dead, hung, garbage): back to the head of the queue
+                 no worker left: WorkersLost, with what is finished; the caller then asks for the rest
+
+fleet.py draws the states of a worker, client.py makes the calls, launch.py starts workers.
+"""
 
 from __future__ import annotations
 
