@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, rlt
+from tiny import CHAINS
 
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.explain import ExplainOptions, explained, rows_to_score
@@ -98,9 +99,9 @@ def test_texts_of_ones_own_need_no_row_and_leave_no_folder(tiny_model: str, tmp_
     assert set(Path("runs").glob("*")) == before
 
 
-def test_a_recorded_completion_is_explained_as_it_was_scored(smollm2: str, tmp_path: Path) -> None:
+def test_a_recorded_completion_is_explained_as_it_was_scored(miniature: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    models = [f"--model.teacher={smollm2}", f"--model.student={smollm2}", "--model.group_size=2"]
+    models = [*CHAINS, f"--model.teacher={miniature}", f"--model.student={miniature}", "--model.group_size=2"]
     short = ["--rollouts.sampling.max_completion_length=8", "--data.prompts_per_step=1"]
     fit = ["--config=tests/rlt.yaml", *models, *short, "--trainer.max_steps=1"]
     result = rlt("fit", *fit, "--export.enabled=false", f"--output_dir={run}")
