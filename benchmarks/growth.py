@@ -19,7 +19,7 @@ import torch
 from reward import one_group, scorer_of
 from side_by_side import measure, write
 
-from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import log_probs_of
 from rlt_lightning.numerics import Head, PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
@@ -36,7 +36,7 @@ def median_of(function: Callable[[], Any], rounds: int) -> dict[str, float]:
 
 
 def reward_by_completions(model: Any, rounds: int) -> dict[int, dict[str, float]]:
-    group = one_group(model, load_tokenizer(EMBEDDED_MODEL), 32, 32)
+    group = one_group(model, load_tokenizer(DEFAULT_MODEL), 32, 32)
     scorer = scorer_of(model, model, RLTReward(), recompute=False)
     series = {}
     for number in (4, 8, 16, 24, 32):
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/growth.json"))
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = load_model(EMBEDDED_MODEL)
+    model = load_model(DEFAULT_MODEL)
     sharing = sharing_by_prefix(model, options.rounds)
     head = head_by_tokens(model, options.rounds)
     reward = reward_by_completions(model, options.rounds)

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from side_by_side import alternate, bars, measure, write
 
-from rlt_lightning.models.embedded import EMBEDDED_MODEL, resolve
+from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.numerics import (
     Extent,
@@ -121,8 +121,8 @@ def main() -> None:
     options = parser.parse_args()
     from reward import one_group  # its text and its sampling
 
-    model = load_model(EMBEDDED_MODEL)
-    rollouts = one_group(model, load_tokenizer(EMBEDDED_MODEL), options.completions, options.length)
+    model = load_model(DEFAULT_MODEL)
+    rollouts = one_group(model, load_tokenizer(DEFAULT_MODEL), options.completions, options.length)
     torch.manual_seed(0)
     rewards = torch.randn(options.completions)
     with tempfile.TemporaryDirectory() as name:
@@ -130,9 +130,9 @@ def main() -> None:
         for parameter in model.parameters():  # a reference that differs, so that the KL has a gradient
             parameter.data += 0.02 * parameter.data.std().nan_to_num() * torch.randn_like(parameter)
         model.save_pretrained(folder / "reference")
-        load_tokenizer(EMBEDDED_MODEL).save_pretrained(folder / "reference")
+        load_tokenizer(DEFAULT_MODEL).save_pretrained(folder / "reference")
         case = {
-            "model": resolve(EMBEDDED_MODEL),
+            "model": resolve(DEFAULT_MODEL),
             "reference": str(folder / "reference"),
             "prompt_ids": rollouts.rollouts[0].problem.teacher_prompt,
             "completions": [rollout.completion.token_ids for rollout in rollouts.rollouts],

@@ -20,7 +20,7 @@ from side_by_side import CPU, alternate, bars, measure, write
 from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, Sampling
-from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import micro_batches
@@ -109,9 +109,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reward.json"))
     options = parser.parse_args()
-    policy, student = load_model(EMBEDDED_MODEL), load_model(EMBEDDED_MODEL)
-    plain_policy, plain_student = (load_model(EMBEDDED_MODEL, attn_implementation="sdpa") for _ in range(2))
-    rollouts = one_group(policy, load_tokenizer(EMBEDDED_MODEL), options.completions, options.length)
+    policy, student = load_model(DEFAULT_MODEL), load_model(DEFAULT_MODEL)
+    plain_policy, plain_student = (load_model(DEFAULT_MODEL, attn_implementation="sdpa") for _ in range(2))
+    rollouts = one_group(policy, load_tokenizer(DEFAULT_MODEL), options.completions, options.length)
     reward = RLTReward()
     rewards: dict[str, Tensor] = {}
 

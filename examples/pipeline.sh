@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All five stages of RLT on a laptop CPU, with SmolLM2-135M and the embedded word sums; ends with a table and a
-# picture. About 25 minutes on two cores, 12 GB of disk. After a crash run it again: it skips finished stages and
+# picture. About 28 minutes on a shared core, 12 GB of disk. After a crash run it again: it skips finished stages and
 # resumes the interrupted one.
 #
 #   examples/pipeline.sh [FOLDER]      # runs/pipeline by default

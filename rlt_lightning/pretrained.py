@@ -1,4 +1,4 @@
-"""Models and tokenizers by name: the embedded default, a local folder, or a hub id."""
+"""Models and tokenizers by name: SmolLM2-135M, a miniature, a local folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_model(
     """Load a causal language model on CPU, in evaluation mode.
 
     Args:
-        name: Embedded default, local folder or hub id.
+        name: Local folder, hub id, miniature or smollm2-135m.
         dtype: "float32", "bfloat16", "float16", or "auto" for what the checkpoint holds.
         attn_implementation: "sdpa", "eager", "flash_attention_2"; None: ours, which shares prefixes, or
             transformers' choice for a model whose windows or caps ours does not support.

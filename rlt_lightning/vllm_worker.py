@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rlt_lightning.gloo import from_trainer, join_group
 
+# As in models/weights.py, which needs packages that the worker's environment may lack.
 NamedTensor = tuple[str, Tensor]
 # Tensors that are received, or read, before they are loaded.
 AHEAD = 8

@@ -1,4 +1,8 @@
-"""Lightning callbacks. RolloutCallback brings the completions; every other one only observes."""
+"""Lightning callbacks.
+
+`RolloutCallback` and `ResponseCallback` bring what is judged, `ReferenceSync` moves the reference; the others
+only observe.
+"""
 
 from rlt_lightning.callbacks.alarms import Alarms
 from rlt_lightning.callbacks.checkpoint import Checkpoint
@@ -10,6 +14,8 @@ from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
 from rlt_lightning.callbacks.reference import ReferenceSync
 from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.callbacks.rollout import RolloutCallback
+
+# A logger: whoever builds a Trainer needs it together with the callbacks.
 from rlt_lightning.loggers.metrics_csv import MetricsCSV
 
 __all__ = [

@@ -13,7 +13,9 @@ Part = Literal["plain", "thought", "solution", "tag"]
 # Dim; bold and green.
 STYLES: dict[Part, str] = {"thought": "\x1b[2m", "solution": "\x1b[1;32m"}
 RESET = "\x1b[0m"
-# Replaces control characters, which would change the terminal; line ends and tabs stay.
+# Replaces control characters, which would change the terminal; line ends and tabs stay. Marks of direction
+# stay too: an answer in Arabic or Hebrew needs them. report/explain.py replaces them, since they
+# would reorder its tokens.
 WITHOUT_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 

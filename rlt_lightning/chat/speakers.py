@@ -29,8 +29,8 @@ class ChatModel:
     """The model that answers.
 
     Args:
-        path: Embedded default, local folder or hub id. With a url, only its tokenizer and chat template are
-            loaded.
+        path: Local folder, hub id, miniature or smollm2-135m. With a url, only its tokenizer and chat
+            template are loaded.
         url: A vLLM server that answers, such as http://127.0.0.1:8000; None: this process answers.
         served_model: Name under which the server lists the model; None: the first that it lists.
         api_key_env: Environment variable that holds the server's API key, if it asks for one.

@@ -242,7 +242,7 @@ class RankZero(Watch):
             self.end(first if first.kind == "own" else self.with_places(first))
 
     def with_places(self, failure: Failure) -> Failure:
-        """Add to a failed meeting where the main threads of the other ranks are, if they answer."""
+        """Add to a failed collective where the main threads of the other ranks are, if they answer."""
         places: dict[int, tuple[str, bool] | None] = dict.fromkeys(range(self.world_size))
         places |= {0: main_thread_place()} | {other.rank: other.place for other in self.connections}
         del places[failure.rank]
@@ -251,9 +251,9 @@ class RankZero(Watch):
         if failure.kind == "silent" or not late:
             return failure
         message = (
-            f"All ranks must meet, but this one waited in vain for rank {'; rank '.join(sorted(late))}. If "
-            "that rightly takes so long, raise the strategy's timeout, or rollouts.deadline_s. "
-            f"{failure.message}"
+            "All ranks must make this call, but this one waited in vain for rank "
+            f"{'; rank '.join(sorted(late))}. If that rightly takes so long, raise the strategy's timeout, "
+            f"or rollouts.deadline_s. {failure.message}"
         )
         return replace(failure, message=message)
 

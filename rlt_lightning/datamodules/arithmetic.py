@@ -1,4 +1,4 @@
-"""The embedded default source: worked arithmetic problems from a seed, which needs no download."""
+"""The default source: worked arithmetic problems from a seed, which needs no download."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
     **word_sums.SOURCES,
 }
 SOURCE_CHOICES = (
-    f"'{ARITHMETIC}' (embedded default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains', "
+    f"'{ARITHMETIC}' (the default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains', "
     "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
     "or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
     "'openai/gsm8k:main'"

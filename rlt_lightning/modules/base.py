@@ -42,7 +42,7 @@ class PolicyModule(LightningModule):
     """A trainable language model behind manual optimization: one Lightning batch is one optimizer step.
 
     Args:
-        pretrained: Embedded default, local folder or hub id.
+        pretrained: Local folder, hub id, miniature or smollm2-135m.
         optimizer: AdamW, its schedule and gradient clipping.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
         layout: How sequences share a forward; see `numerics.packing.micro_batches`.
@@ -226,7 +226,7 @@ class PolicyModule(LightningModule):
         self.get_ready()
 
     def require_even_batches(self) -> None:
-        """Check that ranks which meet in every forward have equally many rows to score."""
+        """Check that each rank has equally many rows to score, if all ranks run every forward together."""
         data = stratos_of(self.trainer)
         rows = len(data.items if self.trainer.predicting else data.val_items)
         batch_size, world_size = data.val_batch_size, self.trainer.world_size

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, reported_k
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.records.jsonl import Row
@@ -24,8 +24,8 @@ class EvaluationModule(LightningModule):
     """Judge a model's responses to evaluation sets; see docs/evaluation.md.
 
     Args:
-        pretrained: The model: embedded default, local folder or hub id. If vLLM workers serve it, only its
-            tokenizer is loaded here.
+        pretrained: The model: local folder, hub id, miniature or smollm2-135m. If vLLM workers serve it,
+            only its tokenizer is loaded here.
         dtype: Type of the weights; auto: as they are stored.
         attn_implementation: transformers' name; None: ours.
         trust_remote_code: Run code that comes with the model.
@@ -34,7 +34,7 @@ class EvaluationModule(LightningModule):
 
     def __init__(
         self,
-        pretrained: str = EMBEDDED_MODEL,
+        pretrained: str = DEFAULT_MODEL,
         dtype: Dtype = "auto",
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,

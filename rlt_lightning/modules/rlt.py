@@ -2,6 +2,7 @@
 
 The life of a step, on every rank; the steps marked * wait for the other ranks:
 
+    StratosDataModule        batch.problems: this rank's part of the step (`collate` in stratos.py, loader.py)
     RolloutCallback          batch.rollouts: group_size completions per problem, with their policy_version
     training_step
       ├ require_rollouts     refuse missing or stale rollouts
@@ -11,7 +12,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ sum_over_ranks*  sequences and tokens of the whole step, which the loss divides by
       │   ├ plan*            pack rollouts into rows, equally many on all ranks
       │   ├ for each row     micro_batch_loss → manual_backward; the last backward sums gradients*
-      │   └ optimizer step*  clip by the global norm, AdamW, schedule
+      │   └ optimizer step*  `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
       └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
 
 With sharded weights, each forward and backward of a row waits for the other ranks too. A batch passes through
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
@@ -54,7 +55,7 @@ class RLTModule(PolicyModule):
     """Train a teacher to write explanations that help a frozen student (RLT, arXiv:2506.08388, section 3).
 
     Args:
-        teacher: Model to train: embedded default, local folder or hub id.
+        teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
         student: Frozen model that scores the explanations; it shares the teacher's vocabulary. None for a
             reward that needs none.
         group_size: Completions per problem, G; 64 in the paper.
@@ -89,8 +90,8 @@ class RLTModule(PolicyModule):
 
     def __init__(
         self,
-        teacher: str = EMBEDDED_MODEL,
-        student: str | None = EMBEDDED_MODEL,
+        teacher: str = DEFAULT_MODEL,
+        student: str | None = DEFAULT_MODEL,
         group_size: int = 8,
         reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.models.embedded import EMBEDDED_MODEL
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
@@ -23,7 +23,7 @@ class SFTModule(PolicyModule):
     loss = - sum_t log p_t / number of completion tokens of the whole optimizer step
 
     Args:
-        pretrained: Model to start from: embedded default, local folder or hub id.
+        pretrained: Model to start from: local folder, hub id, miniature or smollm2-135m.
         optimizer: AdamW, its schedule and gradient clipping; the defaults are the released recipe's.
         micro_batch_tokens: Tokens per forward; a longer example gets a forward by itself.
         layout: How examples share a forward; "packed", since examples share no prefix.
@@ -38,7 +38,7 @@ class SFTModule(PolicyModule):
 
     def __init__(
         self,
-        pretrained: str = EMBEDDED_MODEL,
+        pretrained: str = DEFAULT_MODEL,
         optimizer: OptimizerConfig = OptimizerConfig(1e-5, 1e-4, (0.9, 0.95), "cosine", warmup_frac=0.05),
         micro_batch_tokens: int = 16384,
         layout: Layout = "packed",

@@ -1,4 +1,15 @@
-"""The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?"""
+"""The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?
+
+To add a term without changing this file, write a subclass of `RLTReward`: name the term in `extra_names` and
+return its values from `extra_terms` (docs/extending.md has an example).
+
+To add a term inside this file, change these places:
+
+    RLTReward            an option with its weight and its check; the sum in `__call__`; `columns`
+    RLTRewardTerms       a field; `parts`, from which it is logged; `recorded`, its column in rollouts.jsonl
+    TAKEN_NAMES          the name, so that no subclass takes it
+    records/catalogue/   an entry in rewards.py: title, unit, meaning, healthy values
+"""
 
 from __future__ import annotations
 

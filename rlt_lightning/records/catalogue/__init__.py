@@ -1,4 +1,11 @@
-"""Every metric and reward term once, for the report, the W&B workspace, explain and docs/metrics.md."""
+"""Every metric and reward term once, for the report, the W&B workspace, explain and docs/metrics.md.
+
+rewards.py       reward/, student/
+policy.py        policy/, rollout/
+performance.py   perf/, data/
+evaluation.py    eval/
+columns.py       columns of the files of completions that are the mean of no metric
+"""
 
 from rlt_lightning.records.catalogue.entry import Metric, reward_term
 from rlt_lightning.records.catalogue.registry import base, figures, held_out, metric_of, metrics, register
