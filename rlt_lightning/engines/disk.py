@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,12 +12,11 @@ from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import Failures, WeightPush, on_each
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import gather_in_groups
+from rlt_lightning.records.run_folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 # The ranks that --max-lora-rank takes.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Matches what VLLMEngine calls a version.
-VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
 
 
 class DiskPush(WeightPush):
