@@ -134,7 +134,7 @@ class AdapterPush(DiskPush):
         save_adapter_config(self.model, str(self.model.name_or_path), folder)
 
     def file_name(self, number: int) -> str:
-        """As peft calls the only one."""
+        """Return peft's name for the file of an adapter."""
         return ADAPTER_FILE
 
     def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
