@@ -23,6 +23,13 @@ def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, caps
     assert third.startswith("loading nobody/nothing (its files are fetched from the Hugging Face hub first)")
 
 
+def test_sizes_count_whole_weights_as_they_travel() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)]
+    assert announce.weights_size(tensors) == 6 * 4 + 4 * 2
+    assert announce.weights_size(tensors, torch.bfloat16) == (6 + 4) * 2
+    assert announce.model_size("/no/such/folder") == "of unknown size"
+
+
 def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     announce.announce("loading")

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from commands import ROOT, Running, rlt, start
-from fake_worker import worker_of
+from fake_worker import FakeWorker, worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
@@ -550,6 +550,37 @@ def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
         mistake, expected = "--data.max_rows=5", "has none to 3 of 5"
     assert_one_clear_line(rlt(*command, f"--output_dir={run}", mistake), expected)
     result = rlt(*command, f"--output_dir={run}")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("verb", ["fit", pytest.param("predict", marks=pytest.mark.full), "test"])
+def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model: str, tmp_path: Path) -> None:
+    config = {"fit": "tests/rlt.yaml", "predict": "configs/generate.yaml", "test": "configs/evaluate.yaml"}
+    command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]
+    if verb == "test":
+        command += [f"--model.pretrained={tiny_model}", "--data.sets={arithmetic: null}", "--data.max_rows=2"]
+    else:
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command += ["--data.source=arithmetic", "--data.num_embedded_rows=2", "--data.tags=r1"]
+        command += ["--model.dtype=float32"]
+    command += ["--model.mismatch_alarm=null", "--trainer.max_steps=1"] if verb == "fit" else []
+    command += ["--rollouts.sampling.max_completion_length=8"]
+    command += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+    command += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def scores_of_other_weights(token_ids: list[int]) -> list[float]:
+        return [-1.0] * (len(token_ids) - 1)
+
+    with FakeWorker(score=scores_of_other_weights) as other, worker_of(tiny_model) as own:
+        result = rlt(*command, f"--rollouts.engine.urls=[{other.url}]", cwd=tmp_path)
+        assert result.returncode == 2
+        assert "must hold the trainer's weights" in result.stderr
+        assert list((run / "weights").rglob("*.safetensors"))
+        written = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(written.replace(other.url, own.url))
+        result = rlt(verb, "--config=../run/config.yaml", "--output_dir=../run", cwd=elsewhere)
     assert result.returncode == 0, result.stderr
 
 

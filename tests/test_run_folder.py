@@ -11,7 +11,7 @@ import yaml
 
 from rlt_lightning.checkpoints.choices import write_best
 from rlt_lightning.records import run_folder
-from rlt_lightning.records.run_folder import RunFolder, choose_run_folder, open_run_folder
+from rlt_lightning.records.run_folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
 LAST, BEST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
@@ -113,19 +113,14 @@ def start(folder: Path, overwrite: bool = False, given: tuple[Path, ...] = ()) -
     open_run_folder(RunFolder(folder, None, False, overwrite), given)
 
 
-def leave_failed_start(folder: Path) -> None:
-    """What a run of two ranks with W&B and launched workers leaves that failed while models were loaded."""
-    for name in ("checkpoints", "workers", "wandb"):
+def leave_failed_start(folder: Path, output_dir: str | None = None) -> None:
+    """What a run leaves that failed at its first push: of two ranks, with W&B, launched workers, DiskPush."""
+    for name in ("checkpoints", "workers", "wandb", "weights/76d9f89c-000000", "weights/76d9f89c-000001.tmp"):
         (folder / name).mkdir(parents=True)
     (folder / "workers" / "worker-8000.log").write_text("out of memory")
     (folder / "wandb" / "run_id").write_text("abc")
-    resolved = {
-        "output_dir": str(folder),
-        "ckpt_path": None,
-        "resume": False,
-        "overwrite": False,
-        "seed": None,
-    }
+    (folder / "weights" / "76d9f89c-000000" / "model-00000.safetensors").touch()
+    resolved = {name: None for name in RUN_SETTINGS} | {"output_dir": output_dir or str(folder)}
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
     (folder / "metrics.csv").touch()
     (folder / "data_report.json").write_text("{}")
@@ -141,7 +136,10 @@ def test_a_failed_start_is_taken_over_and_nothing_of_it_is_deleted(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "name",
-    ["thesis.txt", "rollouts.jsonl", "scores.jsonl", "model/config.json", "workers/notes.txt", LAST, ".env"],
+    [
+        *("thesis.txt", "rollouts.jsonl", "scores.jsonl", "model/config.json", LAST, ".env"),
+        *("workers/notes.txt", "weights/model.safetensors"),
+    ],
 )
 def test_files_of_a_user_or_of_a_run_are_not_taken_over(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -162,17 +160,54 @@ def test_metrics_of_a_step_are_not_taken_over(tmp_path: Path) -> None:
 
 def test_a_config_that_the_user_wrote_is_not_taken_over(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("model: {teacher: mine}\n")
+    written = {name: None for name in RUN_SETTINGS - {"seed_everything"}}
+    for text in ("model: {teacher: mine}\n", yaml.safe_dump(written), "{", "- trainer\n"):
+        config.write_text(text)
+        for given in ((), (config,)):
+            with pytest.raises(InputError, match="must be empty or new"):
+                start(tmp_path, given=given)
+        assert config.read_text() == text
+
+
+def test_a_copied_config_is_taken_over_only_when_given(tmp_path: Path) -> None:
+    leave_failed_start(tmp_path / "run")
+    copy = (tmp_path / "run").rename(tmp_path / "copy")
     with pytest.raises(InputError, match="must be empty or new"):
-        start(tmp_path)
-    config.unlink()
+        start(copy)
+    start(copy, given=(copy / "config.yaml",))  # its settings are read, and written again
+
+
+def test_another_working_directory_takes_over_a_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    leave_failed_start(tmp_path / "runs" / "a", "runs/a")
+    leave_failed_start(tmp_path / "runs" / "b", "../runs/b")
+    leave_failed_start(tmp_path / "runs" / "c", "../c")
+    leave_failed_start(tmp_path / "runs" / "d", "runs/a")
+    for place, before in ((tmp_path, "runs"), (tmp_path / "elsewhere", "../runs"), (tmp_path / "runs", ".")):
+        monkeypatch.chdir(place)
+        for name in "abc":
+            start(Path(before, name))
+        with pytest.raises(InputError, match="must be empty or new"):
+            start(Path(before, "d"))
+
+
+@pytest.mark.parametrize("output_dir", [".", "..", "../a/b/.."])
+def test_the_working_directory_is_chosen_by_its_name(
+    output_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    assert choose_run_folder("fit", output_dir).folder == Path(tmp_path, "a", output_dir).resolve()
+
+
+def test_overwriting_keeps_the_given_config(tmp_path: Path) -> None:
     leave_failed_start(tmp_path)
-    with pytest.raises(InputError, match="must be empty or new"):
-        start(tmp_path, given=(config,))
-    start(tmp_path)
-    moved = tmp_path.rename(tmp_path.with_name("moved"))  # names another folder: somebody has copied it
-    with pytest.raises(InputError, match="must be empty or new"):
-        start(moved)
+    start(tmp_path, overwrite=True, given=(tmp_path / "config.yaml",))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    start(tmp_path, overwrite=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:

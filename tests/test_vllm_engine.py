@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Thread
@@ -39,6 +39,7 @@ from rlt_lightning.engines import (
     VLLMEngine,
     WeightPush,
     WorkersLost,
+    fleet,
     generate_patiently,
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
@@ -823,6 +824,20 @@ def test_only_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert set(lines) == {"waiting for a worker: 0 s of at most 9 s"}
     assert 2 <= len(lines) <= 3
+
+
+def test_the_waits_for_weights_name_their_size(
+    start: Any, miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    engine = launched(tmp_path, model=miniature)
+    start_engine(engine, tmp_path)
+    engine.close()
+    assert f"starting `fake-vllm serve {miniature}` (0.7 MB; log: {tmp_path}" in capfd.readouterr().err
+    waits: list[str] = []
+    monkeypatch.setattr(fleet, "waiting_for", lambda what, *_: waits.append(what) or nullcontext())
+    worker = FakeWorker()
+    start(worker, step=None).update_weights([("a", torch.zeros(1000, 1000))], 3)
+    assert waits[-1] == f"vLLM worker {worker.url} to take the weights of step 3 (4.0 MB) by DiskPush"
 
 
 def test_impossible_launches_are_refused() -> None:

@@ -181,10 +181,7 @@ class InProcessLink(EngineLink):
         return 0
 
     def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
-        self.engine.health()
-        while self.engine.policy_version != module.global_step:
-            self.engine.update_weights(list(module.policy.named_parameters()), module.global_step)
-            self.engine.health()
+        push_until_current(self.engine, lambda: list(module.policy.named_parameters()), module.global_step)
 
     def _generate(
         self,
@@ -313,6 +310,21 @@ class RankZeroLink(EngineLink):
     ) -> None:
         if trainer.is_global_zero:
             order.future = in_background(generate)
+
+
+def make_link(engine: Engine, verify_every_n_steps: int, deadline_s: float) -> EngineLink:
+    """Return the link that an engine needs; see `RankZeroLink` for the other arguments."""
+    if engine.in_process:
+        return InProcessLink(engine)
+    return RankZeroLink(engine, verify_every_n_steps, deadline_s)
+
+
+def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]], step: int) -> None:
+    """Push the weights of a step until an engine of this process alone samples with them."""
+    engine.health()
+    while engine.policy_version != step:
+        engine.update_weights(weights(), step)
+        engine.health()
 
 
 def waiting_for_ranks(

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rlt_lightning.callbacks.engine_link import push_until_current
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
@@ -134,13 +135,11 @@ class ResponseCallback(Callback):
 
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
         """Push the weights to workers, unless they serve their own or the engine is in process."""
-        self.engine.health()
         if self.engine.in_process or module.policy is None:
+            self.engine.health()
             return
         tensors = dict(module.policy.named_parameters())
-        while self.engine.policy_version != 0:
-            self.engine.update_weights(merged_weights(module.policy, tensors), 0)
-            self.engine.health()
+        push_until_current(self.engine, lambda: merged_weights(module.policy, tensors), 0)
         text = evaluation_of(trainer).problems[0].prompt[:PROBE_TOKENS]
         self.engine.verify(text, {0: sequence_log_probs(module.policy, text).tolist()})
 

@@ -27,7 +27,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.callbacks.engine_link import EngineLink, InProcessLink, RankZeroLink
+from rlt_lightning.callbacks.engine_link import make_link
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.rollout_checks import require_room, require_trainable
 from rlt_lightning.datamodules.stratos import stratos_of
@@ -86,11 +86,7 @@ class RolloutCallback(Callback):
         self.num_traces = num_traces
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
-        self.link: EngineLink = (
-            InProcessLink(self.engine)
-            if self.engine.in_process
-            else RankZeroLink(self.engine, verify_every_n_steps, deadline_s)
-        )
+        self.link = make_link(self.engine, verify_every_n_steps, deadline_s)
         self.seed = seed
         self.trainer: Trainer | None = None
         self.order: Order | None = None  # of the next step, while it is not attached to a batch

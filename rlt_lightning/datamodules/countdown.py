@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from rlt_lightning.types import InputError
 
-OPERATORS = "+-*/"
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "": 3}
 # Most numbers of a problem: the search takes less than a second.
 MAX_NUMBERS = 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,12 +12,11 @@ from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import Failures, WeightPush, on_each
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import gather_in_groups
+from rlt_lightning.records.run_folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 # The ranks that --max-lora-rank takes.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Matches what VLLMEngine calls a version.
-VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
 
 
 class DiskPush(WeightPush):
@@ -136,7 +134,7 @@ class AdapterPush(DiskPush):
         save_adapter_config(self.model, str(self.model.name_or_path), folder)
 
     def file_name(self, number: int) -> str:
-        """As peft calls the only one."""
+        """Return peft's name for the file of an adapter."""
         return ADAPTER_FILE
 
     def load(self, worker: WorkerClient, folder: Path, version: str) -> None:

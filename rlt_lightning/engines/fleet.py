@@ -37,6 +37,7 @@ from rlt_lightning.engines.launch import Launch, LocalServer
 from rlt_lightning.engines.verification import verify_worker
 from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.engines.weights import WeightPush, run_to_end
+from rlt_lightning.models.announce import model_size, size_text, weights_size
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.
@@ -319,8 +320,9 @@ class Fleet:
         self.pushed = policy_version
         for worker in before:
             worker.state = State.READY
-        names = f"vLLM worker {urls_of(before)}"
-        with waiting_for(f"{names} to take the weights of step {policy_version} by {type(push).__name__}"):
+        size = size_text(weights_size((tensor for _, tensor in named_tensors), push.dtype))
+        weights = f"the weights of step {policy_version} ({size}) by {type(push).__name__}"
+        with waiting_for(f"vLLM worker {urls_of(before)} to take {weights}"):
             failures = push.push(named_tensors, list(before), self.version_name)
         for worker, state in before.items():
             if worker.url not in failures:
@@ -392,4 +394,5 @@ def server_of(
     if key := worker.api_key:
         # Not on the command line, where every user of the machine could read it.
         environment["VLLM_API_KEY"] = key
-    return LocalServer(command, environment, logs / f"worker-{index}.log", dev_mode=not worker.plain)
+    size = model_size(launch.model or model)
+    return LocalServer(command, environment, logs / f"worker-{index}.log", not worker.plain, size)

@@ -97,13 +97,20 @@ class LocalServer:
         environment: Further environment variables.
         log: File for its output.
         dev_mode: Whether it has the routes of VLLM_SERVER_DEV_MODE.
+        size: Size of the model that it loads, for the line that says so.
     """
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], log: Path, dev_mode: bool = True
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        dev_mode: bool = True,
+        size: str = "of unknown size",
     ) -> None:
         self.command = command
         self.dev_mode = dev_mode
+        self.size = size
         self.environment = environment
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
@@ -118,7 +125,7 @@ class LocalServer:
         """Start the process, or start it again, and say so."""
         self.kill()
         words = " ".join([Path(self.command[0]).name, *self.command[1:3]])
-        print(f"starting `{words}` (log: {self.log})", file=sys.stderr, flush=True)
+        print(f"starting `{words}` ({self.size}; log: {self.log})", file=sys.stderr, flush=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         defaults["VLLM_SERVER_DEV_MODE"] = "1" if self.dev_mode else "0"

@@ -31,15 +31,7 @@ def announce(line: str) -> None:
 
 def announce_model(name: str, dtype: str) -> None:
     """Say which model is loaded next, and the size of its files."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(resolve(name))
-    if not folder.is_dir():
-        config = try_to_load_from_cache(name, "config.json")
-        folder = Path(config).parent if isinstance(config, str) else folder
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    size = size_text(num_bytes) if num_bytes else "its files are fetched from the Hugging Face hub first"
-    announce(f"loading {name} ({size}){'' if dtype == 'auto' else f' as {dtype}'}")
+    announce(f"loading {name} ({model_size(name)}){'' if dtype == 'auto' else f' as {dtype}'}")
 
 
 def announce_check(name: str, model: Any) -> None:
@@ -72,9 +64,30 @@ def counted(rows: Sequence[T], what: str) -> Iterator[T]:
         yield row
 
 
-def weights_size(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors, each counted whole even where it is sharded."""
-    return sum(torch.Size(full_shape(tensor)).numel() * tensor.element_size() for tensor in tensors)
+def model_size(name: str) -> str:
+    """Return the size of a model's files, for a message, or that they are fetched first."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(resolve(name))
+    if not folder.is_dir():
+        try:
+            config = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # neither a folder nor the name of a model on the hub
+            return "of unknown size"
+        folder = Path(config).parent if isinstance(config, str) else folder
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size_text(num_bytes) if num_bytes else "its files are fetched from the Hugging Face hub first"
+
+
+def weights_size(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of tensors, each counted whole even where it is sharded.
+
+    Args:
+        tensors: The tensors.
+        dtype: Data type that they are converted to; None: they stay as they are.
+    """
+    return sum(torch.Size(full_shape(t)).numel() * (dtype or t.dtype).itemsize for t in tensors)
 
 
 def size_text(num_bytes: int) -> str:

@@ -86,9 +86,9 @@ class StudentScorer:
         kl: list[Tensor] = [torch.empty(0)] * len(rows)
         for micro_batch, weight in self.plan(extents):
             packed = self.pack(students, micro_batch, weight)
-            hidden, student_log_probs = self.student(
-                states_and_log_probs, packed, self.reward.student_temperature, self.head
-            )  # (M, H), (M,)
+            temperature = self.reward.student_temperature
+            # (M, H), (M,)
+            hidden, student_log_probs = self.student(states_and_log_probs, packed, temperature, self.head)
             num_think = [len(think[i]) for i in micro_batch.indices]
             num_solution = [len(rows[i].problem.solution_ids) for i in micro_batch.indices]
             splits = [n for pair in zip(num_think, num_solution, strict=True) for n in pair]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,6 +54,13 @@ RUN_ENTRIES = {
 ALWAYS_LEFTOVER = {
     *("config.tmp", "data_report.json", "data_report.tmp", ".writable"),
     *("wandb", "tensorboard", "lightning_logs"),
+}
+# Matches what VLLMEngine calls a version of the weights, and DiskPush the folder that it writes it into.
+VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
+# Settings that stand in every config.yaml of a run, and hardly together in a config that a person wrote.
+RUN_SETTINGS = {
+    *("trainer", "model", "data", "rollouts", "seed_everything", "seed"),
+    *("output_dir", "ckpt_path", "resume", "overwrite"),
 }
 
 made: list[Path] = []  # folders that this process has made for its run, the innermost first
@@ -110,6 +118,8 @@ def choose_run_folder(
     if resume and not output_dir:
         raise InputError("--resume needs --output_dir, the folder of the run to resume.")
     folder = Path(output_dir or default)
+    if folder.name in ("", ".."):  # config.yaml must name the folder for other working directories too
+        folder = folder.resolve()
     if is_fit and resume:
         ckpt_path, overwrite = "last", True
     if is_fit and overwrite and ckpt_path == "last" and not checkpoints_in(folder / "checkpoints"):
@@ -183,7 +193,8 @@ def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
 
     Args:
         choice: The folder, and what may be done about what lies there.
-        given: Configs of the command line; a start never takes over a folder by overwriting one.
+        given: Configs of the command line. They are read already, but a process that is started later for
+            another rank reads them again, so none is deleted.
 
     Raises:
         InputError: If the folder holds a run and neither resume nor overwrite was asked for, if another
@@ -212,6 +223,8 @@ def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
                 f"{', '.join(strangers[:5])}. Choose another folder or move them away."
             )
         for entry in folder.iterdir():
+            if is_one_of(entry, given):
+                continue
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         raise InputError(
@@ -225,30 +238,53 @@ def is_leftover(entry: Path, given: Sequence[Path] = ()) -> bool:
 
     Args:
         entry: What lies in a run folder.
-        given: Configs of the command line, which are the user's.
+        given: Configs of the command line. One that lies in the folder may be what the failed start wrote
+            and the user corrected.
     """
     if entry.is_symlink():
         return False
     if entry.name == "config.yaml":
-        return is_resolved_config(entry) and not any(path.resolve() == entry.resolve() for path in given)
+        return is_resolved_config(entry, anywhere=is_one_of(entry, given))
     if entry.name == "metrics.csv":
         return len(entry.read_bytes().splitlines()) < 2  # at most the header
     if entry.name == "checkpoints":
         return not any(entry.iterdir())
     if entry.name == "workers":
         return all(path.suffix == ".log" for path in entry.iterdir())
+    if entry.name == "weights":
+        return all(VERSION_FOLDER.fullmatch(path.name) for path in entry.iterdir())
     return entry.name in ALWAYS_LEFTOVER
 
 
-def is_resolved_config(path: Path) -> bool:
-    """Return whether a file is a run's config.yaml of this folder, and not a config that a user wrote."""
+def is_one_of(entry: Path, given: Sequence[Path]) -> bool:
+    """Return whether an entry of a folder is one of the configs of the command line."""
+    return any(path.resolve() == entry.resolve() for path in given)
+
+
+def is_resolved_config(path: Path, anywhere: bool) -> bool:
+    """Return whether a file is a config.yaml that a run wrote, and not a config that a user wrote.
+
+    Args:
+        path: The file.
+        anywhere: Whether a run in any folder may have written it. A config of the command line is replaced by
+            its own settings, so a copy may be too; any other copy may hold what a user has changed.
+    """
     try:
         settings = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError):
         return False
-    if not isinstance(settings, dict) or not {"ckpt_path", "resume", "overwrite", "seed"} <= settings.keys():
+    if not isinstance(settings, dict) or not settings.keys() >= RUN_SETTINGS:
         return False
-    return Path(str(settings.get("output_dir"))).resolve() == path.parent.resolve()
+    return anywhere or is_name_of(Path(str(settings["output_dir"])), path.parent)
+
+
+def is_name_of(name: Path, folder: Path) -> bool:
+    """Return whether a path named a folder, perhaps from another working directory."""
+    if name.is_absolute() or name.resolve() == folder.resolve():
+        return name.resolve() == folder.resolve()
+    parts = [part for part in Path(os.path.normpath(name)).parts if part != ".."]
+    places = (Path(os.path.abspath(folder)), folder.resolve())
+    return bool(parts) and any(list(place.parts[-len(parts) :]) == parts for place in places)
 
 
 def lock_folder(folder: Path) -> None:
