@@ -126,6 +126,22 @@ def test_completions_alone_make_curves_too(tmp_path: Path) -> None:
     assert "policy/entropy" not in charts
 
 
+@pytest.mark.parametrize("column", ["own_reward", "own"])  # of an RLTReward, of a TextReward
+def test_a_term_without_entry_has_a_band(column: str, tmp_path: Path) -> None:
+    write_metrics(tmp_path, {"reward/own": [-0.5]})
+    # The standard deviation of -0.4 and -0.6 is 0.2 / sqrt(2).
+    write_rows(
+        tmp_path / "rollouts.jsonl", [completion(1, 0, n, -2.0, **{column: -0.4 - 0.2 * n}) for n in range(2)]
+    )
+    [series] = charts_of(collect(tmp_path, ALL))["reward/own"]["series"]
+    assert series["high"] == [pytest.approx(-0.5 + 0.2 / math.sqrt(2))]
+
+
+def test_a_term_without_entry_needs_no_metrics(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rollouts.jsonl", [completion(1, 0, n, -2.0, own_reward=-0.5) for n in range(2)])
+    assert charts_of(collect(tmp_path, ALL))["reward/own"]["series"][0]["y"] == [-0.5]
+
+
 def test_held_out_figures_stand_in_the_chart_of_their_metric(tmp_path: Path) -> None:
     write_metrics(tmp_path, {"reward/mean": [-3.0, -2.0], "reward/val_mean": ["", -2.5]})
     [chart] = charts_of(collect(tmp_path, ALL)).values()

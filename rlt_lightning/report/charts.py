@@ -18,6 +18,13 @@ def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     """Return charts of the metrics by iteration, in sections; none is empty."""
     names = {base(name) for run in runs for name in run.metrics if not name.startswith("eval/")}
     names |= {metric.name for metric in metrics() if any(spread_of(run, metric) for run in runs)}
+    # Terms that are not in the catalogue, of runs without metrics.csv.
+    columns = {column for run in runs if not run.metrics for column in run.completions.spreads}
+    names |= {
+        f"reward/{column.removesuffix('_reward')}"
+        for column in columns - figures().keys()
+        if column.endswith("_reward")
+    }
     known = [metric for metric in metrics() if metric.name in names]
     unknown = [metric_of(name) for name in sorted(names - {metric.name for metric in known})]
     shown = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
@@ -58,8 +65,12 @@ def metric_chart(runs: list[Run], metric: Metric) -> Chart:
 
 
 def spread_of(run: Run, metric: Metric) -> dict[int, Spread]:
-    """Return the spread over completions of a metric's values by step; empty if they are not recorded."""
-    return run.completions.spreads.get(metric.column, {})
+    """Return the spread over completions of a metric's values by step; empty if they are not recorded.
+
+    A term is recorded as NAME_reward by an RLTReward, and as NAME by a TextReward.
+    """
+    spreads = run.completions.spreads
+    return spreads.get(metric.column) or spreads.get(metric.column.removesuffix("_reward"), {})
 
 
 def mean_curve(spread: dict[int, Spread]) -> Curve:

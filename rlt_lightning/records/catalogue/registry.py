@@ -56,11 +56,11 @@ def metrics() -> tuple[Metric, ...]:
 def metric_of(name: str) -> Metric:
     """Return the entry of a metric; for a name that is not in the catalogue, an entry that has only the name.
 
-    An unknown term of a reward is recorded in the column of its name.
+    An unknown term of a reward gets the column in which an RLTReward records it.
     """
     load_installed()
     is_term = name.startswith("reward/")
-    column = name.removeprefix("reward/") if is_term else ""
+    column = f"{name.removeprefix('reward/')}_reward" if is_term else ""
     return entries.get(name) or Metric(name, name, "", "", section="Reward" if is_term else "", column=column)
 
 
