@@ -364,7 +364,9 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
 
 
 def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: str) -> None:
-    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("loading ")]
+    lines = [
+        line for line in result.stderr.strip().splitlines() if not line.startswith(("loading ", "waiting "))
+    ]
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     assert len(lines) == 1, lines
