@@ -58,7 +58,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def load_model(
-    name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
+    name: str,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    role: str = "",
 ) -> Any:
     """Load a causal language model on CPU, in evaluation mode.
 
@@ -68,6 +72,7 @@ def load_model(
         attn_implementation: "sdpa", "eager", "flash_attention_2"; None: ours, which shares prefixes, or
             transformers' choice for a model whose windows or caps ours does not support.
         trust_remote_code: Run code that comes with the model. Off unless you trust its author.
+        role: What the model is for, in the line that announces it.
 
     Raises:
         InputError: If nothing can be loaded under that name.
@@ -75,7 +80,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     options = attention_options(name, attn_implementation, trust_remote_code)
-    announce_model(name, dtype)
+    announce_model(name, dtype, role)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),

@@ -175,11 +175,13 @@ class RLTModule(PolicyModule):
                 "configs/overlays/cpu_offload.yaml keeps shards in main memory."
             )
         if self.student_name is not None:
-            self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
+            student = self.load(self.student_name, self.student_dtype, "the frozen student")
+            self.student = FrozenModel(student, self.offload_frozen)
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
-            self.reference = FrozenModel(self.load(self.pretrained, self.dtype_name), self.offload_frozen)
+            reference = self.load(self.pretrained, self.dtype_name, "the reference of the KL penalty")
+            self.reference = FrozenModel(reference, self.offload_frozen)
 
     @torch.no_grad()
     def get_ready(self) -> None:
