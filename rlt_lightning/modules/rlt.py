@@ -362,8 +362,9 @@ class RLTModule(PolicyModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
         rollouts = self.require_rollouts(batch)
-        terms = self.score(rollouts).terms
-        mismatch = self.mismatch(rollouts)
+        with self.phase("score"):
+            terms = self.score(rollouts).terms
+            mismatch = self.mismatch(rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.validation.add(held_out_metrics(terms, rollouts), len(rollouts.rollouts), largest)
 
@@ -385,7 +386,8 @@ class RLTModule(PolicyModule):
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score the rollouts, which may come with the data; a callback writes the batch's scores."""
-        batch.scores = self.score(self.require_rollouts(batch))
+        with self.phase("score"):
+            batch.scores = self.score(self.require_rollouts(batch))
 
 
 class StepTotals(NamedTuple):
