@@ -55,6 +55,8 @@ def main() -> None:
         return
     # A class_path may name a module in this folder, as with `python -m`. Last, so that it hides no other one.
     sys.path.append(os.getcwd())
+    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print("importing PyTorch and rlt_lightning, which takes some seconds", file=sys.stderr)
     try:
         from rlt_lightning.cli.main import run
 

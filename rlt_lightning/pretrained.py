@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from rlt_lightning.models.announce import announce_model
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.embedded import MODEL_CHOICES, quiet_transformers, resolve
+from rlt_lightning.models.embedded import (
+    EMBEDDED_MODEL,
+    MINIATURES,
+    MODEL_CHOICES,
+    quiet_transformers,
+    resolve,
+)
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
 
@@ -50,7 +58,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def load_model(
-    name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
+    name: str,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    role: str = "",
 ) -> Any:
     """Load a causal language model on CPU, in evaluation mode.
 
@@ -60,6 +72,7 @@ def load_model(
         attn_implementation: "sdpa", "eager", "flash_attention_2"; None: ours, which shares prefixes, or
             transformers' choice for a model whose windows or caps ours does not support.
         trust_remote_code: Run code that comes with the model. Off unless you trust its author.
+        role: What the model is for, in the line that announces it.
 
     Raises:
         InputError: If nothing can be loaded under that name.
@@ -67,7 +80,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     options = attention_options(name, attn_implementation, trust_remote_code)
-    announce_model(name, dtype)
+    announce_model(name, dtype, role)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),
@@ -95,7 +108,8 @@ def empty_model(
     if model.can_generate():
         with quiet_transformers(), contextlib.suppress(OSError):  # there is none
             model.generation_config = GenerationConfig.from_pretrained(resolve(name))
-    return model, WeightFiles(name, f"{model.base_model_prefix}.")
+    with waiting_for_hub("weights of", name):
+        return model, WeightFiles(name, f"{model.base_model_prefix}.")
 
 
 def meta_model(
@@ -110,8 +124,8 @@ def meta_model(
     from transformers import AutoModelForCausalLM
 
     options = attention_options(name, attn_implementation, trust_remote_code)
+    config = model_config(name, trust_remote_code)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
-        config = model_config(name, trust_remote_code)
         dtype_found = config.dtype if dtype == "auto" else getattr(torch, dtype)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype_found, **options)
@@ -167,7 +181,7 @@ def plain_attention(config: Any) -> bool:
 
 @contextlib.contextmanager
 def naming_choices(kind: str, name: str) -> Iterator[None]:
-    """Turn a failure to find a model into one line that names the choices."""
+    """Turn a failure to find a model into one line that names the choices; name a wait for the hub."""
     from safetensors import SafetensorError
 
     folder = Path(name).expanduser()
@@ -179,10 +193,11 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         )
     hub_log = logging.getLogger("huggingface_hub")
     level = hub_log.level
-    # Five retry warnings say less than the one line below.
+    # Five retry warnings say less than the wait and the one line below.
     hub_log.setLevel(logging.ERROR)
     try:
-        yield
+        with waiting_for_hub(kind, name):
+            yield
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
@@ -192,6 +207,14 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         ) from error
     finally:
         hub_log.setLevel(level)
+
+
+def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[None]:
+    """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
+    is_local = name in (EMBEDDED_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
+    if is_local or rank_zero_only.rank:
+        return contextlib.nullcontext()
+    return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ Captured = pytest.CaptureFixture[str]
 
 def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, capsys: Captured) -> None:
     announce.announce_model("miniature", "bfloat16")
-    announce.announce_model(miniature, "auto")
+    announce.announce_model(miniature, "auto", "the frozen student")
     announce.announce_model("nobody/nothing", "float32")
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "loading miniature (0.7 MB) as bfloat16"
-    assert second == f"loading {miniature} (0.7 MB)"
+    assert second == f"loading {miniature} (0.7 MB): the frozen student"
     assert third.startswith("loading nobody/nothing (its files are fetched from the Hugging Face hub first)")
 
 
@@ -51,7 +51,12 @@ def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Capt
     small.touch()
     with large.open("wb") as file:
         file.truncate(123_456_789)
-    for path in (small, large):
+    checkpoint = tmp_path / "step=000002.ckpt"
+    for moment in ("weights", "exp_avg"):
+        (checkpoint / moment).mkdir(parents=True)
+        with (checkpoint / moment / "model.safetensors").open("wb") as file:
+            file.truncate(6 * 10**8)
+    for path in (small, large, checkpoint):
         announce.announce_reading(path)
     announce.announce_writing(tmp_path / "model", 10**9)
     announce.announce_writing(tmp_path / "model", 42 * 10**9)
@@ -59,6 +64,7 @@ def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Capt
     announce.announce_check("big", torch.nn.Linear(10**5, 10**5, device="meta"))
     assert capsys.readouterr().err.splitlines() == [
         f"reading {large} (123.5 MB)",
+        f"reading {checkpoint} (1.2 GB)",
         f"writing {tmp_path / 'model'} (42.0 GB)",
         "checking the log-probs of packed rows of big (40.0 GB)",
     ]

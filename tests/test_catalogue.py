@@ -19,15 +19,17 @@ from rlt_lightning.loggers.workspace import line_panels
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.rewards import TAKEN_NAMES
-from rlt_lightning.records.catalogue import figures, metric_of, register, registry
+from rlt_lightning.records.catalogue import figures, metric_of, register, registry, reward_term
 from rlt_lightning.records.catalogue.evaluation import SET_TITLES
 from rlt_lightning.records.catalogue.page import table, with_tables
 from rlt_lightning.records.catalogue.registry import OURS
+from rlt_lightning.records.catalogue.saved import read_entries, write_entries
 from rlt_lightning.report.charts import curve_sections, group_charts
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.explain import explained
 from rlt_lightning.report.page import data_of
+from rlt_lightning.types import InputError
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 PACKAGE = """
@@ -102,6 +104,32 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     assert "| `brevity_reward` | value of this completion; the mean is `reward/brevity` |\n" in table(
         "rollouts.jsonl"
     )
+
+
+def test_a_run_folder_keeps_entries_that_are_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {metric.name: metric for metric in OURS}
+    monkeypatch.setattr(registry, "entries", dict(ours))
+    write_entries(tmp_path)
+    assert not list(tmp_path.iterdir())
+    read_entries(tmp_path)
+    brevity = reward_term("brevity", "Brevity term", "−0.01 · words", "rises towards 0")
+    register(brevity)
+    write_entries(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["catalogue.json"]
+    monkeypatch.setattr(registry, "entries", dict(ours))
+    assert "brevity_reward" not in figures()
+    read_entries(tmp_path)
+    assert metric_of("reward/brevity") == brevity
+    assert figures()["brevity_reward"] == "Brevity term"
+
+
+@pytest.mark.parametrize("text", ["[", "[3]", '[{"name": "reward/a"}]', '[{"nam": "reward/a"}]', "3"])
+def test_entries_that_rlt_did_not_write_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "catalogue.json").write_text(text)
+    with pytest.raises(InputError, match=r"catalogue\.json must hold the entries of metrics that rlt wrote"):
+        read_entries(tmp_path)
 
 
 def test_the_tables_of_the_page_are_those_of_the_catalogue() -> None:

@@ -91,7 +91,8 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
     assert "--data.tags r1" in result.stdout
-    assert result.stderr.count(f"loading {tiny_model} (2.4 MB) as float32\n") == 3
+    for role in ("the trained model", "the frozen student", "the reference of the KL penalty"):
+        assert f"loading {tiny_model} (2.4 MB) as float32: {role}\n" in result.stderr
     assert "iteration 2/2: reward" in result.stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
@@ -364,7 +365,9 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
 
 
 def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: str) -> None:
-    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("loading ")]
+    lines = [
+        line for line in result.stderr.strip().splitlines() if not line.startswith(("loading ", "waiting "))
+    ]
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     assert len(lines) == 1, lines
@@ -631,6 +634,20 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
     with pytest.raises(SystemExit) as ending:
         main()
     assert ending.value.code == 130
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_only_a_terminal_is_told_of_the_imports(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlt_lightning.cli.main.run", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with pytest.raises(SystemExit):
+        main()
+    line = "importing PyTorch and rlt_lightning, which takes some seconds\n"
+    assert capsys.readouterr().err == line * terminal
 
 
 def test_fit_help_imports_neither_transformers_nor_datasets() -> None:

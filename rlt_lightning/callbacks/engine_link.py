@@ -27,10 +27,10 @@ from lightning.pytorch import Trainer
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import PROBE_TOKENS, Engine, EngineError, NamedTensor, require_context
-from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.models.lora import adapter_weights, merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -338,7 +338,7 @@ def waiting_for_ranks(
         on_rank_zero: What rank 0 waits for, if that is something else.
     """
     if trainer.is_global_zero:
-        return waiting_for(on_rank_zero or what, after_s=30.0)
+        return waiting_for(on_rank_zero or what)
     if trainer.local_rank == 0:
-        return waiting_for(what, after_s=30.0)
+        return waiting_for(what)
     return nullcontext()

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from rlt_lightning.engines.base import Sampling, WorkersLost
-from rlt_lightning.engines.waiting import waiting_for
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import Completion
 
 
@@ -46,7 +46,7 @@ class Order:
         if self.future is not None:
             try:
                 what = f"the engine's completions of {len(self.asked)} prompts"
-                with waiting_for(what, after_s=30.0, on_terminal=False):
+                with waiting_for(what, on_terminal=False):
                     groups = dict(enumerate(self.future.result()))
             except WorkersLost as error:
                 groups = error.finished

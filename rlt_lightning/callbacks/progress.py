@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,12 +13,26 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.modules.base import PolicyModule
+
+# What a phase is in the line of a long wait.
+WAITED_FOR = {
+    "push": "the push of weights",
+    "generate": "the completions",
+    "score": "the scores",
+    "train": "the optimizer step",
+}
 
 
 class IterationBar(ProgressBar):
     """Show one bar per run: iteration, phase (generate / score / train), reward or loss, tokens/s and ETA.
 
-    On a terminal the line is redrawn; in a log file each iteration is one line.
+    On a terminal the line is redrawn; in a log file each iteration is one line, and a long phase is named:
+
+        iteration 3/125: reward -0.41, closed 0.98, loss 0.0012, tok/s 5.1e+03, ETA 4123 s
+        waiting for the completions of iteration 4/125: 10 s
+        waiting for the scores of held-out batch 2/3: 5 s
     """
 
     def __init__(self) -> None:
@@ -25,6 +40,8 @@ class IterationBar(ProgressBar):
         self.bar: tqdm[Any] | None = None
         self.enabled = True
         self.started = 0.0
+        # The batch of a validation or a prediction that is computed now; empty in training.
+        self.batch = ""
 
     @override
     def disable(self) -> None:
@@ -39,6 +56,12 @@ class IterationBar(ProgressBar):
         tqdm.write(" ".join(map(str, args)), file=sys.stderr)
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if isinstance(pl_module, PolicyModule):
+            pl_module.phase.watch = self.watch
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.total: int = pl_module.total_steps()  # type: ignore[operator]
         self.started, self.first_step = time.monotonic(), trainer.global_step
@@ -51,12 +74,17 @@ class IterationBar(ProgressBar):
                 bar_format=layout,
                 dynamic_ncols=True,
             )
-        pl_module.phase.on_change = self.show_phase  # type: ignore[union-attr]
 
-    def show_phase(self, phase: str) -> None:
-        """Redraw the line with the phase that has begun."""
+    def watch(self, phase: str) -> AbstractContextManager[None]:
+        """Show the phase that begins in the bar; without a bar, name it if it takes long."""
+        if not self.enabled:
+            return nullcontext()
         if self.bar is not None:
-            self.bar.set_description_str(f"iteration [{phase:<8}]")
+            where = f"{self.batch}: " if self.batch else ""
+            self.bar.set_description_str(f"iteration [{where}{phase:<8}]")
+            return nullcontext()
+        batch = self.batch or f"iteration {self.trainer.global_step + 1}/{self.total}"
+        return waiting_for(f"{WAITED_FOR.get(phase, phase)} of {batch}")
 
     @override
     def on_train_batch_end(
@@ -93,6 +121,33 @@ class IterationBar(ProgressBar):
             self.bar.close()  # so that the error message starts on a new line
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.batch = f"held-out batch 1/{trainer.num_val_batches[0]}"
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        total = trainer.num_val_batches[dataloader_idx]
+        if self.enabled and self.bar is None:
+            print(f"scored held-out batch {batch_idx + 1}/{total}", file=sys.stderr, flush=True)
+        self.batch = f"held-out batch {batch_idx + 2}/{total}"
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.batch = ""
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.batch = f"batch 1/{trainer.num_predict_batches[0]}"
+
+    @override
     def on_predict_batch_end(
         self,
         trainer: Trainer,
@@ -107,6 +162,7 @@ class IterationBar(ProgressBar):
             source = stratos_of(trainer).source
             done = "generated" if stratos_of(trainer).task == "rlt" else "scored"
             print(f"{done} batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)
+        self.batch = f"batch {batch_idx + 2}/{total}"
 
     @override
     def on_test_batch_end(

@@ -22,9 +22,9 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
@@ -116,7 +116,7 @@ class ResponseCallback(Callback):
         while batch.responses is None:
             try:
                 what = f"responses to {len(batch.problems)} questions"
-                with waiting_for(what, after_s=30.0), trainer.precision_plugin.forward_context():
+                with waiting_for(what), trainer.precision_plugin.forward_context():
                     batch.responses = self._sample(trainer, batch.problems)
             except WorkersLost:
                 self._push(trainer, pl_module)

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_state, write_checkpoint
+from rlt_lightning.models.announce import announce_reading
 from rlt_lightning.models.weights import NamedTensor, WeightFiles
 
 # The LightningModule's prefix of the names of the policy's weights.
@@ -49,6 +50,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = True
     ) -> dict[str, Any]:
         folder = Path(path)
+        announce_reading(folder)
         state = read_state(folder)
         weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
         state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}

@@ -21,6 +21,7 @@ import torch
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, read_state, write_checkpoint
 from rlt_lightning.checkpoints.io import module_name, moment_folders, split_moments
+from rlt_lightning.models.announce import announce_reading
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, set_whole, trained
 
 
@@ -55,6 +56,7 @@ class NamedCheckpoints:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill the weights and, when training resumes, the optimizer's moments."""
         folder = Path(checkpoint_path)
+        announce_reading(folder)
         state = read_state(folder)
         # Lightning calls it only after the weights have been filled.
         self.lightning_module.on_load_checkpoint(state)

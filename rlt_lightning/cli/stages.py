@@ -3,7 +3,7 @@
 parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (records/run_folder.py)
 instantiate_trainer           add what every run has; watch the other processes (ranks.py)
-SaveConfig                    write config.yaml, before the models are loaded
+SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
 after_fit, after_predict      say where everything is and what to do next (next_steps.py)
 """
 
@@ -34,6 +34,7 @@ from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.records.catalogue.saved import write_entries
 from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.types import InputError, as_list
 
@@ -49,7 +50,10 @@ RUN_FOLDER = "RLT_RUN_FOLDER"
 
 
 class SaveConfig(SaveConfigCallback):
-    """Write the resolved configuration to `config.yaml` in the run folder, and show it where metrics go."""
+    """Write the resolved configuration to `config.yaml` in the run folder, and show it where metrics go.
+
+    The entries of metrics that are not ours go to `catalogue.json` beside it.
+    """
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file; Lightning calls this on rank 0, before the models are loaded."""
@@ -58,6 +62,7 @@ class SaveConfig(SaveConfigCallback):
         scratch = path.with_suffix(".tmp")
         self.parser.save(self.config, str(scratch), skip_none=False, overwrite=True, multifile=False)
         scratch.replace(path)
+        write_entries(path.parent)
         settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)

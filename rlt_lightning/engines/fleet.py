@@ -35,9 +35,9 @@ from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import Launch, LocalServer
 from rlt_lightning.engines.verification import verify_worker
-from rlt_lightning.engines.waiting import waiting_for
 from rlt_lightning.engines.weights import WeightPush, run_to_end
 from rlt_lightning.models.announce import model_size, size_text, weights_size
+from rlt_lightning.models.waiting import waiting_for
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.

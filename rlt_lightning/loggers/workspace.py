@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlt_lightning.loggers.wandb_files import ITERATION
 from rlt_lightning.loggers.wandb_logger import TABLE, account
 from rlt_lightning.records.catalogue import held_out, metrics
 from rlt_lightning.records.catalogue.evaluation import EVALUATION, OVERALL, SET_TITLES
+from rlt_lightning.records.catalogue.saved import read_entries
+from rlt_lightning.types import InputError
 
 
-def dashboard(project: str, entity: str | None = None, name: str = "rlt_lightning") -> None:
+def dashboard(
+    project: str, entity: str | None = None, name: str = "rlt_lightning", run_dir: str | None = None
+) -> None:
     """Save a workspace in a W&B project, with every metric by iteration, and print its address.
 
     Args:
         project: Where the runs are logged, as in trainer.logger.
         entity: User or team; None: the account's default.
         name: Name of the workspace. Each call saves a new one.
+        run_dir: Folder of a run whose own metrics, such as additional terms of its reward, get panels too.
+
+    Raises:
+        InputError: If run_dir is no folder, or there is no account.
     """
+    if run_dir is not None:
+        if not Path(run_dir).is_dir():
+            raise InputError(f"--run_dir must be the folder of a run, but {run_dir} is none. Correct it.")
+        read_entries(Path(run_dir))
     with account() as api:
         workspace(project, entity or api.default_entity, name).save()
 

@@ -29,9 +29,10 @@ def announce(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def announce_model(name: str, dtype: str) -> None:
-    """Say which model is loaded next, and the size of its files."""
-    announce(f"loading {name} ({model_size(name)}){'' if dtype == 'auto' else f' as {dtype}'}")
+def announce_model(name: str, dtype: str, role: str = "") -> None:
+    """Say which model is loaded next, the size of its files and, if there is a choice, what it is for."""
+    as_dtype = "" if dtype == "auto" else f" as {dtype}"
+    announce(f"loading {name} ({model_size(name)}){as_dtype}{role and f': {role}'}")
 
 
 def announce_check(name: str, model: Any) -> None:
@@ -47,8 +48,10 @@ def announce_writing(path: Path, num_bytes: int) -> None:
 
 
 def announce_reading(path: Path) -> None:
-    """Say that a file of rows is read next, if it is large."""
-    if (num_bytes := path.stat().st_size) > LARGE_FILE_BYTES:
+    """Say that a file of rows, or the folder of a checkpoint, is read next, if it is large."""
+    files = path.rglob("*.safetensors") if path.is_dir() else [path]
+    num_bytes = sum(file.stat().st_size for file in files)
+    if num_bytes > (LARGE_BYTES if path.is_dir() else LARGE_FILE_BYTES):
         announce(f"reading {path} ({size_text(num_bytes)})")
 
 

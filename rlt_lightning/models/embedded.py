@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import InputError
 
 # Pretrained by examples/finding/make_miniature.py on last-digit chains, 184,000 parameters each.
@@ -83,7 +84,9 @@ def embedded_model() -> Path:
             f"The cache folder {target.parent} must be writable ({error.strerror}). Set RLT_CACHE_DIR to "
             "one that is."
         ) from error
-    with FileLock(f"{target}.lock"):
+    with contextlib.ExitStack() as stack:
+        with waiting_for(f"another process to fetch {EMBEDDED_MODEL} into {target}"):
+            stack.enter_context(FileLock(f"{target}.lock"))
         # Another process may have made it while this one waited for the lock.
         if not (target / "config.json").is_file():
             print(f"Fetching {DEFAULT_MODEL} (93 MB, once) into {target}", file=sys.stderr)

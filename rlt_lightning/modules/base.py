@@ -128,7 +128,7 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = sharding_of(self.trainer.strategy)
-        self.entry = self.load(self.pretrained, self.dtype_name, self.lora)
+        self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
         self.entry.train()
         # Scoring and training must see the same policy.
@@ -136,18 +136,21 @@ class PolicyModule(LightningModule):
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def load(self, name: str, dtype: Dtype, lora: LoRA | None = None) -> Entry:
-        """Load a model with this module's options, with or without adapter, sharded like the strategy."""
+    def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> Entry:
+        """Load a model with this module's options, with or without adapter, sharded like the strategy.
+
+        `role` says in the announcement what the model is for.
+        """
         options = name, dtype, self.attn_implementation, self.trust_remote_code
         if isinstance(self.sharding, Sharded):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
-            announce_model(name, dtype)
+            announce_model(name, dtype, role)
             entry = self.sharding.fill(model, read)
             entry.read = read
             return entry
-        model = load_model(*options)
+        model = load_model(*options, role)
         if lora is not None:
             add_adapter(model, lora, self.seed)
         return Entry(model)

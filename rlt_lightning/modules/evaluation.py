@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, reported_k
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.records.jsonl import Row
@@ -96,7 +97,8 @@ class EvaluationModule(LightningModule):
             for problem, responses in zip(batch.problems, batch.responses or [], strict=True)
             for response in responses
         ]
-        verdicts = iter(self.judge.judge_all(pairs))
+        with waiting_for(f"the judge of {len(pairs)} responses"):
+            verdicts = iter(self.judge.judge_all(pairs))
         for problem, responses in zip(batch.problems, batch.responses or [], strict=True):
             own = [next(verdicts) for _ in responses]
             answers = self.judge.same_answers(own, problem.reference["kind"])

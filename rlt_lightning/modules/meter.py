@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -54,28 +54,27 @@ class PhaseCost:
 
 @dataclass
 class StepMeter:
-    """Measures the phases of the current step; tells a listener, such as the progress bar, what runs now."""
+    """Measures the phases of a step. Each runs inside `watch(phase)`, which the progress bar sets."""
 
     phases: dict[str, PhaseCost] = field(default_factory=dict)
-    on_change: Callable[[str], None] | None = None
+    watch: Callable[[str], AbstractContextManager[None]] = nullcontext
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[PhaseCost]:
         """Add what the block costs to `phase`."""
-        if self.on_change:
-            self.on_change(phase)
         cost = self.phases.setdefault(phase, PhaseCost())
         # Otherwise the work of the phase before would count here.
         synchronise(self.device)
         reset_peak_memory(self.device)
         start = time.perf_counter()
-        try:
-            yield cost
-        finally:
-            synchronise(self.device)
-            cost.seconds += time.perf_counter() - start
-            cost.peak_bytes = max(cost.peak_bytes, peak_memory(self.device))
+        with self.watch(phase):
+            try:
+                yield cost
+            finally:
+                synchronise(self.device)
+                cost.seconds += time.perf_counter() - start
+                cost.peak_bytes = max(cost.peak_bytes, peak_memory(self.device))
 
     def lap(self) -> dict[str, PhaseCost]:
         """Return the costs since the last call, and start from zero."""

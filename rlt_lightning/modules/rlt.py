@@ -176,11 +176,13 @@ class RLTModule(PolicyModule):
                 "configs/overlays/cpu_offload.yaml keeps shards in main memory."
             )
         if self.student_name is not None:
-            self.student = FrozenModel(self.load(self.student_name, self.student_dtype), self.offload_frozen)
+            student = self.load(self.student_name, self.student_dtype, "the frozen student")
+            self.student = FrozenModel(student, self.offload_frozen)
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
-            self.reference = FrozenModel(self.load(self.pretrained, self.dtype_name), self.offload_frozen)
+            reference = self.load(self.pretrained, self.dtype_name, "the reference of the KL penalty")
+            self.reference = FrozenModel(reference, self.offload_frozen)
 
     @torch.no_grad()
     def get_ready(self) -> None:
@@ -361,8 +363,9 @@ class RLTModule(PolicyModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
         rollouts = self.require_rollouts(batch)
-        terms = self.score(rollouts).terms
-        mismatch = self.mismatch(rollouts)
+        with self.phase("score"):
+            terms = self.score(rollouts).terms
+            mismatch = self.mismatch(rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.validation.add(held_out_metrics(terms, rollouts), len(rollouts.rollouts), largest)
 
@@ -384,7 +387,8 @@ class RLTModule(PolicyModule):
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score the rollouts, which may come with the data; a callback writes the batch's scores."""
-        batch.scores = self.score(self.require_rollouts(batch))
+        with self.phase("score"):
+            batch.scores = self.score(self.require_rollouts(batch))
 
 
 class StepTotals(NamedTuple):

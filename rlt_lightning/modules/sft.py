@@ -109,10 +109,11 @@ class SFTModule(PolicyModule):
         """Keep the mean loss per completion token of held-out rows."""
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
         sequences = [example_sequence(example) for example in batch.examples]
-        sums = [
-            weight * self.run(log_probs_of, self.packed(sequences, micro_batch), 1.0, self.head)[0].sum()
-            for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
-        ]
+        with self.phase("score"):
+            sums = [
+                weight * self.run(log_probs_of, self.packed(sequences, micro_batch), 1.0, self.head)[0].sum()
+                for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
+            ]
         self.validation.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, largest={})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from rlt_lightning.records.catalogue.saved import read_entries
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.run_folder import flat
 from rlt_lightning.report.completion_rows import COMPLETION_FILES
@@ -50,6 +51,7 @@ def collect(folder: Path, bounds: Bounds) -> Run:
             f"RUN_DIR must be the folder of a run, with one of {', '.join(FILES)}, but {folder} is none. "
             "Name the folder that --output_dir was."
         )
+    read_entries(folder)
     metrics, notes = read_metrics(folder / "metrics.csv")
     completions = Completions()
     for name in COMPLETION_FILES:

@@ -21,8 +21,9 @@ entries = {metric.name: metric for metric in OURS}
 def register(*metrics: Metric) -> None:
     """Add metrics to the catalogue, such as the terms of a reward that is not ours.
 
-    A file that defines a reward calls this. `rlt report` and `rlt dashboard` load no reward: they see the
-    entries of installed packages that name them in their pyproject.toml:
+    A file that defines a reward calls this. `rlt report` loads no reward: it reads the entries from the run
+    folder (see `saved`). An installed package may also name its entries in its pyproject.toml; then every
+    command has them, whatever run it is about:
 
         [project.entry-points."rlt_lightning.metrics"]
         repetition = "my_package.rewards:REPETITION"

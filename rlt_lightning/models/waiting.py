@@ -11,6 +11,8 @@ from threading import Event, Thread
 # Seconds between two lines of a log file, at most.
 LOG_EVERY_S = 60.0
 ERASE_LINE = "\r\x1b[2K"
+# The waits that have begun and not ended. Only the last one prints, since it says most.
+waits: list[Event] = []
 
 
 @contextmanager
@@ -25,6 +27,8 @@ def waiting_for(
     A log gets a line after `after_s`, and then whenever the wait has doubled or a minute has passed:
 
         waiting for vLLM worker http://127.0.0.1:8000 to answer: 10 s of at most 900 s
+
+    A wait inside another one is printed in its place.
 
     Args:
         what: Text after "waiting for", or a function that returns it; an empty text prints nothing.
@@ -45,7 +49,7 @@ def waiting_for(
             waited = time.monotonic() - begin
             due_s = waited + (1.0 if terminal else min(waited, LOG_EVERY_S))
             text = what if isinstance(what, str) else what()
-            if text:
+            if text and waits[-1:] == [over]:
                 line = f"waiting for {text}: {waited:.0f} s{limit}"
                 print(ERASE_LINE + line if terminal else line, end="" if terminal else "\n", file=sys.stderr)
                 sys.stderr.flush()
@@ -54,9 +58,11 @@ def waiting_for(
             print(ERASE_LINE, end="", file=sys.stderr, flush=True)
 
     thread = Thread(target=tell, daemon=True)
+    waits.append(over)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+        waits.remove(over)

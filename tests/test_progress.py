@@ -1,0 +1,82 @@
+"""What a run says while it computes: the bar of a terminal, the lines of a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from test_rlt_module import data, module, rollout_callback
+
+from rlt_lightning.callbacks import progress
+from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.models.waiting import waiting_for
+
+Captured = pytest.CaptureFixture[str]
+
+
+def run_tiny(model: str, folder: Path) -> Trainer:
+    """Train for one iteration and validate two held-out batches."""
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_steps=1,
+        max_epochs=-1,
+        val_check_interval=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[IterationBar(), rollout_callback(4)],
+    )
+    trainer.fit(module(model), datamodule=data(model, folder, val_rows=2, val_batch_size=1))
+    return trainer
+
+
+def test_a_log_names_long_phases_and_held_out_batches(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(progress, "waiting_for", partial(waiting_for, after_s=0.0))
+    run_tiny(tiny_model, tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    for what in (
+        "the completions of iteration 1/1",
+        "the optimizer step of iteration 1/1",
+        "the completions of held-out batch 1/2",
+        "the scores of held-out batch 2/2",
+    ):
+        assert any(line.startswith(f"waiting for {what}: ") for line in lines), (what, lines)
+    assert [line for line in lines if line.startswith("scored")] == [
+        "scored held-out batch 1/2",
+        "scored held-out batch 2/2",
+    ]
+
+
+def test_short_phases_are_not_named_in_a_log(capsys: Captured) -> None:
+    bar = IterationBar()
+    bar.batch = "held-out batch 1/2"
+    with bar.watch("score"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_shows_phase_and_held_out_batch(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run_tiny(tiny_model, tmp_path)
+    shown = capsys.readouterr().err
+    assert "iteration [train   ]" in shown
+    assert "iteration [held-out batch 2/2: score   ]" in shown
+    assert "waiting for" not in shown
+
+
+def test_only_the_innermost_wait_is_printed(capsys: Captured) -> None:
+    with waiting_for("the push", after_s=0.05), waiting_for("a worker", after_s=0.05):
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("waiting for a worker: ") for line in lines)
