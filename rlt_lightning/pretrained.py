@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rlt_lightning.models.announce import announce_model
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
-    EMBEDDED_MODEL,
+    DEFAULT_MODEL,
     MINIATURES,
     MODEL_CHOICES,
     quiet_transformers,
@@ -211,7 +211,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 
 def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[None]:
     """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
-    is_local = name in (EMBEDDED_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
+    is_local = name in (DEFAULT_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
     if is_local or rank_zero_only.rank:
         return contextlib.nullcontext()
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")

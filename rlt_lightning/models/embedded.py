@@ -85,7 +85,7 @@ def embedded_model() -> Path:
             "one that is."
         ) from error
     with contextlib.ExitStack() as stack:
-        with waiting_for(f"another process to fetch {EMBEDDED_MODEL} into {target}"):
+        with waiting_for(f"another process to fetch {DEFAULT_MODEL} into {target}"):
             stack.enter_context(FileLock(f"{target}.lock"))
         # Another process may have made it while this one waited for the lock.
         if not (target / "config.json").is_file():
