@@ -212,7 +212,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[None]:
     """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
     is_local = name in (DEFAULT_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
-    if is_local or rank_zero_only.rank:
+    if is_local or getattr(rank_zero_only, "rank", None):
         return contextlib.nullcontext()
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")
 

@@ -52,12 +52,17 @@ class PhaseCost:
         self.flops += weight * flops
 
 
+def unwatched(phase: str) -> AbstractContextManager[None]:
+    """Return a context that does nothing, for a phase that nobody shows."""
+    return nullcontext()
+
+
 @dataclass
 class StepMeter:
     """Measures the phases of a step. Each runs inside `watch(phase)`, which the progress bar sets."""
 
     phases: dict[str, PhaseCost] = field(default_factory=dict)
-    watch: Callable[[str], AbstractContextManager[None]] = nullcontext
+    watch: Callable[[str], AbstractContextManager[None]] = unwatched
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
