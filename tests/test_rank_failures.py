@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from commands import ROOT, start
 from test_kills import processes
+from test_strategies import full
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 TORCHRUN += ("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")  # any free port
@@ -84,11 +85,6 @@ class Ended:
 def fault(rank: int, hook: str, kind: str) -> str:
     arguments = {"rank": rank, "hook": hook, "kind": kind, "step": 0 if hook == "setup" else 1}
     return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
-
-
-def full(*values: Any) -> Any:
-    """A case for `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def slow(*values: Any) -> Any:

@@ -21,7 +21,7 @@ SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STOP = 3
 
 
-def full(*values: str) -> Any:
+def full(*values: Any) -> Any:
     """Return a case that `make test` leaves to `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.full)
 
