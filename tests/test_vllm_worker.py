@@ -48,6 +48,16 @@ LAUNCH = {
     "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"},
 }
 STOP = "</think>"
+
+
+def forked_vllm(folder: Path) -> str:
+    """Return an executable that starts like `vllm`, in half the time; whole runs also use `vllm` as it is."""
+    script = folder / "vllm"
+    script.write_text(f'#!/bin/sh\nexec {EXECUTABLE.with_name("python")} {ROOT}/tests/forked_vllm.py "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs .venv-vllm: make setup-vllm"),
@@ -91,10 +101,11 @@ class Trainer:
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
     port = free_port()
-    command = Launch(**LAUNCH).command(0, port, tiny_model, "gloo", "teacher")
+    folder = tmp_path_factory.mktemp("server")
+    launch = Launch(**LAUNCH | {"executable": forked_vllm(folder)})
+    command = launch.command(0, port, tiny_model, "gloo", "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
-    log = tmp_path_factory.mktemp("server") / "worker.log"
-    local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log)
+    local = LocalServer(command, launch.environment, folder / "worker.log")
     (Path(local.import_folder.name) / "worker_traps.py").symlink_to(ROOT / "tests" / "worker_traps.py")
     local.start()
     yield f"http://127.0.0.1:{port}"
@@ -262,11 +273,13 @@ def test_truncated_log_probs_are_not_passed_off_as_the_policys(
 # Whole runs, with a worker that they launch
 
 
-def run_config(folder: Path, model: str, push: type[WeightPush], **rollouts: Any) -> list[str]:
+def run_config(
+    folder: Path, model: str, push: type[WeightPush], executable: str = "", **rollouts: Any
+) -> list[str]:
     """`rlt fit` with a launched worker, 4 iterations, validated greedily after each."""
     overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "vllm_launch.yaml").read_text())
     engine = overlay["rollouts"]["engine"]["init_args"]
-    engine["launch"] |= {"executable": str(EXECUTABLE), "max_model_len": 512}
+    engine["launch"] |= {"executable": executable or forked_vllm(folder), "max_model_len": 512}
     engine["push"] = {"class_path": f"rlt_lightning.engines.{push.__name__}"}
     engine |= rollouts.pop("engine", {})
     overlay["rollouts"] |= {
@@ -317,7 +330,7 @@ LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs b
 def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
     model: str, push: type, steps: int, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    config = run_config(tmp_path, request.getfixturevalue(model), push)
+    config = run_config(tmp_path, request.getfixturevalue(model), push, str(EXECUTABLE))
     result = rlt(*config, *options, f"--trainer.max_steps={steps}", timeout=500)
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", steps)
@@ -364,8 +377,10 @@ def worker_pids(run: Path) -> list[int]:
 
 
 def processes(run: Path) -> list[int]:
-    """Server, engine and model worker, without the guard, whose end costs a run nothing."""
-    return [pid for pid in worker_pids(run) if b"guard.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """Server, engine and model worker, without those whose end costs a run nothing."""
+    others = b"guard.py", b"resource_tracker"
+    commands = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in sorted(worker_pids(run))]
+    return [pid for pid, command in commands if not any(other in command for other in others)]
 
 
 def num_iterations(run: Path) -> int:
@@ -385,7 +400,7 @@ def run_with_faults(
     """Run to the end, hit one of the worker's processes a while after each sign of progress, return losses.
 
     Args:
-        faults: Seconds after an iteration has ended, what to send, and which of the processes to send it to.
+        faults: Seconds after an iteration, the signal, and its target: server 0, engine 1 or worker 2.
     """
     engine: dict[str, Any] = {"call_timeout_s": 10.0}
     engine["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"timeout_s": 10.0}}
@@ -399,11 +414,10 @@ def run_with_faults(
     for number, (delay, fault, target) in enumerate(faults):
         # Two more iterations: the second was sampled by the worker that has come back.
         done = num_iterations(run) + (2 if number else 1)
-        wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 300)
+        wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
         time.sleep(delay)
-        wait_until(lambda: processes(run), 60)  # a worker that is being started again may have none yet
-        pids = processes(run)
-        os.kill(pids[target % len(pids)], fault)
+        wait_until(lambda: len(processes(run)) == 3 or process.poll() is not None, 120)
+        os.kill(processes(run)[target], fault)
         wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
     process.wait(timeout=900)
     assert process.returncode == 0, process.stderr
@@ -415,15 +429,12 @@ def completions(run: Path) -> list[tuple[int, int, int, str]]:
     return [(row["step"], row["row"], row["completion"], row["explanation"]) for row in rows]
 
 
-def test_a_worker_that_is_killed_and_one_that_hangs_cost_no_completion(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    faults = [(0.3, signal.SIGKILL, 2), (0.3, signal.SIGSTOP, 3)]
-    losses = run_with_faults(tmp_path, tiny_model, faults, steps=8)
-    assert len(losses) >= 2
-    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 9))
+def test_a_worker_that_is_killed_costs_no_completion(tiny_model: str, tmp_path: Path) -> None:
+    losses = run_with_faults(tmp_path, tiny_model, [(0.3, signal.SIGKILL, 1)], steps=4)
+    assert losses
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 5))
     found = [row[:3] for row in completions(tmp_path / "run")]
-    assert len(found) == len(set(found)) == 8 * 2 * 4  # steps, problems, completions
+    assert len(found) == len(set(found)) == 4 * 2 * 4  # steps, problems, completions
     assert worker_pids(tmp_path / "run") == []
 
 
@@ -445,7 +456,7 @@ def test_five_faults_at_random_moments_change_nothing(
     fault: signal.Signals, calm_run: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     chance = random.Random(fault.name)
-    faults = [(chance.uniform(0, 2), fault, chance.randrange(4)) for _ in range(5)]
+    faults = [(chance.uniform(0, 2), fault, chance.randrange(3)) for _ in range(5)]
     losses = run_with_faults(tmp_path, tiny_model, faults, STEPS_WITH_FAULTS)
     assert len(losses) >= 5
     calm, hit = completions(calm_run), completions(tmp_path / "run")
