@@ -25,6 +25,7 @@ import pytest
 import torch
 
 SHARED = Path(__file__).parents[2] / "shared"
+FIGURE = "figure: "  # begins a printed line that the summary repeats
 LEFT = pytest.StashKey[Counter[str]]()
 SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
 SHARE_RANKS += ("test_sharded_head", "test_sharded_push")
@@ -97,7 +98,14 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say in one block what was skipped and why, and which command runs what was left."""
+    """Print the figures of tests; say in one block what was skipped and why, and which command runs the rest."""
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
+    lines = [(report, line) for report in reports for line in report.capstdout.splitlines()]
+    if found := [(report, line) for report, line in lines if line.startswith(FIGURE)]:
+        terminalreporter.section("figures")
+    for report, line in found:
+        test = report.nodeid.partition("::")[2]
+        terminalreporter.line(f"{test}: {line.removeprefix(FIGURE)}")
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     left = config.stash[LEFT]

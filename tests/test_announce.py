@@ -68,3 +68,27 @@ def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Capt
         f"writing {tmp_path / 'model'} (42.0 GB)",
         "checking the log-probs of packed rows of big (40.0 GB)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "types", "has", "said"),
+    [
+        ("cpu", ("bf16-mixed", "float32"), False, True),
+        ("cpu", ("32-true", "bfloat16"), False, True),
+        ("cpu", ("32-true", "float32"), False, False),
+        ("cpu", ("bf16-mixed", "float32"), True, False),
+        ("cuda", ("bf16-mixed", "float32"), False, False),
+    ],
+)
+def test_a_cpu_that_is_slow_in_bfloat16_is_told(
+    device: str,
+    types: tuple[str, ...],
+    has: bool,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    found = {"architecture": "x86_64", "avx512_bf16": has, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    announce.announce_slow_bfloat16(torch.device(device), *types)
+    assert ("Set trainer.precision to 32-true" in capsys.readouterr().err) == said

@@ -99,6 +99,7 @@ def test_rows_vary():
     assert all(any(word in question for question in questions) for word in [*NAMES, *THINGS])
 
 
+@pytest.mark.full
 def test_rows_are_the_same_in_another_process():
     code = (
         "from rlt_lightning.datamodules.arithmetic import arithmetic_rows\n"

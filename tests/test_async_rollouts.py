@@ -228,7 +228,9 @@ def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
     assert_same(stopped, resumed, whole=whole)
 
 
-@pytest.mark.parametrize("step", [2, 4])  # in the middle and at the end of an epoch
+@pytest.mark.parametrize(
+    "step", [2, pytest.param(4, marks=pytest.mark.full)]
+)  # in the middle and at the end of an epoch
 def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     tiny_model: str, tmp_path: Path, whole: Witness, step: int
 ) -> None:
@@ -246,7 +248,7 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
 
 
-@pytest.mark.parametrize("log_probs", ["worker", "trainer"])
+@pytest.mark.parametrize("log_probs", [pytest.param("worker", marks=pytest.mark.full), "trainer"])
 def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, log_probs: str) -> None:
     options: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "log_probs": log_probs}
     with worker_of(tiny_model, faults=("",) * 5 + ("die",)) as worker:
@@ -262,7 +264,7 @@ def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, lo
     assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_resume_without_workers_leaves_the_checkpoint_alone(
     tiny_model: str, tmp_path: Path, asynchronous: bool
 ) -> None:
@@ -277,7 +279,9 @@ def test_a_resume_without_workers_leaves_the_checkpoint_alone(
             assert {path: path.read_bytes() for path in checkpoint.rglob("*.*")} == before
 
 
-@pytest.mark.parametrize("answered", [0, 1, 2])
+@pytest.mark.parametrize(
+    "answered", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_a_worker_that_comes_back_in_time_changes_no_completion(
     tiny_model: str, tmp_path: Path, whole: Witness, answered: int
 ) -> None:

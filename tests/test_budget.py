@@ -96,6 +96,7 @@ def test_without_a_budget_the_model_thinks_and_answers_as_it_does_alone(
     assert (response.num_waits, response.cut, response.finish_reason) == (0, False, free.finish_reason)
 
 
+@pytest.mark.full
 def test_a_minimum_lengthens_the_thought(engine: HFEngine, chat_format: ChatFormat) -> None:
     [[free]] = respond(engine, chat_format, BudgetForcing())
     sampling = Sampling(temperature=0, max_completion_length=400)

@@ -127,6 +127,7 @@ def test_all_miniatures_have_one_tokenizer() -> None:
     assert len(ids[0]) == 15
 
 
+@pytest.mark.full
 def test_a_short_remake_takes_the_same_first_steps(tmp_path: Path) -> None:
     words = [sys.executable, FINDING / "make_miniature.py", "--output_dir", tmp_path, "--stop_after", "5"]
     subprocess.run(words, check=True, capture_output=True)

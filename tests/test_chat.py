@@ -370,6 +370,7 @@ def test_a_question_that_is_no_text_is_one_clear_line(ask: Any, tiny_model: str)
         ask(ChatModel(tiny_model), "a\udcff")
 
 
+@pytest.mark.full
 def test_a_reader_that_has_enough_ends_the_chat_quietly(tiny_model: str) -> None:
     command = [sys.executable, "-m", "rlt_lightning", "chat", f"--model.path={tiny_model}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

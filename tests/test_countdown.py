@@ -78,7 +78,15 @@ def test_a_target_is_solved_if_and_only_if_another_search_reaches_it(numbers: li
             check(numbers, target, found.text())
 
 
-@pytest.mark.parametrize("numbers", [[3, 4, 5, 7, 50], [0, 2, 5, 5, 7], [1, 1, 2, 2, 3, 3]], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [0, 2, 5, 5, 7],
+        pytest.param([3, 4, 5, 7, 50], marks=pytest.mark.full),
+        pytest.param([1, 1, 2, 2, 3, 3], marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_the_search_from_the_target_back_misses_nothing(numbers: list[int]):
     reached = all_values(tuple(sorted(map(Fraction, numbers))))
     for target in [*range(0, 60), *range(300, 1000, 7)]:
@@ -146,6 +154,7 @@ def test_rows_are_the_same_in_another_process_and_others_for_another_seed():
     assert len(problems & neighbours) < 3
 
 
+@pytest.mark.full
 @needs_reasoning_gym
 def test_splits_share_no_problem_even_across_seeds_and_orders():
     def problems(split: str, num_rows: int) -> set[str]:

@@ -80,8 +80,11 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def blocks(language: str) -> pytest.MarkDecorator:
+    """Return a mark that gives a test each block of a language; `make test-all` runs those of docs/."""
     found = [block for block in BLOCKS if block.language == language]
-    return pytest.mark.parametrize("block", found, ids=lambda block: f"{block.page}:{block.line}")
+    marks = {block: [pytest.mark.full] if "/" in block.page else [] for block in found}
+    cases = [pytest.param(block, marks=marks[block], id=f"{block.page}:{block.line}") for block in found]
+    return pytest.mark.parametrize("block", cases)
 
 
 def page_files(page: str, folder: Path) -> Path:
@@ -253,6 +256,7 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
             check(arguments, files)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh"])
 def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +271,7 @@ def test_the_stages_of_a_pipeline_are_right(
         check_rlt(words, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_within_the_text_are_right(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +352,7 @@ def documented(start: str, folder: Path) -> list[str]:
     raise AssertionError(f"{start} is not in the documentation")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("start", RUN)
 def test_a_documented_command_runs(
     start: str, runs: Path, rows: Path, tiny_model: str, tmp_path: Path

@@ -117,7 +117,10 @@ def judge() -> Iterator[Judge]:
         yield judge
 
 
-@pytest.mark.parametrize(("name", "size"), [("aime24", 30), ("amc23", 40), ("math500", 500), ("gsm8k", 1319)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("aime24", 30), ("amc23", 40), ("math500", 500), pytest.param("gsm8k", 1319, marks=pytest.mark.full)],
+)
 def test_reference_solutions_are_right_and_others_wrong(
     name: str, size: int, shared: Path, judge: Judge
 ) -> None:

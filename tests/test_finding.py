@@ -62,14 +62,16 @@ def shows_learning(one: Arms, found: dict[str, float], arm: str = "rlt") -> bool
     return gains and max(metric(one, arm, "rollout/mismatch_max")) < 1e-3  # nats
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Arms) -> None:
     found, kinds = students(one, "rlt", "warmup")
+    print(f"figure: accuracy in percent {found}")
     assert shows_learning(one, found), (found, kinds)
     assert kinds["rlt"]["steps"] > kinds["warmup"]["steps"] + 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_the_kl_the_teacher_tells_the_solution_and_students_learn_less(one: Arms) -> None:
     found, kinds = students(one, "solution_only", "warmup")
@@ -96,7 +98,7 @@ def stranger_to_its_tag(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +140,7 @@ def test_the_learning_test_fails_with_a_fault(fault: str, one: Arms, monkeypatch
     found = {"warmup": accuracy(one, "warmup")}  # once: its stages have nothing that a fault breaks
     monkeypatch.setattr(one.stages, "target", getattr(planted_faults, fault))
     found[fault] = accuracy(one, fault)
+    print(f"figure: accuracy in percent {found}")
     assert not shows_learning(one, found, fault), found
 
 

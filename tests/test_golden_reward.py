@@ -53,7 +53,7 @@ def predict(folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dic
     return [json.loads(line) for line in (folder / "run" / "scores.jsonl").open()]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["paper", pytest.param("schulman_exp", marks=pytest.mark.full)])
 def test_rlt_predict_gives_the_released_codes_rewards(setting: str, smollm2: str, tmp_path: Path) -> None:
     columns = ("id", "question", "solution", "completion")
     rows = [{column: case[column] for column in columns} for case in CASES]

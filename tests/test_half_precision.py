@@ -21,7 +21,7 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / CHECKPOINT)
 
 
-@pytest.mark.parametrize("strategy", HALF)
+@pytest.mark.parametrize("strategy", ["fsdp2_bf16", full("zero1_bf16"), full("zero3_bf16")])
 def test_half_precision_strays_no_further_from_fp32_than_a_single_process(
     strategy: str, runs: dict[str, Path]
 ) -> None:
@@ -51,6 +51,7 @@ def test_weights_and_moments_are_kept_in_fp32(strategy: str, runs: dict[str, Pat
         assert all(torch.equal(computed[n], t.bfloat16()) for n, t in masters(runs[strategy]).items())
 
 
+@pytest.mark.full
 def test_offloading_changes_nothing(runs: dict[str, Path]) -> None:
     assert largest_difference(weights(runs["zero3_offload"]), weights(runs["zero3"])) < 1e-5
 

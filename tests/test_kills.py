@@ -117,17 +117,15 @@ def kill_and_resume(
         gone_s = kill(run, victim)
         left = sorted(path.name for path in checkpoints.glob("*")) if checkpoints.exists() else []
         num_half_written += any(name.endswith((".tmp", ".old")) for name in left)
-        print(f"{strategy}: killed {victim} in {moment}, all gone after {gone_s:.1f} s, left {left}")
+        print(f"killed {victim} in {moment}, all gone after {gone_s:.1f} s, left {left}")
     run = fit(model, folder, strategy, num_steps)
     assert run.wait(900) == 0, folder.with_suffix(".log").read_text()[-3000:]
-    print(
-        f"{strategy}: {num_half_written} of {len(kills)} kills left a half written or half deleted checkpoint"
-    )
+    print(f"figure: {num_half_written} of {len(kills)} kills left a half written or half deleted checkpoint")
 
 
 def assert_nothing_was_lost(whole: Path, killed: Path, num_steps: int) -> None:
     difference = largest_difference(weights(killed), weights(whole))
-    print(f"largest relative difference of a weight tensor: {difference}")
+    print(f"figure: largest relative difference of a weight tensor: {difference}")
     assert difference <= 1e-6
     expected, found = metrics(whole), metrics(killed)
     assert found.keys() == expected.keys() == set(range(1, num_steps + 1))

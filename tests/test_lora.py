@@ -242,6 +242,7 @@ def test_an_adapter_is_exported_merged_and_separate(
     torch.testing.assert_close(log_probs(merged_model), alone, atol=2e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_half_precision_rounds_neither_the_start_nor_the_export(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(tiny_model, folder, "zero3_bf16", steps=2, lora=True, adapter="merged")

@@ -118,7 +118,7 @@ def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str
     return begin(["bash", "scripts/slurm.sh", *words], PATH=path, **environment)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_slurm_job_trains_as_one_process_does_also_after_a_requeue(
     alone: Path, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from rlt_lightning.types import InputError
 ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_that_ask_at_once_share_one_conversion(tmp_path: Path) -> None:
     env = {**os.environ, "RLT_CACHE_DIR": str(tmp_path)}
     processes = [

@@ -461,6 +461,7 @@ def test_each_tokens_figure_is_told_on_focus_and_hover_by_keys_alone(tmp_path: P
     assert page.evaluate("document.activeElement.textContent") == " twice"
 
 
+@pytest.mark.full
 def test_runs_are_overlaid_in_their_own_colours(tmp_path: Path, opened: Any) -> None:
     one, two = synthetic_run(tmp_path / "one"), synthetic_run(tmp_path / "two", shift=0.5)
     (one / "config.yaml").write_text("model: {init_args: {teacher: t, reward: {kl_weight: 3.0}}}\n")
@@ -487,6 +488,7 @@ def test_runs_are_overlaid_in_their_own_colours(tmp_path: Path, opened: Any) -> 
     assert min(page.shown()) >= 48
 
 
+@pytest.mark.full
 def test_best_worst_and_most_improved_stand_side_by_side(tmp_path: Path, opened: Any) -> None:
     report([str(synthetic_run(tmp_path / "run"))])
     page = opened(tmp_path / "run" / "report.html").page
@@ -541,6 +543,7 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
     assert page.page.get_by_text("RLT-32B-1K").count() == 1  # the paper's table
 
 
+@pytest.mark.full
 def test_ten_thousand_completions_stay_quick(tmp_path: Path, opened: Any) -> None:
     rows = [
         completion(
@@ -569,7 +572,7 @@ def violations(page: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 def test_the_page_is_accessible(scheme: str, tmp_path: Path, opened: Any) -> None:
     runs = [str(synthetic_run(tmp_path / name)) for name in ("one", "two")]
     report(runs, output=str(tmp_path / "page.html"))
@@ -590,6 +593,7 @@ def test_the_page_is_accessible(scheme: str, tmp_path: Path, opened: Any) -> Non
     assert "−4.90" in table
 
 
+@pytest.mark.full
 def test_the_theme_follows_the_system_and_the_button(tmp_path: Path, opened: Any) -> None:
     report([str(synthetic_run(tmp_path / "run"))])
     page = opened(tmp_path / "run" / "report.html", scheme="dark")
@@ -609,6 +613,7 @@ def test_the_theme_follows_the_system_and_the_button(tmp_path: Path, opened: Any
     assert page.page.evaluate("document.documentElement.dataset.theme") == "light"  # it is remembered
 
 
+@pytest.mark.full
 def test_a_phone_shows_all_without_scrolling_sideways(tmp_path: Path, opened: Any) -> None:
     runs = [str(synthetic_run(tmp_path / ("a-run-with-quite-a-long-name" * 3 + name))) for name in ("1", "2")]
     report(runs, output=str(tmp_path / "page.html"))

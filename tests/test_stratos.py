@@ -46,8 +46,8 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
 
 
 @pytest.fixture
-def make_data(smollm2: str, tmp_path: Path) -> MakeData:
-    """Build a datamodule with SmolLM2's tokenizer and set it up for fit."""
+def make_data(tiny_model: str, tmp_path: Path) -> MakeData:
+    """Build a datamodule with the tiny model's tokenizer and set it up for fit."""
 
     def make(
         rows: list[Any] | str = "arithmetic",
@@ -56,7 +56,7 @@ def make_data(smollm2: str, tmp_path: Path) -> MakeData:
         **options: Any,
     ) -> StratosDataModule:
         source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
-        options = {"tokenizer": smollm2, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
+        options = {"tokenizer": tiny_model, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
         data = StratosDataModule(sources or source, **options)
         data.setup(stage)
         return data
@@ -521,10 +521,10 @@ def test_tags_from_a_config(make_data: MakeData):
 
 
 def test_teacher_and_student_must_share_a_vocabulary(make_data: MakeData, smollm2: str, shared: Path):
-    assert make_data(student_tokenizer=smollm2).items
+    assert make_data(tokenizer=smollm2, student_tokenizer=smollm2).items
     qwen = str(shared / "data/tokenizers/Qwen2.5-Instruct")
     with pytest.raises(InputError, match=r"Teacher and student must share a vocabulary.*49152 tokens differ"):
-        make_data(student_tokenizer=qwen)
+        make_data(tokenizer=smollm2, student_tokenizer=qwen)
 
 
 def test_a_student_may_have_more_tokens_but_no_other_ones(make_data: MakeData, smollm2: str, tmp_path: Path):
@@ -620,9 +620,9 @@ class Counter(LightningModule):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("val_rows", [0, 5])
-def test_lightning_runs_on_it(smollm2: str, tmp_path: Path, val_rows: int):
+def test_lightning_runs_on_it(tiny_model: str, tmp_path: Path, val_rows: int):
     data = StratosDataModule(
-        tokenizer=smollm2, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
+        tokenizer=tiny_model, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
     )
     module = Counter()
     trainer = Trainer(

@@ -60,7 +60,9 @@ class SaveConfig(SaveConfigCallback):
         path = Path(trainer.default_root_dir) / "config.yaml"
         # A kill must not leave half a file: a resumed run compares its settings with this one.
         scratch = path.with_suffix(".tmp")
-        self.parser.save(self.config, str(scratch), skip_none=False, overwrite=True, multifile=False)
+        # What was parsed has been validated.
+        options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
+        self.parser.save(self.config, str(scratch), **options)
         scratch.replace(path)
         write_entries(path.parent)
         settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": code_version()}
@@ -162,7 +164,9 @@ class RLTCommandLine(LightningCLI):
         config.overwrite = choice.overwrite
         if global_rank() == 0:
             if choice.resume and verb != "fit":
-                require_same_run(folder, yaml.safe_load(self._parser(verb).dump(config)))
+                require_same_run(
+                    folder, yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
+                )
             open_run_folder(choice, [Path(str(path)) for path in config.config or []])
         config.trainer.default_root_dir = str(folder)
         if "output_dir" in (config.data.get("init_args") or {}):

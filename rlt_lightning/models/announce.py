@@ -35,6 +35,21 @@ def announce_model(name: str, dtype: str, role: str = "") -> None:
     announce(f"loading {name} ({model_size(name)}){as_dtype}{role and f': {role}'}")
 
 
+def announce_slow_bfloat16(device: torch.device, *types: str) -> None:
+    """Say that a CPU without instructions for bfloat16 computes it slowly, if one of these types is that."""
+    if device.type == "cpu" and any(name.startswith("bf") for name in types) and not cpu_has_bfloat16():
+        announce(
+            "This CPU has no bfloat16 instructions (AVX512-BF16, AMX): float32 is several times faster. "
+            "Set trainer.precision to 32-true, and model.dtype and model.student_dtype to float32."
+        )
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether this CPU multiplies in bfloat16; True for processors other than x86."""
+    found = torch.cpu.get_capabilities()
+    return found.get("architecture") != "x86_64" or bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
 def announce_check(name: str, model: Any) -> None:
     """Say that a model's log-probs are checked next, if the model is large."""
     if (num_bytes := weights_size(model.parameters())) > LARGE_BYTES:

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.models.announce import announce_model
+from rlt_lightning.models.announce import announce_model, announce_slow_bfloat16
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout
@@ -128,6 +128,9 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = sharding_of(self.trainer.strategy)
+        announce_slow_bfloat16(
+            self.trainer.strategy.root_device, str(self.trainer.precision), self.dtype_name
+        )
         self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
         self.entry.train()
