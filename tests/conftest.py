@@ -98,7 +98,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the figures of tests; say in one block what was skipped and why, and which command runs the rest."""
+    """Print the tests' figures, and in one block what was skipped and why and which command runs the rest."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
     lines = [(report, line) for report in reports for line in report.capstdout.splitlines()]
     if found := [(report, line) for report, line in lines if line.startswith(FIGURE)]:

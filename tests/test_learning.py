@@ -36,14 +36,8 @@ def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) ->
     slow = not cpu_has_bfloat16()
     single = ["--trainer.precision=32-true"] if slow else []
     student = ["--model.student_dtype=float32"] if slow else []
-    fit = [
-        *rlt,
-        "fit",
-        "--config=configs/quickstart_smollm2.yaml",
-        "--trainer.max_steps=12",
-        *single,
-        *student,
-    ]
+    fit = [*rlt, "fit", "--config=configs/quickstart_smollm2.yaml", *single, *student]
+    fit += ["--trainer.max_steps=12"]
     predict = [*rlt, "predict", "--config=configs/smollm2_generate.yaml", "--data.num_embedded_rows=64"]
     predict += [*student, "--model.dtype=float32"] if slow else []
     warm, shuffled = tmp_path / "warmup" / "model", "rlt_lightning.numerics.advantages.ShuffledAdvantages"
