@@ -2,10 +2,11 @@
 PYTHON ?= python3
 RUN = .venv/bin
 
+# --no-compile: Python compiles what it imports, and half of the time would go into the rest.
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "installing into .venv: some minutes, 4 GB"
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --editable '.[dev,deepspeed]' --constraint constraints.txt
+	$(RUN)/python -m pip install --quiet --no-compile --editable '.[dev,deepspeed]' --constraint constraints.txt
 	touch $@
 
 setup: .venv/.installed

@@ -132,11 +132,18 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
 
 def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    result = rlt(*small_fit(tiny_model, first, short_config, "--trainer.max_steps=2"))
-    assert result.returncode == 0, result.stderr
+    options = [short_config, "--config=configs/overlays/tensorboard.yaml", "--resume=true"]
+    for steps in (1, 2):  # the second resumes
+        result = rlt(*small_fit(tiny_model, first, *options, f"--trainer.max_steps={steps}"))
+        assert result.returncode == 0, result.stderr
+    written = sorted(first.rglob("*"))
+    result = rlt("fit", f"--config={first / 'config.yaml'}")
+    assert_one_clear_line(result, "must be empty or new")
     result = rlt("fit", f"--config={first / 'config.yaml'}", f"--output_dir={again}")
     assert result.returncode == 0, result.stderr
     assert metrics(again) == metrics(first)
+    assert list(again.rglob("events.out.tfevents.*"))
+    assert sorted(first.rglob("*")) == written
 
 
 @pytest.mark.full

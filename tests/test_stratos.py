@@ -565,6 +565,8 @@ def test_held_out_rows_of_another_source(make_data: MakeData):
     assert len(data.val_items) == 3
     assert {p.question for p in data.problems[:20]}.isdisjoint(p.question for p in data.val_items)
     assert make_data().val_dataloader() == []
+    with pytest.raises(InputError, match="rlt validate needs held-out rows"):
+        make_data(stage="validate")
 
 
 def test_each_task_gives_its_kind_of_batch(make_data: MakeData):

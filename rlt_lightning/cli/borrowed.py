@@ -99,7 +99,7 @@ class ExplainCommandLine(BorrowingCommandLine):
         data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
         config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto"))
-        # The config.yaml of a resumed run names its checkpoint.
+        # The config.yaml of a run may name the checkpoint that it began with.
         config.ckpt_path = None
         config.scores.update(Namespace(rank_groups=None, per_token=False))
 

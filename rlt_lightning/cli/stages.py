@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -62,12 +63,23 @@ class SaveConfig(SaveConfigCallback):
         scratch = path.with_suffix(".tmp")
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
-        self.parser.save(self.config, str(scratch), **options)
+        self.parser.save(self.from_the_beginning(path.parent), str(scratch), **options)
         scratch.replace(path)
         write_entries(path.parent)
         settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
+
+    def from_the_beginning(self, folder: Path) -> Namespace:
+        """Return the settings without what was said of this folder's earlier run: resume it, or replace it.
+
+        Another run with this `config.yaml` must not replace or resume what lies in its own folder.
+        """
+        config = self.config.clone()
+        config.resume = config.overwrite = False
+        if config.get("ckpt_path") and folder.resolve() in Path(config.ckpt_path).resolve().parents:
+            config.ckpt_path = None
+        return config
 
 
 class RLTCommandLine(LightningCLI):
@@ -168,11 +180,12 @@ class RLTCommandLine(LightningCLI):
                     folder, yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
                 )
             open_run_folder(choice, [Path(str(path)) for path in config.config or []])
-        config.trainer.default_root_dir = str(folder)
+        # A run's config.yaml has its folder here and in its loggers.
+        before, config.trainer.default_root_dir = config.trainer.default_root_dir, str(folder)
         if "output_dir" in (config.data.get("init_args") or {}):
             config.data.init_args.output_dir = str(folder)
         for logger in as_list(config.trainer.logger):
-            if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, "."):
+            if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, ".", before):
                 logger.init_args.save_dir = str(folder)
 
     def default_run_folder(self, configs: list[Any] | None) -> str:

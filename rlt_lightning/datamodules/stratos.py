@@ -192,6 +192,8 @@ class StratosDataModule(LightningDataModule):
                 self.reports += val_reports
             elif self.val_rows:
                 items, val_items = self._hold_out(items)
+        if stage == "validate" and not val_items:
+            raise InputError("rlt validate needs held-out rows, but has none. Set data.val_rows.")
         self.items: list[Item] = items
         self.val_items: list[Item] = val_items
         path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
