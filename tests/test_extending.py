@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +23,17 @@ from commands import ROOT, rlt
 from fake_worker import worker_of
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
-from misfits import Terms
+from lightning.pytorch.strategies import DDPStrategy
+from misfits import HalfServed, Terms
 from test_async_rollouts import Witness, assert_same, fit
 
 import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import Engine, EngineDescription, EngineError, HFEngine, Sampling
+from rlt_lightning.callbacks.rollout_checks import require_gathering
+from rlt_lightning.engines import Engine, EngineDescription, EngineError, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import NonFiniteError
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -39,6 +42,7 @@ from rlt_lightning.report.charts import spread_of
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.page import data_of
+from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -465,6 +469,24 @@ def test_four_methods_make_an_engine() -> None:
     assert isinstance(engine, FourMethods)
     assert (engine.policy_version, engine.describe(), engine.in_process) == (-1, EngineDescription(), False)
     assert not engine.load_own_model("teacher")
+
+
+class Served(HalfServed):
+    """An engine that is sent no weights, so it has none to gather."""
+
+    def complete(self, prompt: list[int], sampling: Sampling, stop: str, seed: int) -> Completion:
+        return Completion([], None, "eos")
+
+
+def test_sharded_weights_need_an_engine_that_gathers() -> None:
+    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=SimpleNamespace(problems=[]))
+    module = RLTModule()
+    with pytest.raises(InputError, match="FourMethods does not write gather_weights"):
+        RolloutCallback(FourMethods()).setup(sharded, module, "validate")  # type: ignore[arg-type]
+    for engine in (VLLMEngine(["http://127.0.0.1:8000"]), Served("http://127.0.0.1:8000"), HFEngine()):
+        require_gathering(engine, sharded)  # type: ignore[arg-type]
+    for whole in ({"world_size": 1}, {"strategy": DDPStrategy()}):
+        require_gathering(FourMethods(), SimpleNamespace(**vars(sharded) | whole))  # type: ignore[arg-type]
 
 
 # What is wrong is told in one line

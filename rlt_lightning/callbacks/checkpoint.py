@@ -25,7 +25,7 @@ from rlt_lightning.types import InputError
 class Checkpoint(ModelCheckpoint):
     """Keep the newest checkpoints and the best: weights, optimizer, schedule and data position.
 
-    `best.json` beside them names the best. A score counts only at a step with a checkpoint.
+    `best.json` beside them names the best. A validation score counts only if its step has a checkpoint.
 
     Args:
         every_n_train_steps: Optimizer steps between checkpoints; a crash costs at most so many.

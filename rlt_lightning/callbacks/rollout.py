@@ -3,14 +3,14 @@
 One step, and who waits for whom:
 
     RolloutCallback (every rank)              engine                           RLTModule
-      order of this step, unless kept
+      make this step's order, unless begun
       begin ── weights, if they changed ────▶ hold them, be verified
             ── prompts, seeds ──────────────▶ generate
       wait ◀─────────── completions ─────────┘
       attach to the batch ───────────────────────────────────────────────────▶ training_step
 
 With `asynchronous` the callback also begins the next step's order before training_step starts. The engine
-then samples while this step trains, and the next step finds its order kept:
+then samples while this step trains, and the next step finds its order begun:
 
     engine      generate 0 │ generate 1 │ generate 2 │ ...
     RLTModule              │ train on 0 │ train on 1 │ ...
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.engine_link import make_link
 from rlt_lightning.callbacks.order import Order
-from rlt_lightning.callbacks.rollout_checks import require_room, require_trainable
+from rlt_lightning.callbacks.rollout_checks import require_gathering, require_room, require_trainable
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
@@ -171,6 +171,7 @@ class RolloutCallback(Callback):
         data = stratos_of(trainer)
         if not isinstance(pl_module, RLTModule):
             return
+        require_gathering(self.engine, trainer)
         if stage == "fit":
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)

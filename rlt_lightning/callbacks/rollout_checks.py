@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import InputError, Problem
 
 
@@ -40,6 +42,22 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
             "the engine's log_probs to worker; or drop model.importance_sampling and set "
             "model.max_staleness to 0."
+        )
+
+
+def require_gathering(engine: Engine, trainer: Trainer) -> None:
+    """Check that all ranks gather sharded weights for a push; otherwise rank 0 would wait forever.
+
+    Raises:
+        InputError: If the engine is outside the process and has only the `gather_weights` of `Engine`, which
+            gathers nothing.
+    """
+    sharded = trainer.world_size > 1 and sharding_of(trainer.strategy).sharded
+    if sharded and not engine.in_process and type(engine).gather_weights is Engine.gather_weights:
+        raise InputError(
+            f"With weights in shards on {trainer.world_size} processes, an engine outside the process must "
+            f"gather them on every rank, but {type(engine).__name__} does not write gather_weights. Write it "
+            "as in rlt_lightning.engines.VLLMEngine, or use a strategy that keeps weights whole."
         )
 
 

@@ -13,8 +13,8 @@ ranks wait for each other):
                  |                      |  (every tensor is gathered from all ranks)   | rename .tmp, fsync  |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
 
-A crash before the rename leaves a .tmp, which the next run deletes. A crash during the deletion of an older
-checkpoint of the same step leaves its .old, whose name `choices.recover` restores.
+A crash before the rename leaves a .tmp, which the next run deletes. A crash while a checkpoint of the same
+step is being replaced leaves the old one as .old; `choices.recover` gives it its name back, if it is whole.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def class_fault(value: str) -> str | None:
             f"{' and '.join(parts)}. Derive it from that class or from rlt_lightning.engines.ServedEngine, "
             "which have most of them, and write the rest."
         )
-    # The parser compares annotations, and resolves only those that are postponed.
+    # The parser compares annotations. It turns None into NoneType only where annotations are postponed.
     return (
         f"{path.group(1)} must annotate its methods as rlt_lightning.engines.Engine does, but does not. "
         "Copy the annotations, and put `from __future__ import annotations` on top of its file."

@@ -66,8 +66,8 @@ class StepLoader(Generic[Item, Batch]):
     def __iter__(self) -> Iterator[Batch]:
         epoch = self.epoch
         for batch in range(self.next_batch, len(self)):
-            # Advance before the batch is used: a checkpoint written after it must not serve it again, and no
-            # call follows the last batch.
+            # Advance before yielding: this step's checkpoint must point to the next batch, and after the last
+            # batch this code is not reached again.
             last = batch + 1 == len(self)
             self.epoch, self.next_batch = (self.epoch + 1, 0) if last else (self.epoch, batch + 1)
             self.in_use = True

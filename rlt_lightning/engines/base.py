@@ -8,6 +8,10 @@
                                   └──────────────────────────────────┘
     at the end, or on an error  close
 
+callbacks/engine_link.py makes the calls from start on. If the engine has `in_process`, InProcessLink makes
+them on every rank, except verify and gather_weights. Otherwise RankZeroLink makes them on rank 0, except
+share, and calls only gather_weights on the other ranks.
+
 rlt_lightning/types.py draws where EngineError and its subclasses stand among the project's errors.
 """
 
@@ -137,7 +141,7 @@ class Engine(Protocol):
     reports_log_probs: bool = False
     takes_adapters: bool = False  # whether it is pushed a LoRA's matrices rather than merged weights
     max_model_len: int = sys.maxsize  # tokens of prompt and completion; known once it is started
-    unverified: bool = False  # whether a worker was not verified since it came, or came back
+    unverified: bool = False  # whether some worker has not been verified since it joined or rejoined
     policy_version: int = -1  # of the weights that all its workers hold; -1 if some need a push
     takes_turns: bool = False  # whether it shares its GPUs with training, and sleeps meanwhile
 
@@ -186,6 +190,14 @@ class Engine(Protocol):
 
         Set `self.policy_version = policy_version` once all of these workers hold them: the run pushes again
         until it is set.
+
+        Args:
+            named_tensors: The teacher's weights under the names of from_pretrained, with a LoRA merged in; if
+                the engine `takes_adapters`, only the LoRA's matrices under peft's names. In process, the
+                model's own parameters. Tensors may be sharded: outside the process iterate over
+                `models.weights.gather_in_groups(named_tensors, group_bytes)`, exactly once even if sending
+                fails, since the other ranks do the same in `gather_weights`.
+            policy_version: Optimizer steps that these weights have taken.
         """
 
     @abstractmethod
@@ -214,7 +226,7 @@ class Engine(Protocol):
         return False
 
     def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
-        """Sample with weights that are sharded over all ranks; called after `start`, and only in process.
+        """Sample with weights in shards on all ranks; called after `start`, and only if `in_process` is set.
 
         All ranks must then call the model equally often.
 
@@ -225,7 +237,11 @@ class Engine(Protocol):
         return
 
     def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
-        """Gather sharded weights in step with rank 0, which pushes them; called on all other ranks."""
+        """Gather sharded weights in step with rank 0, which pushes them; called on all other ranks.
+
+        The default gathers nothing. An engine outside the process that is used with sharded weights must
+        iterate over `gather_in_groups`, with the same `group_bytes` as its `update_weights`.
+        """
         return
 
     def health(self) -> None:

@@ -133,6 +133,9 @@ class ServedEngine(Engine):
             )
         self.policy_version = policy_version
 
+    def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
+        """Gather nothing, since `update_weights` sends nothing."""
+
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
         """Compare the server's log-probs of a text with the trainer's: it may serve another model."""
         scores = self.score(token_ids)

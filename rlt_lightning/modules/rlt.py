@@ -15,10 +15,10 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   └ optimizer step*  `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
       └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
 
-With sharded weights, each forward and backward of a row waits for the other ranks too. A batch passes through
-five files: this one, `scoring.py` (reward), `base.py` (division into rows), `numerics/packing.py` (a row) and
-`models/packed.py` (a row through a model). From there tensors go through pure functions of `numerics/`, and
-figures through `meter.py` and `logged.py`.
+With sharded weights, each forward and backward of a row waits for the other ranks too. To follow a batch,
+open five files in this order: `datamodules/stratos.py`, `callbacks/rollout.py`, this one, `scoring.py`
+(reward), `base.py` (division into rows, optimizer step). `models/packed.py` runs a row through a model; from
+there tensors go through pure functions of `numerics/`, and figures through `meter.py` and `logged.py`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ class RLTModule(PolicyModule):
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
-        importance_sampling: Weights for the difference between the engine that sampled and the trainer, and,
-            with stale rollouts, between then and now; None: no weights. Stale rollouts are then clipped by
-            their ratio.
+        importance_sampling: Weights pi_trainer / pi_engine, capped. None: no weights; stale rollouts are then
+            clipped by their ratio instead.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.

@@ -1,4 +1,8 @@
-"""Scoring: how likely the frozen student finds explanation and solution, as the RLT reward."""
+"""Scoring: how likely the frozen student finds explanation and solution, as the RLT reward.
+
+StudentScorer runs the models and calls RLTReward (numerics/rewards.py), which returns RLTRewardTerms:
+reward = solution + kl + format + the extra terms of a subclass; parts() names them for the log.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +49,8 @@ class StudentScorer:
         plan: Divides sequences into rows that go through a model together, with their weights: a row of
             weight 0 is computed only because other ranks compute one.
         head: How log-probs are computed from hidden states.
-        recompute: Returns whether to run the teacher, given whether the rollouts lack its log-probs; if ranks
-            compute rows together, it must return the same on all.
+        recompute: recompute(missing) tells whether to run the teacher; missing: this rank's rollouts lack its
+            log-probs. Ranks that compute rows together must get the same answer.
         cost: Counts the tokens that models compute.
     """
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
 from rlt_lightning.types import RewardTerms, Rollout
 
-# Names that a subclass may not give to a term: metrics under reward/, and columns without their _reward. A
-# test compares them with the catalogue of metrics, which this folder cannot import.
+# Names that a subclass may not give to a term: metrics under reward/, and recorded columns with _reward cut
+# off. A test compares them with the catalogue of metrics, which this folder cannot import.
 TAKEN_NAMES = frozenset(
     {
         *("mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format", "solution_log_prob"),
@@ -188,7 +188,7 @@ class RLTReward(Reward):
         normalise_log_probs: exp turns the solution's log-probs into probabilities.
         normalise_kl: one_minus_exp turns each token's KL into 1 - exp(-KL), below 1.
         clip_log_probs: Lower bound on a solution token's log-prob, nats, applied before normalisation.
-        clip_kl: Upper bound on the size of a think token's KL, nats, applied before normalisation.
+        clip_kl: Bound on |KL| of a think token, nats: clipped to -clip_kl ... clip_kl before normalisation.
 
     Raises:
         ValueError: If an option is out of range.

@@ -26,7 +26,8 @@ import yaml
 from rlt_lightning.checkpoints.choices import CHECKPOINT_CHOICES, checkpoints_in
 from rlt_lightning.types import InputError
 
-# What may change when a prediction or evaluation resumes: at most it rounds the remaining rows differently.
+# Settings that may change when a prediction or evaluation resumes: they change the remaining rows by rounding
+# at most. Only an engine of another class draws other samples.
 FREE_SETTINGS = (
     ".rollouts.engine",
     ".model.init_args.micro_batch_tokens",
@@ -80,7 +81,8 @@ class RunFolder:
         folder: The run folder.
         ckpt_path: The checkpoint to load, if any.
         resume: Whether the run that lies in the folder continues.
-        overwrite: Whether a run that lies in the folder may be deleted otherwise.
+        overwrite: Whether a run in the folder may be deleted if it is not resumed. `fit --resume true` sets
+            it too: without a checkpoint the run starts over.
     """
 
     folder: Path

@@ -4,7 +4,7 @@ rewards.py       reward/, student/
 policy.py        policy/, rollout/
 performance.py   perf/, data/
 evaluation.py    eval/
-columns.py       columns of the files of completions that are the mean of no metric
+columns.py       columns of the files of completions whose mean is no metric
 """
 
 from rlt_lightning.records.catalogue.entry import Metric, reward_term

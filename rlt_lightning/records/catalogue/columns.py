@@ -1,4 +1,4 @@
-"""Columns of rollouts.jsonl and responses.jsonl that are the mean of no metric."""
+"""Columns of rollouts.jsonl and responses.jsonl whose mean is no metric."""
 
 from __future__ import annotations
 

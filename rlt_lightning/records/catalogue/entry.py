@@ -59,7 +59,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a file of completions or responses that is the mean of no metric's values.
+    """A column of a file of completions or responses whose mean is no metric.
 
     Args:
         name: As it is written.
