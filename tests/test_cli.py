@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -239,6 +240,30 @@ def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
     (tmp_path / "step=000010.ckpt").rename(tmp_path / "step=000010.ckpt.tmp")
     with pytest.raises(InputError, match=r"step=000010.ckpt, but that is missing"):
         best_checkpoint(tmp_path)
+
+
+def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlt_lightning.checkpoints.choices import newest_checkpoint
+    from rlt_lightning.checkpoints.folder import read_state, write_checkpoint
+
+    folder, replace = tmp_path / "step=000001.ckpt", os.replace
+    write_checkpoint(folder, {"model": "old"}, {})
+
+    def crash(source: Path, target: Path) -> None:
+        if Path(source).suffix == ".tmp":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            write_checkpoint(folder, {"model": "new"}, {})
+    assert read_state(newest_checkpoint(tmp_path)) == {"model": "old"}
+    write_checkpoint(folder, {"model": "new"}, {})
+    assert read_state(newest_checkpoint(tmp_path)) == {"model": "new"}
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(

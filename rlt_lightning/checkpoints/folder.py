@@ -9,12 +9,12 @@ So a run can resume with another number of processes or another strategy, and an
 gets its final name only when everything in it is on the disk. The order of a save (| is a barrier, where all
 ranks wait for each other):
 
-    rank 0       | make step=6.ckpt.tmp |  weights, moments: its files, then state.pt  | delete the old one, |
-                 |                      |  (every tensor is gathered from all ranks)   | rename .tmp, fsync  |
+    rank 0       | make step=6.ckpt.tmp |  weights, moments: its files, then state.pt  | rename .tmp, fsync  |
+                 |                      |  (every tensor is gathered from all ranks)   |                     |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
 
-A crash before the rename leaves a .tmp, which the next run deletes. A crash while a checkpoint of the same
-step is being replaced leaves the old one as .old; `choices.recover` gives it its name back, if it is whole.
+A crash before the rename leaves a .tmp, which the next run deletes. A checkpoint of the same step is renamed
+to .old before the rename and deleted after it. After a crash in between `choices.recover` restores its name.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ def whole_or_absent(folder: Path, strategy: Any) -> Iterator[Path]:
     yield scratch
     strategy.barrier()
     if strategy.global_rank == 0:
-        discard(folder)
+        before = set_aside(folder) if folder.exists() else None
         os.replace(scratch, folder)
         sync_folder(folder.parent)
+        if before is not None:
+            delete(before)
     strategy.barrier()
 
 
@@ -110,13 +112,22 @@ def read_state(folder: Path) -> dict[str, Any]:
 def discard(folder: Path) -> None:
     """Delete a checkpoint; a crash in between leaves nothing that looks like a checkpoint."""
     if folder.exists():
-        doomed = folder.with_name(folder.name + ".old")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(folder, doomed)
-        # Without its state the folder is no checkpoint any more.
-        (doomed / STATE).unlink(missing_ok=True)
-        # Another process may just have restored it: then there is nothing to delete.
-        shutil.rmtree(doomed, ignore_errors=True)
+        delete(set_aside(folder))
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint to .old, from which `choices.recover` restores it; return the new path."""
+    aside = folder.with_name(folder.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    return aside
+
+
+def delete(aside: Path) -> None:
+    """Delete a checkpoint that is set aside, its state first: without it the folder is no checkpoint."""
+    (aside / STATE).unlink(missing_ok=True)
+    # Another process may just have restored it: then there is nothing to delete.
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard_unfinished(folder: Path) -> None:
