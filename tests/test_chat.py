@@ -124,13 +124,13 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 # Who answers
 
 
-def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(smollm2: str) -> None:
+def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(miniature: str) -> None:
     options = ["--student_system_prompt=Answer in one word.", "--temperature=0"]
-    result = rlt("chat", f"--model.path={smollm2}", "--tags=r1", *options, text=QUESTION)
+    result = rlt("chat", f"--model.path={miniature}", "--tags=r1", *options, text=QUESTION)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.splitlines() == [f"loading {smollm2} (538.1 MB)"]
-    engine, tokenizer = HFEngine(), load_tokenizer(smollm2)
-    engine.start(load_model(smollm2), tokenizer, Path())
+    assert result.stderr.splitlines() == [f"loading {miniature} (0.7 MB)"]
+    engine, tokenizer = HFEngine(), load_tokenizer(miniature)
+    engine.start(load_model(miniature), tokenizer, Path())
     chat_format = ChatFormat(tokenizer, "r1", student_system_prompt="Answer in one word.")
     prompt = chat_format.student_problem(1, QUESTION, "").teacher_prompt
     [[answer]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=200), 1, "", [0])

@@ -119,7 +119,12 @@ def judge() -> Iterator[Judge]:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("aime24", 30), ("amc23", 40), ("math500", 500), pytest.param("gsm8k", 1319, marks=pytest.mark.full)],
+    [
+        ("aime24", 30),
+        ("amc23", 40),
+        pytest.param("math500", 500, marks=pytest.mark.full),
+        pytest.param("gsm8k", 1319, marks=pytest.mark.full),
+    ],
 )
 def test_reference_solutions_are_right_and_others_wrong(
     name: str, size: int, shared: Path, judge: Judge

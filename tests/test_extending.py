@@ -185,6 +185,7 @@ def test_a_schedule_keeps_to_what_was_checked() -> None:
 # The reward term
 
 
+@pytest.mark.full
 def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     installed: Path, outside: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

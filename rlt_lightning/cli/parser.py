@@ -6,8 +6,11 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
@@ -37,6 +40,8 @@ def one_line(message: str) -> str:
         message = (f"{place.group()} " if place else "") + (fault or reasons[-1] + got)
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
     text = re.sub(r" - Expected a path but \S+ either not accessible or invalid - ", " ", text)
+    if text.startswith(("Problems parsing config", "Unexpected config")):
+        text = f"Every --config must be a YAML file of settings, but {unreadable_config()} is not. {text}"
     if "arguments are required" in text and sys.argv[1:2] == ["report"]:
         return (
             "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
@@ -47,6 +52,20 @@ def one_line(message: str) -> str:
         text += ". Check the spelling; `rlt fit --help` lists the settings"
         text += ", `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class."
     return text
+
+
+def unreadable_config() -> str:
+    """Return the name of the first file of the command line that is not YAML with settings."""
+    words = [word for argument in sys.argv for word in argument.split("=", 1)]
+    for option, name in pairwise(words):
+        if option == "--config" and Path(name).is_file():
+            try:
+                if isinstance(yaml.safe_load(Path(name).read_text()), dict):
+                    continue
+            except (yaml.YAMLError, UnicodeDecodeError):
+                pass
+            return name
+    return "one"
 
 
 def class_fault(value: str) -> str | None:
