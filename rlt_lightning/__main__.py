@@ -19,7 +19,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt fit --config configs/quickstart.yaml      a tiny teacher, a tiny student and GRPO, in half a minute
   rlt fit --config configs/teacher_sft.yaml     stage 1: warm the teacher up on reasoning traces
   rlt fit --config configs/teacher_rlt.yaml     stage 2: GRPO with the dense reward of a frozen student
-  rlt validate --config configs/teacher_rlt.yaml   held-out reward
+  rlt validate --config configs/teacher_rlt.yaml --data.val_rows 64   held-out reward
   rlt predict --config configs/generate.yaml    stage 3: the trained teacher writes a distillation set
   rlt predict --config configs/rank.yaml        score your own explanations, and group them by reward
   rlt fit --config configs/student_sft.yaml     stage 4: a student learns from the set

@@ -352,6 +352,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "unknown model": (["--model.teacher=nobody/nothing"], "smollm2-135m"),
     "group size 1": (["--model.group_size=1"], "model.group_size must be at least 2, but got 1"),
     "config that is no YAML": (["--config=README.md"], "YAML file of settings, but README.md is not"),
+    "config without settings": (["--config=LICENSE"], "but LICENSE is not"),
     "misspelled key": (["--model.group_sise=4"], "group_sise"),
     "misspelled value": (["--model.reward.kl_estimator=k2"], "kl_estimator"),
     "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),

@@ -74,8 +74,7 @@ def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
 
 
 def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
-    # The model copies: greedy decoding of its own short answer ends where a piece of that answer is the stop
-    # string.
+    # Greedy decoding repeats itself: it ends where a piece of the first answer is the stop string.
     prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
     [[free]] = engine.generate([prompt], greedy, 1, END, [0])
     text = engine.tokenizer.decode(free.token_ids[:4])
@@ -166,10 +165,13 @@ def test_sampling_refuses_values_out_of_range(options: dict[str, float], limit: 
         Sampling(**options)  # type: ignore[arg-type]
 
 
-def test_golden_prompts_can_be_closed_and_split(engine: HFEngine, shared: Path) -> None:
+def test_golden_prompts_can_be_closed_and_split(smollm2: str, shared: Path) -> None:
+    engine = HFEngine()
+    engine.start(load_model(smollm2), load_tokenizer(smollm2), Path())
     case = json.loads((shared / "golden" / "rlt_reward.jsonl").read_text().splitlines()[0])
     prompt = engine.tokenizer(
         case["teacher_prompt"] + case["think"] + "\n\n<|end_of_", add_special_tokens=False
     ).input_ids
     [[completion]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=8), 1, "|>", [0])
+    assert completion.finish_reason == "stop"
     assert engine.tokenizer.decode(completion.token_ids).endswith("|>")

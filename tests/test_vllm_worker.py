@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -383,8 +384,13 @@ def worker_pids(run: Path) -> list[int]:
 def processes(run: Path) -> list[int]:
     """Server, engine and model worker, without those whose end costs a run nothing."""
     others = b"guard.py", b"resource_tracker"
-    commands = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in sorted(worker_pids(run))]
-    return [pid for pid, command in commands if not any(other in command for other in others)]
+    found = []
+    for pid in sorted(worker_pids(run)):
+        with suppress(OSError):  # it has just ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not any(other in command for other in others):
+                found.append(pid)
+    return found
 
 
 def num_iterations(run: Path) -> int:
@@ -420,8 +426,11 @@ def run_with_faults(
         done = num_iterations(run) + (2 if number else 1)
         wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
         time.sleep(delay)
-        wait_until(lambda: len(processes(run)) == 3 or process.poll() is not None, 120)
-        os.kill(processes(run)[target], fault)
+        pids: list[int] = []
+        while len(pids) < 3:
+            assert process.poll() is None, process.stderr
+            pids = processes(run)
+        os.kill(pids[target], fault)
         wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
     process.wait(timeout=900)
     assert process.returncode == 0, process.stderr

@@ -171,7 +171,8 @@ class RolloutCallback(Callback):
         data = stratos_of(trainer)
         if not isinstance(pl_module, RLTModule):
             return
-        require_gathering(self.engine, trainer)
+        if not (stage == "predict" and data.task == "score"):  # which uses no engine
+            require_gathering(self.engine, trainer)
         if stage == "fit":
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)

@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import sharding_of
@@ -53,7 +54,11 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
             gathers nothing.
     """
     sharded = trainer.world_size > 1 and sharding_of(trainer.strategy).sharded
-    if sharded and not engine.in_process and type(engine).gather_weights is Engine.gather_weights:
+    kind = type(engine)
+    gathers = kind.gather_weights is not Engine.gather_weights
+    if kind.gather_weights is ServedEngine.gather_weights:  # for engines that send no weights
+        gathers = kind.update_weights is ServedEngine.update_weights
+    if sharded and not engine.in_process and not gathers:
         raise InputError(
             f"With weights in shards on {trainer.world_size} processes, an engine outside the process must "
             f"gather them on every rank, but {type(engine).__name__} does not write gather_weights. Write it "

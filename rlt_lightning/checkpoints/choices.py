@@ -16,7 +16,7 @@ def recover(folder: Path) -> None:
     """Restore the name of a checkpoint that was about to be replaced by another one of the same step."""
     for doomed in folder.glob("step=*.ckpt.old"):
         if (doomed / STATE).exists() and not doomed.with_suffix("").exists():
-            with suppress(FileNotFoundError):  # another rank was faster
+            with suppress(OSError):  # another process was faster
                 os.replace(doomed, doomed.with_suffix(""))
 
 

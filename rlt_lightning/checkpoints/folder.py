@@ -81,11 +81,16 @@ def whole_or_absent(folder: Path, strategy: Any) -> Iterator[Path]:
     yield scratch
     strategy.barrier()
     if strategy.global_rank == 0:
-        before = set_aside(folder) if folder.exists() else None
-        os.replace(scratch, folder)
+        before = folder.with_name(folder.name + ".old")
+        if folder.exists():
+            set_aside(folder)
+        try:
+            os.replace(scratch, folder)
+        except OSError:  # a process that looked for checkpoints has restored the old one
+            set_aside(folder)
+            os.replace(scratch, folder)
         sync_folder(folder.parent)
-        if before is not None:
-            delete(before)
+        delete(before)
     strategy.barrier()
 
 
@@ -110,7 +115,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint; a crash in between leaves nothing that looks like a checkpoint."""
+    """Delete a checkpoint. A crash in between leaves a .old, which is whole or no checkpoint."""
     if folder.exists():
         delete(set_aside(folder))
 

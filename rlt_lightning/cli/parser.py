@@ -41,7 +41,9 @@ def one_line(message: str) -> str:
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
     text = re.sub(r" - Expected a path but \S+ either not accessible or invalid - ", " ", text)
     if text.startswith(("Problems parsing config", "Unexpected config")):
-        text = f"Every --config must be a YAML file of settings, but {unreadable_config()} is not. {text}"
+        prefix, _, fault = text.partition(": ")
+        fault = fault if prefix.startswith("Problems") else "Write KEY: VALUE."
+        text = f"Every --config must be a YAML file of settings, but {unreadable_config()} is not. {fault}"
     if "arguments are required" in text and sys.argv[1:2] == ["report"]:
         return (
             "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."

@@ -71,14 +71,17 @@ class SaveConfig(SaveConfigCallback):
             logger.log_hyperparams(settings)
 
     def from_the_beginning(self, folder: Path) -> Namespace:
-        """Return the settings without what was said of this folder's earlier run: resume it, or replace it.
+        """Return the settings without resume, overwrite and a checkpoint of this folder.
 
-        Another run with this `config.yaml` must not replace or resume what lies in its own folder.
+        A run that is repeated from them must not resume or replace what lies in its own folder. If the first
+        start had the checkpoint of another run, that stays.
         """
         config = self.config.clone()
         config.resume = config.overwrite = False
-        if config.get("ckpt_path") and folder.resolve() in Path(config.ckpt_path).resolve().parents:
-            config.ckpt_path = None
+        if within(folder, config.get("ckpt_path")):
+            path = folder / "config.yaml"
+            first = yaml.safe_load(path.read_text()).get("ckpt_path") if path.exists() else None
+            config.ckpt_path = None if within(folder, first) else first
         return config
 
 
@@ -180,7 +183,7 @@ class RLTCommandLine(LightningCLI):
                     folder, yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
                 )
             open_run_folder(choice, [Path(str(path)) for path in config.config or []])
-        # A run's config.yaml has its folder here and in its loggers.
+        # The config.yaml of a run names its folder here and as the save_dir of its loggers.
         before, config.trainer.default_root_dir = config.trainer.default_root_dir, str(folder)
         if "output_dir" in (config.data.get("init_args") or {}):
             config.data.init_args.output_dir = str(folder)
@@ -232,6 +235,11 @@ class RLTCommandLine(LightningCLI):
     def on_cpu(self) -> bool:
         """Return whether the run's models were on a CPU."""
         return bool(self.trainer.strategy.root_device.type == "cpu")
+
+
+def within(folder: Path, path: str | None) -> bool:
+    """Return whether a path, if there is one, lies in a folder."""
+    return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
 def code_version() -> dict[str, Any]:

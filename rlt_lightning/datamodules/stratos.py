@@ -192,8 +192,6 @@ class StratosDataModule(LightningDataModule):
                 self.reports += val_reports
             elif self.val_rows:
                 items, val_items = self._hold_out(items)
-        if stage == "validate" and not val_items:
-            raise InputError("rlt validate needs held-out rows, but has none. Set data.val_rows.")
         self.items: list[Item] = items
         self.val_items: list[Item] = val_items
         path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
@@ -203,6 +201,10 @@ class StratosDataModule(LightningDataModule):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
+        if stage == "validate" and not val_items:
+            raise InputError(
+                "rlt validate needs held-out rows, but has none. Set data.val_rows or data.val_source."
+            )
         if stage == "fit":
             # Fail now if there are too few rows, or if the processes cannot share a step evenly.
             self.train_dataloader()

@@ -10,7 +10,7 @@
 
 callbacks/engine_link.py makes the calls from start on. If the engine has `in_process`, InProcessLink makes
 them on every rank, except verify and gather_weights. Otherwise RankZeroLink makes them on rank 0, except
-share, and calls only gather_weights on the other ranks.
+share, and calls only gather_weights and close on the other ranks.
 
 rlt_lightning/types.py draws where EngineError and its subclasses stand among the project's errors.
 """

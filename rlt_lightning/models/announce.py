@@ -35,12 +35,19 @@ def announce_model(name: str, dtype: str, role: str = "") -> None:
     announce(f"loading {name} ({model_size(name)}){as_dtype}{role and f': {role}'}")
 
 
-def announce_slow_bfloat16(device: torch.device, *types: str) -> None:
-    """Say that a CPU without instructions for bfloat16 computes it slowly, if one of these types is that."""
-    if device.type == "cpu" and any(name.startswith("bf") for name in types) and not cpu_has_bfloat16():
+def announce_slow_bfloat16(device: torch.device, types: dict[str, str]) -> None:
+    """Say which settings make a CPU compute in bfloat16 that has no instructions for it.
+
+    Args:
+        device: The device that computes.
+        types: The values of the settings that choose a type, by name.
+    """
+    found = [name for name, value in types.items() if value.startswith("bf")]
+    if device.type == "cpu" and found and not cpu_has_bfloat16():
+        advice = [f"{name} to {'32-true' if name == 'trainer.precision' else 'float32'}" for name in found]
         announce(
             "This CPU has no bfloat16 instructions (AVX512-BF16, AMX): float32 is several times faster. "
-            "Set trainer.precision to 32-true, and model.dtype and model.student_dtype to float32."
+            f"Set {' and '.join(advice)}."
         )
 
 

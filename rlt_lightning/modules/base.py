@@ -128,9 +128,7 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = sharding_of(self.trainer.strategy)
-        announce_slow_bfloat16(
-            self.trainer.strategy.root_device, str(self.trainer.precision), self.dtype_name
-        )
+        announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
         self.entry.train()
@@ -138,6 +136,10 @@ class PolicyModule(LightningModule):
         disable_dropout(self.entry)
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def types(self) -> dict[str, str]:
+        """Return the settings that choose the types in which the models compute, by name."""
+        return {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
 
     def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> Entry:
         """Load a model with this module's options, with or without adapter, sharded like the strategy.

@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric
 
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.judging.judge import Judge
+from rlt_lightning.models.announce import announce_slow_bfloat16
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, reported_k
@@ -70,6 +71,8 @@ class EvaluationModule(LightningModule):
     def configure_model(self) -> None:
         """Load the weights if they are needed, after the data have been checked."""
         if self.needs_model and self.policy is None:
+            types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
+            announce_slow_bfloat16(self.trainer.strategy.root_device, types)
             options = (self.dtype_name, self.attn_implementation, self.trust_remote_code)
             self.policy = load_model(self.pretrained, *options).requires_grad_(False)
 

@@ -16,9 +16,8 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
 
 With sharded weights, each forward and backward of a row waits for the other ranks too. To follow a batch,
-open five files in this order: `datamodules/stratos.py`, `callbacks/rollout.py`, this one, `scoring.py`
-(reward), `base.py` (division into rows, optimizer step). `models/packed.py` runs a row through a model; from
-there tensors go through pure functions of `numerics/`, and figures through `meter.py` and `logged.py`.
+open `datamodules/stratos.py`, `callbacks/rollout.py`, this file, `scoring.py` (reward) and `base.py` (rows,
+optimizer step). `models/packed.py` runs a row through a model; `numerics/` computes, `logged.py` counts.
 """
 
 from __future__ import annotations
@@ -182,6 +181,10 @@ class RLTModule(PolicyModule):
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
             reference = self.load(self.pretrained, self.dtype_name, "the reference of the KL penalty")
             self.reference = FrozenModel(reference, self.offload_frozen)
+
+    def types(self) -> dict[str, str]:
+        """Add the student's type."""
+        return super().types() | {"model.student_dtype": self.student_dtype}
 
     @torch.no_grad()
     def get_ready(self) -> None:
