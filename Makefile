@@ -37,13 +37,17 @@ pipeline:
 # Two processes: a test uses one core, and often waits for processes that it has started.
 PYTEST = $(RUN)/python -m pytest -n 2 --no-loadscope-reorder
 
-# Every claim once.
+# Every verb, stage, loss, layout, strategy and failure once.
 test: setup
 	$(PYTEST)
 
-# What `make test` leaves: every combination, and a real vLLM worker.
+# Further cases, the commands of docs/, and a real vLLM worker.
 test-all: setup setup-vllm
 	$(PYTEST) -m full
+
+# The part of it that runs the commands of docs/.
+test-docs: setup
+	$(PYTEST) -m full tests/test_docs.py
 
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm
@@ -61,4 +65,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-all prove check
+.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-all test-docs prove check

@@ -2,9 +2,9 @@
 
 Three sets of tests, each with its own command:
 
-    make test       what has no mark: every claim once
-    make test-all   full: all combinations, and what needs a real vLLM worker (mark vllm)
-    make prove      slow: learning, kills at random moments, nodes
+    make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
+    make test-all   full: further cases, the commands of docs/, what needs a real vLLM worker (mark vllm)
+    make prove      slow: learning, kills at random moments, two nodes
 """
 
 from __future__ import annotations

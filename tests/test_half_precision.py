@@ -51,7 +51,6 @@ def test_weights_and_moments_are_kept_in_fp32(strategy: str, runs: dict[str, Pat
         assert all(torch.equal(computed[n], t.bfloat16()) for n, t in masters(runs[strategy]).items())
 
 
-@pytest.mark.full
 def test_offloading_changes_nothing(runs: dict[str, Path]) -> None:
     assert largest_difference(weights(runs["zero3_offload"]), weights(runs["zero3"])) < 1e-5
 

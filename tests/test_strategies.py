@@ -84,7 +84,7 @@ def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
     [
         *(full(s, s) for s in ("single", "fsdp2", "zero1")),
         ("zero3", "zero3"),
-        *(full("zero3", "single"), full("single", "zero3"), full("fsdp2", "ddp"), full("zero1", "fsdp2")),
+        *(full("zero3", "single"), full("single", "zero3"), full("fsdp2", "ddp"), ("zero1", "fsdp2")),
     ],
 )
 def test_a_run_goes_on_from_any_checkpoint_under_any_strategy(

@@ -103,8 +103,8 @@ def export_checkpoint(
     for beside in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".tmp", ".old")):
         if beside.exists():
             raise InputError(
-                f"{beside} is in the way: an export that was killed has left it. Delete it if it ends in .tmp; "
-                "move it if it ends in .old, the model that was being replaced."
+                f"{beside} is in the way: an export that was killed has left it. Delete it if it ends in "
+                ".tmp; move it if it ends in .old: it is the model that was being replaced."
             )
     if folder.is_file():
         raise InputError(f"--output_dir must be a folder, but {folder} is a file. Choose another.")
