@@ -16,7 +16,7 @@ TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))  # c
 
 
 def test_the_workflow_runs_check_test_and_docs() -> None:
-    assert COMMANDS == ["make check", "make test", "make docs"]
+    assert COMMANDS == ["make check", "make test", "make docs", "make test-docs"]
     assert WORKFLOW["permissions"] == {"contents": "read"}
 
 
