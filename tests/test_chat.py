@@ -206,6 +206,8 @@ class Terminal:
             cwd=ROOT,
             env=os.environ | {"TERM": "xterm"} | environment,
             start_new_session=True,
+            # A shell that starts the tests in the background lets them ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(slave)
         self.seen = ""
