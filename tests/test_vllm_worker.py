@@ -426,9 +426,11 @@ def run_with_faults(
         done = num_iterations(run) + (2 if number else 1)
         wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
         time.sleep(delay)
-        pids: list[int] = []
-        while len(pids) < 3:
+        end, pids = time.monotonic() + 120, processes(run)
+        while len(pids) < 3:  # a worker that is being started again may have fewer yet
             assert process.poll() is None, process.stderr
+            assert time.monotonic() < end, "the run stands still"
+            time.sleep(0.05)
             pids = processes(run)
         os.kill(pids[target], fault)
         wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
