@@ -23,6 +23,7 @@ from rlt_lightning.models.embedded import (
     quiet_transformers,
     resolve,
 )
+from rlt_lightning.models.format import without_default_system
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
@@ -34,7 +35,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """Load the fast tokenizer of a model.
+    """Load the fast tokenizer of a model, with the chat template as it was before our training.
 
     Raises:
         InputError: If nothing can be loaded under that name, or its tokenizer has no chat template.
@@ -54,6 +55,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
             "model, or put a chat_template.jinja into its folder."
         )
+    # Our own prompts say whether there is a system message; see `models.format`.
+    tokenizer.chat_template = without_default_system(tokenizer.chat_template)
     return tokenizer
 
 
