@@ -51,9 +51,10 @@ def chat(
     sampling = Sampling(temperature, top_p, max_completion_length=max_tokens)
     question = piped_question()
     options = FormatOptions(tags, None, student_system_prompt, format_from, force_format, group="--")
+    tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     chosen = choose_format(options, None, model.path)
     chosen.warn_of_guesses()
-    chat_format = chosen.chat_format(load_tokenizer(model.path, model.trust_remote_code))
+    chat_format = chosen.chat_format(tokenizer)
     conversation = Conversation(chat_format, speaker_of(model, chat_format.tokenizer), sampling, seed)
     if question is not None:
         conversation.ask(question, Screen(chat_format.tags))

@@ -152,9 +152,10 @@ class EvaluationDataModule(LightningDataModule):
                 "data.tokenizer must name the model that is evaluated, but is not set. Set it to a folder or "
                 "hub id, or give data.responses."
             )
+        tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
         chosen = choose_format(self.format_options, None, self.tokenizer_name)
         chosen.warn_of_guesses()
-        return chosen.chat_format(load_tokenizer(self.tokenizer_name, self.trust_remote_code))
+        return chosen.chat_format(tokenizer)
 
     def _problem(self, name: str, question: Question) -> EvaluationProblem:
         prompt: list[int] = []
