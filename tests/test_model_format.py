@@ -29,12 +29,11 @@ from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat,
 from rlt_lightning.models.format import (
     FORMAT_FILE,
     ModelFormat,
-    read_format,
     with_default_system,
     without_default_system,
     write_format,
 )
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.pretrained import load_format, load_tokenizer
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import InputError, SFTExample
 
@@ -170,7 +169,7 @@ def test_later_stages_ask_in_the_format_of_stage_4(
 
 
 def test_a_model_folder_says_what_it_was_trained_on(student: tuple[Path, str], bespoke: str) -> None:
-    found = read_format(str(student[0] / "model"))
+    found = load_format(str(student[0] / "model"))
     assert found == ModelFormat("student", STRATOS, rows_of(bespoke)[0]["system"], 1.0)
     assert len(found.system_prompt) == 1312  # the real one, not ours
 
@@ -220,7 +219,7 @@ def test_every_shipped_pipeline_asks_as_it_trained(
     expected = trained_prompts(source, tiny_model, **options)
     assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "run/model")) == expected
     if system and "student_system_prompt" not in options:
-        assert read_format(str(tmp_path / "run/model")).system_prompt == rows[0]["system"]  # type: ignore[union-attr]
+        assert load_format(str(tmp_path / "run/model")).system_prompt == rows[0]["system"]  # type: ignore[union-attr]
 
 
 def wait_for(url: str, seconds: float = 240) -> None:
@@ -290,18 +289,18 @@ def test_the_commonest_prompt_is_recorded_with_its_share(tiny_model: str, tmp_pa
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert read_format(str(tmp_path)) is None
+    assert load_format(str(tmp_path)) is None
     written = ModelFormat("teacher", OWN, "Wörter\n{x}", 0.5)
     write_format(written, tmp_path)
-    assert read_format(str(tmp_path)) == written
+    assert load_format(str(tmp_path)) == written
     plain = written.to_plain()
     for wrong in ({**plain, "role": "pupil"}, {**plain, "tags": {"thought_open": "x"}}, [], "x"):
         (tmp_path / FORMAT_FILE).write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=r"rlt_format.json must hold role, tags, separator"):
-            read_format(str(tmp_path))
+            load_format(str(tmp_path))
     (tmp_path / FORMAT_FILE).write_text("{")
     with pytest.raises(InputError, match="must be readable JSON"):
-        read_format(str(tmp_path))
+        load_format(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.formats import ChatFormat, student_prompt, teacher_prompt
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.models.format import ModelFormat, Role, read_format
+from rlt_lightning.models.format import ModelFormat, Role
+from rlt_lightning.pretrained import load_format
 from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
 from rlt_lightning.types import InputError
 
@@ -246,7 +247,7 @@ def recorded_format(name: str, role: Role, options: FormatOptions, learns: bool)
     Raises:
         InputError: If the model was trained for the other role.
     """
-    recorded = read_format(name)
+    recorded = load_format(name)
     if recorded is None or recorded.role == role:
         return recorded
     if learns or options.force_format:

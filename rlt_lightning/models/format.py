@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from rlt_lightning.models.embedded import resolve
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError
 
@@ -88,34 +87,20 @@ def write_format(model_format: ModelFormat, folder: Path) -> None:
     (folder / FORMAT_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_format(name: str) -> ModelFormat | None:
-    """Return the format that a model folder or a hub repository records; None for a model from outside.
+def read_format(path: Path) -> ModelFormat:
+    """Return the format that `write_format` has written.
 
     Raises:
-        InputError: If the file is not as `write_format` has written it.
+        InputError: If the file is not as it was written.
     """
-    from transformers.utils import cached_file
-
-    folder = Path(resolve(name)).expanduser()
-    path: str | None = str(folder / FORMAT_FILE)
-    if not folder.is_dir():
-        # Absence, or a hub out of reach, is no error here: loading the model reports the latter.
-        quiet = ("missing_entries", "connection_errors", "gated_repo")
-        options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
-        try:
-            path = cached_file(name, FORMAT_FILE, **options)
-        except OSError:
-            path = None
-    if path is None or not Path(path).is_file():
-        return None
     try:
-        plain = json.loads(Path(path).read_text(encoding="utf-8"))
+        plain = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path} must be readable JSON, but is not ({error}). Restore it, or delete it: the model then "
             "counts as one of unknown format."
         ) from error
-    return ModelFormat.from_plain(plain, path)
+    return ModelFormat.from_plain(plain, str(path))
 
 
 def with_default_system(template: Any, system_prompt: str) -> Any:
