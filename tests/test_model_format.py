@@ -396,7 +396,12 @@ def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Pa
         data.prompts_per_step = 1
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            data.setup("predict" if isinstance(data, StratosDataModule) else "test")
+            if isinstance(data, StratosDataModule):
+                data.setup("predict")
+                data.predict_dataloader()
+            else:
+                data.setup("test")
+                data.test_dataloader()
         found = [str(w.message) for w in caught if "does not record the format" in str(w.message)]
         assert len(found) == len(expected), (found, expected)
         for text, part in zip(found, expected, strict=True):

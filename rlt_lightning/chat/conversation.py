@@ -53,9 +53,9 @@ def chat(
     options = FormatOptions(tags, None, student_system_prompt, format_from, force_format, group="--")
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     chosen = choose_format(options, None, model.path)
-    chosen.warn_of_guesses()
     chat_format = chosen.chat_format(tokenizer)
     conversation = Conversation(chat_format, speaker_of(model, chat_format.tokenizer), sampling, seed)
+    chosen.warn_of_guesses()
     if question is not None:
         conversation.ask(question, Screen(chat_format.tags))
     else:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
-from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
+from rlt_lightning.datamodules.format_choice import ChosenFormat, FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.sources import read_rows
@@ -78,7 +78,8 @@ class EvaluationDataModule(LightningDataModule):
         self.responses = responses
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.format: ChatFormat | None = None  # None if responses are given
+        self.chosen: ChosenFormat | None = None  # None if responses are given, as the format
+        self.format: ChatFormat | None = None
         self.finished: list[Row] = []  # records from before the run was resumed
         self.given: dict[str, list[Response]] = {}  # by problem
         self.left: list[EvaluationProblem] = []  # problems without a record
@@ -114,6 +115,8 @@ class EvaluationDataModule(LightningDataModule):
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
         """Return the sets one after another, in their order; a batch holds problems of one set only."""
+        if self.chosen is not None:
+            self.chosen.warn_of_guesses()
         batches: list[list[EvaluationProblem]] = []
         for name in self.sets:
             left = [problem for problem in self.left if problem.set_name == name]
@@ -153,9 +156,8 @@ class EvaluationDataModule(LightningDataModule):
                 "hub id, or give data.responses."
             )
         tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
-        chosen = choose_format(self.format_options, None, self.tokenizer_name)
-        chosen.warn_of_guesses()
-        return chosen.chat_format(tokenizer)
+        self.chosen = choose_format(self.format_options, None, self.tokenizer_name)
+        return self.chosen.chat_format(tokenizer)
 
     def _problem(self, name: str, question: Question) -> EvaluationProblem:
         prompt: list[int] = []

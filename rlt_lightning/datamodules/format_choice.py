@@ -110,27 +110,24 @@ class ChosenFormat:
         return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags)
 
     def check_rows(self, prompts: Counter[str]) -> None:
-        """Compare the rows' system prompts with the student's training, and warn of what had to be guessed.
-
-        Args:
-            prompts: The system prompts under which the student sees the rows, counted.
+        """Compare the system prompts under which the student sees the rows, counted, with its training.
 
         Raises:
             InputError: If the student learns from rows with another prompt than the one of its training.
         """
         if self.recorded is not None and self.learner is not None and not self.options.force_format:
             require_rows_agree(self.recorded, self.learner, prompts)
-        self.warn_of_guesses(prompts[student_prompt(self.student_system_prompt, self.student_tags)] > 0)
 
-    def warn_of_guesses(self, uses_default: bool = True) -> None:
+    def warn_of_guesses(self, prompts: Counter[str] | None = None) -> None:
         """Warn of each model of unknown format, naming the prompt that it is asked under.
 
         Args:
-            uses_default: Whether any row is asked under the student's default prompt.
+            prompts: The system prompts under which the student sees the rows, counted; None: the default.
         """
         name_of = self.options.name
+        default = student_prompt(None, self.student_tags)
         for role, name in self.guessed.items():
-            if role == "student" and not uses_default:
+            if role == "student" and prompts is not None and default not in prompts:
                 continue
             is_teacher = role == "teacher"
             tags = self.tags if is_teacher else self.student_tags

@@ -188,13 +188,13 @@ class StratosDataModule(LightningDataModule):
         if self._prepared_for == stage:
             return
         self.system_prompts.clear()
-        chosen = self._choose_format()
-        self.format = self._load_format(chosen)
+        self.chosen = self._choose_format()
+        self.format = self._load_format(self.chosen)
         self._item_maker = ItemMaker(
             format=self.format,
             task=self.task,
             trace_columns=self.trace_columns,
-            keep_row_prompts=chosen.keeps_row_prompts,
+            keep_row_prompts=self.chosen.keeps_row_prompts,
             max_prompt_length=self.max_prompt_length,
             max_solution_length=self.max_solution_length,
             max_length=self.max_length,
@@ -218,18 +218,23 @@ class StratosDataModule(LightningDataModule):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
-        chosen.check_rows(self.system_prompts)
+        self.chosen.check_rows(self.system_prompts)
         if stage == "validate" and not val_items:
             raise InputError(
                 "rlt validate needs held-out rows, but has none. Set data.val_rows or data.val_source."
             )
         if stage == "fit":
             # Fail now if there are too few rows, or if the processes cannot share a step evenly.
-            self.train_dataloader()
+            self.step_loader()
         self._prepared_for = stage
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return shuffled batches of one optimizer step, resumable in the middle of an epoch."""
+        self.chosen.warn_of_guesses(self.system_prompts)
+        return self.step_loader()
+
+    def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
+        """Return what `train_dataloader` returns, for those who only ask for its length."""
         rank, world_size = self._rank(), self._world_size()
         return StepLoader(self.items, self.prompts_per_step, self.collate, self.seed, rank, world_size)
 
@@ -239,6 +244,7 @@ class StratosDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
+        self.chosen.warn_of_guesses(self.system_prompts)
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:

@@ -269,7 +269,7 @@ class PolicyModule(LightningModule):
         Lightning would then never restore the loader's position.
         """
         trainer = self.trainer
-        steps_per_epoch = len(stratos_of(trainer).train_dataloader())
+        steps_per_epoch = len(stratos_of(trainer).step_loader())
         limit = trainer.limit_train_batches
         if limit is not None:
             steps_per_epoch = (
