@@ -168,6 +168,25 @@ def test_later_stages_ask_in_the_format_of_stage_4(
     assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
 
 
+@pytest.mark.full
+def test_traditional_rl_keeps_the_format_of_its_student(
+    student: tuple[Path, str], bespoke: str, tiny_model: str, tmp_path: Path
+) -> None:
+    name = "configs/student_grpo.yaml"
+    words = tiny_options("fit", yaml.safe_load((ROOT / name).read_text()), str(student[0] / "model"))
+    words += [f"--data.source={bespoke}", "--trainer.callbacks=null", f"--output_dir={tmp_path / 'run'}"]
+    result = rlt("fit", f"--config={name}", *words)
+    assert result.returncode == 0, result.stderr
+    expected = trained_prompts(bespoke, tiny_model)
+    assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / "run/model")) == expected
+    sets = json.dumps({"own": questions_of(bespoke, tmp_path)})
+    settings = [f"--data.sets={sets}", "--data.max_rows=1", f"--output_dir={tmp_path / 'test'}"]
+    result = rlt(*proposed(result.stdout), *settings, "--rollouts.sampling.max_completion_length=4")
+    assert result.returncode == 0, result.stderr
+    prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
+    assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
+
+
 def test_a_model_folder_says_what_it_was_trained_on(student: tuple[Path, str], bespoke: str) -> None:
     found = load_format(str(student[0] / "model"))
     assert found == ModelFormat("student", STRATOS, rows_of(bespoke)[0]["system"], 1.0)
