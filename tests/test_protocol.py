@@ -18,7 +18,7 @@ from fake_worker import FakeWorker
 
 from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set, read_set
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.published import PUBLISHED, difference
+from rlt_lightning.datamodules.published import PUBLISHED, difference, known_by_number
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.records.results import (
     PAPER_ROWS,
@@ -223,6 +223,7 @@ def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Ro
     for found in summary["sets"].values():
         found["differs"] = None
     assert PAPER_SOURCE in render(summary)
+    assert "GPQA Diamond is recognised only by the number of its rows.\n" in render(summary)
     tables = evaluation_tables([replace(run, evaluation=summary)], ["run"])
     assert tables[1]["title"] == PAPER_SOURCE
 
@@ -230,6 +231,7 @@ def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Ro
 def test_only_the_published_sets_fill_the_papers_columns() -> None:
     rows = [f"Question {i}" for i in range(198)]
     assert difference("gpqa_diamond", rows) is None  # only their number is known
+    assert [name for name in SETS if known_by_number(name)] == ["gpqa_diamond"]
     assert difference("math500", rows * 3) == "594 rows, where it has 500"
     assert difference("gsm8k", rows) is None
     assert PUBLISHED.keys() == set(PAPER_SETS)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.datamodules.evaluation import evaluation_of
+from rlt_lightning.datamodules.published import known_by_number
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.records.jsonl import append_rows, keep_rows, rewrite
 from rlt_lightning.records.results import render, without_nan
@@ -71,6 +72,7 @@ def summarise(trainer: Trainer, module: EvaluationModule) -> dict[str, Any]:
             # Only the published set bears its name.
             "title": spec.title if data.differences[name] is None else name,
             "differs": data.differences[name],
+            "known_by_number": known_by_number(name),
             "num_samples": data.num_samples,
             **figures[name],
             "pass_at": metrics.pass_at_k(),

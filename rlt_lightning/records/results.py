@@ -48,16 +48,18 @@ def without_nan(value: Any) -> Any:
 
 def render(summary: dict[str, Any]) -> str:
     """Return the results as a Markdown page, with the paper's for the sets that it has results of."""
-    name = summary["model"] or summary["responses"]
-    page = f"# Evaluation of {name}\n\n{markdown([HEADER, *map(result_row, summary['sets'].values())])}"
-    if comparable_sets(summary):
+    name, sets = summary["model"] or summary["responses"], summary["sets"]
+    page = f"# Evaluation of {name}\n\n{markdown([HEADER, *map(result_row, sets.values())])}"
+    comparable = comparable_sets(summary)
+    if comparable:
         page += f"\nBeside {PAPER_SOURCE}:\n\n{beside_paper(summary, name)}"
-    unlike = [
-        unlike_published(set_name, found["differs"])
-        for set_name, found in summary["sets"].items()
-        if found.get("differs")
+    lines = [unlike_published(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
+    lines += [
+        f"{SET_TITLES[key]} is recognised only by the number of its rows."
+        for key in PAPER_SETS
+        if key in comparable and sets[key].get("known_by_number")
     ]
-    return page + "".join(f"\n{line}\n" for line in unlike)
+    return page + "".join(f"\n{line}\n" for line in lines)
 
 
 def comparable_sets(summary: dict[str, Any]) -> set[str]:
