@@ -329,7 +329,7 @@ def test_a_folder_without_weights_is_one_clear_line(ask: Any, tiny_model: str, t
 
 
 def test_a_server_that_is_not_there_is_one_clear_line(tiny_model: str) -> None:
-    options = [f"--model.path={tiny_model}", "--model.url=http://127.0.0.1:9"]
+    options = [f"--model.path={tiny_model}", "--model.url=http://127.0.0.1:9", "--student_system_prompt="]
     result = rlt("chat", *options, text=QUESTION)
     assert result.returncode == 2
     assert result.stdout == ""

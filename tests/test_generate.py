@@ -166,7 +166,10 @@ def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_mode
         (["--rollouts.seed=1"], "rollouts.seed was 0 and is 1"),
         (["--data.num_embedded_rows=13"], "data.init_args.num_embedded_rows was 12 and is 13"),
         (["--rollouts.sampling.temperature=0"], "at temperature 0 exactly these, but are 3 and 0"),
-        (["--rollouts.sampling.max_completion_length=3000"], "context of 2048 tokens, but row 1 needs"),
+        (
+            ["--rollouts.sampling.max_completion_length=3000", "--data.teacher_system_prompt="],
+            "context of 2048 tokens, but row 1 needs",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_one_clear_line_and_loses_nothing(

@@ -339,7 +339,10 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
             ["--model.reward=rlt_lightning.numerics.rewards.RLTReward"],
             "model.student must be a model, which RLTReward asks, but is null",
         ),
-        (["--data.task=rlt"], "data.task must be student_rl for CorrectnessReward, but is rlt"),
+        (
+            ["--data.task=rlt", "--data.teacher_system_prompt=", "--data.student_system_prompt="],
+            "data.task must be student_rl for CorrectnessReward, but is rlt",
+        ),
         (["--model.reward.wrong=2"], "reward.right must be above wrong"),
         (["--data.source=arithmetic:geometry"], "'arithmetic:KIND' such as 'arithmetic:addition'"),
     ],

@@ -47,6 +47,8 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     else:
         options = [*TINY, f"--model.teacher={model}"]
         options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []
+    if settings["data"].get("init_args", {}).get("format_from"):
+        options += ["--data.format_from=null"]  # rows of the hub
     if verb == "fit":
         options += ["--trainer.max_steps=1"]
     if (verb in ("fit", "validate") and not is_sft) or generates(settings):

@@ -225,7 +225,7 @@ class ResponseCallback(Callback):
             self.num_samples,
             seeds,
             self.budget,
-            chat_format.tags.thought_close,
+            chat_format.student_tags.thought_close,
             chat_format.answer_opening,
             limits,
         )

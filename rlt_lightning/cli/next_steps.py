@@ -21,7 +21,7 @@ from rlt_lightning.types import as_list
 
 # Settings of the format, which are the same in all stages.
 STUDENT_FORMAT = ("tags", "student_system_prompt")
-TEACHER_FORMAT = (*STUDENT_FORMAT, "teacher_system_prompt")
+TEACHER_FORMAT = (*STUDENT_FORMAT, "teacher_system_prompt", "format_from")
 # The config of a stage in the recipe -> the one that runs on a laptop.
 ON_A_CPU = {
     "teacher_rlt": "quickstart_smollm2",

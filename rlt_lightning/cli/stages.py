@@ -38,6 +38,7 @@ from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.records.catalogue.saved import write_entries
 from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
+from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list
 
 VERBS: dict[str, set[str]] = {
@@ -231,7 +232,11 @@ class RLTCommandLine(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""
-        next_steps.print_after_predict(self.config[self.subcommand], self.on_cpu)
+        config, chat_format = self.config[self.subcommand].clone(), self.datamodule.format
+        if chat_format.student_tags != chat_format.tags:
+            # The next stage trains a student, in the format of the one that scored.
+            config.data.init_args.tags = style_name(chat_format.student_tags)
+        next_steps.print_after_predict(config, self.on_cpu)
 
     @property
     def on_cpu(self) -> bool:

@@ -15,6 +15,7 @@ from rlt_lightning.datamodules.evaluation_sets import (
     evaluation_set,
     read_set,
 )
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.published import difference
@@ -22,7 +23,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.announce import announce
 from rlt_lightning.records.jsonl import Row, whole_rows
 from rlt_lightning.records.results import unlike_published
-from rlt_lightning.tags import TagStyle
+from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
@@ -39,8 +40,12 @@ class EvaluationDataModule(LightningDataModule):
             id, or with fields of an EvaluationSet to change. Any other name with a source is your own set.
             None: AIME 2024, MATH-500 and GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; linked from the model.
-        tags: "stratos", "r1", or the fields of a TagStyle.
-        student_system_prompt: None for ours; '' for none.
+        tags: "stratos", "r1", or the fields of a TagStyle; None: as the model was trained, else stratos.
+        student_system_prompt: None: as the model was trained, else ours; '' for none, @FILE for the text of a
+            file.
+        format_from: Rows off which tags and system prompt of a model from outside are read: a file, folder or
+            hub id.
+        force_format: Use these settings although the model records that it was trained in others.
         max_rows: Most problems of each set, from its start.
         seed: Seed of the order of GPQA's options, and of the embedded sets.
         batch_size: Problems whose responses are sampled at once, and recorded together.
@@ -54,8 +59,10 @@ class EvaluationDataModule(LightningDataModule):
         self,
         sets: dict[str, SetSettings] | None = None,
         tokenizer: str | None = None,
-        tags: str | TagStyle = "stratos",
+        tags: str | TagStyle | None = None,
         student_system_prompt: str | None = None,
+        format_from: str | None = None,
+        force_format: bool = False,
         max_rows: int | None = None,
         seed: int = 0,
         batch_size: int = 32,
@@ -70,8 +77,12 @@ class EvaluationDataModule(LightningDataModule):
         # By set: why it is not the published set of that name; None where it is, or there is none.
         self.differences: dict[str, str | None] = {}
         self.tokenizer_name = tokenizer
-        self.tags = tags
-        self.student_system_prompt = student_system_prompt
+        self.format_options = FormatOptions(
+            tags,
+            student_system_prompt=student_system_prompt,
+            format_from=format_from,
+            force_format=force_format,
+        )
         self.max_rows = max_rows
         self.seed = seed
         self.batch_size = batch_size
@@ -129,6 +140,15 @@ class EvaluationDataModule(LightningDataModule):
         responses = [self.given[problem.id] for problem in problems] if self.given else None
         return EvaluationBatch(problems, responses)
 
+    @property
+    def tags(self) -> TagStyle:
+        """Return the tags of the responses."""
+        return (
+            tag_style(self.format_options.tags or STRATOS)
+            if self.format is None
+            else self.format.student_tags
+        )
+
     # Helpers
 
     @property
@@ -146,7 +166,9 @@ class EvaluationDataModule(LightningDataModule):
                 "hub id, or give data.responses."
             )
         tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
-        return ChatFormat(tokenizer, self.tags, student_system_prompt=self.student_system_prompt)
+        chosen = choose_format(self.format_options, None, self.tokenizer_name)
+        chosen.warn_of_guesses()
+        return chosen.chat_format(tokenizer)
 
     def _problem(self, name: str, question: Question) -> EvaluationProblem:
         prompt: list[int] = []

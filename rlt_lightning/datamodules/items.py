@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, parse_row, require_judgeable
 from rlt_lightning.types import Problem, SFTExample
 
 Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
@@ -56,6 +56,20 @@ class ItemMaker:
     def takes_completions(self) -> bool:
         """Return whether a row may have a completion in place of a trace."""
         return self.task == "score"
+
+    def parsed(self, columns: dict[str, Any]) -> ParsedRow:
+        """Parse a row with the tags of this run.
+
+        Raises:
+            BadRowError: If it cannot be used.
+        """
+        tags, student_tags = self.format.tags, self.format.student_tags
+        return parse_row(columns, tags, self.needed_traces, self.takes_completions, student_tags)
+
+    def system_prompt_of(self, row: ParsedRow) -> str:
+        """Return the system prompt under which the student sees a row."""
+        own = self._system_prompt(row)
+        return self.format.student_system_prompt if own is None else own
 
     def items_of(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         """Make one item of a row, or one for each of its traces.

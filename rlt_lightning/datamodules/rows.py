@@ -118,6 +118,7 @@ def parse_row(
     tags: TagStyle,
     trace_columns: Sequence[str] = (),
     allows_completion: bool = False,
+    student_tags: TagStyle | None = None,
 ) -> ParsedRow:
     """Parse a row of Bespoke-Stratos' format, or one with question and solution.
 
@@ -127,13 +128,17 @@ def parse_row(
             between other tags gets the separator of `tags`.
         trace_columns: Names of the traces that the task needs.
         allows_completion: Whether a `completion` may replace `reasoning_trace`.
+        student_tags: The tags of the row's system prompt, which is the student's; None: `tags`.
 
     Raises:
         BadRowError: With the reason why the row cannot be used.
     """
     if missing := missing_columns(row, trace_columns, allows_completion):
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
-    parsed = _parse_stratos(row, tags) if row.get("conversations") is not None else _parse_custom(row, tags)
+    if row.get("conversations") is not None:
+        parsed = _parse_stratos(row, tags, student_tags or tags)
+    else:
+        parsed = _parse_custom(row, tags)
     if not parsed.question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, "the question has no text")
     if not parsed.solution.strip():
@@ -164,7 +169,7 @@ def _trace(row: dict[str, Any], column: str, tags: TagStyle) -> str:
     return tags.wrap(text) if text.strip() else ""
 
 
-def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
+def _parse_stratos(row: dict[str, Any], tags: TagStyle, student_tags: TagStyle) -> ParsedRow:
     turns = [_turn(turn) for turn in _list(row["conversations"])]
     systems = [text for role, text in turns if role == "system"]
     roles = [role for role, _ in turns if role != "system"]
@@ -183,7 +188,7 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
         return ParsedRow(question, blocks[1], {TRACE_COLUMN: blocks[0]}, completion, system)
     if blocks := _split_blocks(answer, STRATOS):
         thought, solution = map(tags.wrap, blocks)
-        system = system and _translate(system, tags)
+        system = system and STRATOS.translate(system, student_tags)
         return ParsedRow(question, solution, {TRACE_COLUMN: thought}, completion, system)
     raise BadRowError(BadRowReason.MISSING_TAGS, "the assistant's turn lacks one of the four tags in order")
 
@@ -195,13 +200,6 @@ def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:
     rest, solution_opened, solution = rest.rpartition(tags.solution_open)
     thought, closed, _ = rest.rpartition(tags.thought_close)
     return (thought, solution) if opened and closed and solution_opened and solution_closed else None
-
-
-def _translate(system: str, tags: TagStyle) -> str:
-    """Replace the Stratos tags in a system prompt by the tags in use."""
-    for name, tag in STRATOS.tags().items():
-        system = system.replace(tag, tags.tags()[name])
-    return system
 
 
 def _turn(turn: Any) -> tuple[str, str]:

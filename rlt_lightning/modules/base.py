@@ -184,6 +184,7 @@ class PolicyModule(LightningModule):
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
+            "format": data.trained_format().to_plain(),
             "training": {
                 "method": type(self).__name__,
                 "optimizer steps": self.global_step,
