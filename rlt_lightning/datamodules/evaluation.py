@@ -8,12 +8,21 @@ from typing import Any, cast
 from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
-from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
+from rlt_lightning.datamodules.evaluation_sets import (
+    SETS,
+    Question,
+    SetSettings,
+    evaluation_set,
+    read_set,
+)
 from rlt_lightning.datamodules.format_choice import ChosenFormat, FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
+from rlt_lightning.datamodules.published import difference
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.announce import announce
 from rlt_lightning.records.jsonl import Row, whole_rows
+from rlt_lightning.records.results import unlike_published
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
 
@@ -27,9 +36,9 @@ class EvaluationDataModule(LightningDataModule):
     `setup` reads all sets before any model is loaded. A resumed run leaves out problems that it has finished.
 
     Args:
-        sets: Names of `SETS`, each with null or with a file, folder or hub id to read instead of its own hub
-            id. Any other name with a file, folder or hub id is your own set. None: AIME 2024, MATH-500 and
-            GPQA Diamond.
+        sets: Names of `SETS`, each with null, with a file, folder or hub id to read instead of its own hub
+            id, or with fields of an EvaluationSet to change. Any other name with a source is your own set.
+            None: AIME 2024, MATH-500 and GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the model was trained, else stratos.
         student_system_prompt: None: as the model was trained, else ours; '' for none, @FILE for the text of a
@@ -48,7 +57,7 @@ class EvaluationDataModule(LightningDataModule):
 
     def __init__(
         self,
-        sets: dict[str, str | None] | None = None,
+        sets: dict[str, SetSettings] | None = None,
         tokenizer: str | None = None,
         tags: str | TagStyle | None = None,
         student_system_prompt: str | None = None,
@@ -63,7 +72,10 @@ class EvaluationDataModule(LightningDataModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        self.sets = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
+        self.sets: dict[str, SetSettings] = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
+        self.specs = {name: evaluation_set(name, settings) for name, settings in self.sets.items()}
+        # By set: why it is not the published set of that name; None where it is, or there is none.
+        self.differences: dict[str, str | None] = {}
         self.tokenizer_name = tokenizer
         self.format_options = FormatOptions(
             tags,
@@ -101,8 +113,9 @@ class EvaluationDataModule(LightningDataModule):
         if self.is_set_up:
             return
         questions = {
-            name: read_set(name, source, self.max_rows, self.seed) for name, source in self.sets.items()
+            name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
+        self._compare_with_published(questions)
         if self.responses is None:
             self.format = self._load_format()
         else:
@@ -163,8 +176,16 @@ class EvaluationDataModule(LightningDataModule):
         prompt: list[int] = []
         if self.format is not None:
             prompt = encode(self.format.tokenizer, self.format.student_chat(question.text))
-        private = evaluation_set(name, self.sets[name]).private
+        private = self.specs[name].private
         return EvaluationProblem(question.id, name, question.text, prompt, question.reference, private)
+
+    def _compare_with_published(self, questions: dict[str, list[Question]]) -> None:
+        """Say now, and not only after hours of sampling, which sets get no place beside the paper."""
+        for name, part in questions.items():
+            found = difference(name, [question.plain for question in part])
+            self.differences[name] = found
+            if found is not None:
+                announce(unlike_published(name, found))
 
     def _finished_records(self) -> list[Row]:
         """Return the records of problems for which an interrupted run has all responses."""
