@@ -10,14 +10,16 @@ from typing import Any, cast
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, NumberedRow, write_reports
+from rlt_lightning.datamodules.bad_rows import BadRowReport, write_reports
+from rlt_lightning.datamodules.filters import Filters, Sieve
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.items import Item, ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, check_columns, parse_row, with_solution
+from rlt_lightning.datamodules.preparation import make_items
+from rlt_lightning.datamodules.responses import Responses, holds_tag, split_response
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
-from rlt_lightning.models.announce import counted
-from rlt_lightning.tags import STRATOS, TagStyle
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     Completion,
     InputError,
@@ -47,6 +49,10 @@ class StratosDataModule(LightningDataModule):
             model answers without a teacher (student_rl).
         trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
+        response_column: Column with a model's whole response, whose thought and solution replace the row's
+            `reasoning_trace` and `solution`; see `responses.py`. None: the row's own are used.
+        tidy_responses: Reformat these responses by rules.
+        filters: Which usable rows of `source` are left out.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle.
@@ -79,6 +85,9 @@ class StratosDataModule(LightningDataModule):
         split: str = "train",
         task: Task = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
+        response_column: str | None = None,
+        tidy_responses: bool = False,
+        filters: Filters = Filters(),
         tokenizer: str | None = None,
         student_tokenizer: str | None = None,
         tags: str | TagStyle = "stratos",
@@ -107,6 +116,9 @@ class StratosDataModule(LightningDataModule):
         self.split = split
         self.task: Task = task
         self.trace_columns = list(trace_columns)
+        self.response_column = response_column
+        self.tidy_responses = tidy_responses
+        self.filters = filters
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
         self.tags = tags
@@ -183,7 +195,8 @@ class StratosDataModule(LightningDataModule):
             max_length=self.max_length,
             long_traces=self.long_traces,
         )
-        self.reports, items = self._prepare(self.sources, self.split)
+        sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
+        self.reports, items = self._prepare(self.sources, self.split, sieve)
         val_items: list[Item] = []
         if stage != "predict":
             if self.val_sources:
@@ -242,22 +255,34 @@ class StratosDataModule(LightningDataModule):
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
 
-    def student_length(self, rollout: Rollout) -> int:
-        """Return the number of tokens of the example that stage 4 makes of an explanation."""
-        problem, wrap = rollout.problem, self.format.tags.wrap
-        thought, solution = wrap(rollout.text), wrap(problem.solution)
-        turn = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
-        return len(self.format.student_sft_example(*turn).token_ids)
+    def turn_of(self, rollout: Rollout) -> tuple[str, str] | None:
+        """Return thought and solution of the turn that stage 4 makes of a completion.
+
+        An explanation is the thought before the problem's solution. An answer has a thought and a solution of
+        its own; None if it cannot be split into them.
+        """
+        if self.task == "student_rl":
+            return split_response(rollout.text, self.format.tags)
+        return rollout.text, rollout.problem.solution
+
+    def student_length(self, rollout: Rollout) -> int | None:
+        """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
+        if (turn := self.turn_of(rollout)) is None:
+            return None
+        problem, (thought, solution) = rollout.problem, map(self.format.tags.wrap, turn)
+        example = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
+        return len(self.format.student_sft_example(*example).token_ids)
 
     def fits_student(self, rollout: Rollout) -> bool:
-        """Return whether a student can learn from an explanation.
+        """Return whether a student can learn from a completion.
 
-        It must have text and an end, hold no tag, and fit into the student's context.
+        It must have text and an end, its thought may hold no tag, and it must fit into the student's context.
         """
-        text, limit = rollout.text, self.student_context
-        if not (rollout.closed and text) or self.format.tags.occur_in(text) or STRATOS.occur_in(text):
+        turn, limit = self.turn_of(rollout), self.student_context
+        if turn is None or not (rollout.closed and turn[0]) or holds_tag(turn[0], self.format.tags):
             return False
-        return limit is None or self.student_length(rollout) <= limit
+        length = self.student_length(rollout)
+        return limit is None or (length is not None and length <= limit)
 
     def recipe(self) -> dict[str, Any]:
         """Return what the rows are and how they are presented, for a data card."""
@@ -265,6 +290,7 @@ class StratosDataModule(LightningDataModule):
             "source": f"{self.source} ({len(self.items)} usable rows)",
             "tags": self.tags if isinstance(self.tags, str) else "custom",
             "student's context": self.student_context or "no limit",
+            **({"filters": filters} if (filters := self.filters.settings()) else {}),
         }
 
     @property
@@ -303,38 +329,22 @@ class StratosDataModule(LightningDataModule):
             check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
         return ChatFormat(tokenizer, self.tags, self.teacher_system_prompt, self.student_system_prompt)
 
-    def _prepare(self, sources: list[str], split: str) -> tuple[list[BadRowReport], list[Item]]:
+    def _prepare(
+        self, sources: list[str], split: str, sieve: Sieve | None = None
+    ) -> tuple[list[BadRowReport], list[Item]]:
         """Read sources one after another; row numbers continue from one to the next."""
         reports: list[BadRowReport] = []
         items: list[Item] = []
         first_row = 1
         for source in sources:
             rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+            if self.response_column is not None:
+                rows = Responses(self.response_column, self.format.tags, self.tidy_responses).rows(rows)
             report = BadRowReport(source, len(rows), first_row)
-            items += self._make_items(rows, report)
+            items += make_items(rows, report, self._item_maker, sieve)
             reports.append(report)
             first_row += rows[-1][0]
         return reports, items
-
-    def _make_items(self, rows: list[NumberedRow], report: BadRowReport) -> list[Item]:
-        """Make the usable rows of a source into items, and report the others."""
-        maker = self._item_maker
-        if self.task == "student_rl":
-            rows = [(number, with_solution(columns)) for number, columns in rows]
-        check_columns(rows, report.source, maker.needed_traces, maker.takes_completions)
-        items: list[Item] = []
-        for number, columns in counted(rows, f"tokenising {report.source}"):
-            try:
-                if isinstance(columns, BadRowError):
-                    raise columns
-                parsed = parse_row(columns, self.format.tags, maker.needed_traces, maker.takes_completions)
-                made = maker.items_of(report.first_row - 1 + number, parsed, columns)
-                items += made
-                if any(isinstance(item, SFTExample) and item.num_cut for item in made):
-                    report.truncated.append(number)
-            except BadRowError as error:
-                report.add(number, error)
-        return items
 
     def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
         """Split rows by seed into training and held-out ones, both in the source's order."""
