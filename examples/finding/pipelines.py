@@ -40,7 +40,7 @@ PIPELINES = {
     "rlt": NAMES["rlt"],
 }
 SELECT = {"rejection": "first", "shortest": "shortest"}
-POOL = 1024  # problems that are answered, so that enough of them have a right answer
+POOL = 2  # problems that are answered for each row, so that enough of them have a right answer
 
 
 class Pipelines(Arms):
@@ -64,7 +64,7 @@ class Pipelines(Arms):
             "README.md",
             model__teacher=self.setting.base,
             data__source=self.data("pool"),
-            data__max_rows=min(POOL, self.setting.num_pool),
+            data__max_rows=POOL * self.setting.num_traces,
             distillation__select=SELECT[arm],
             **self.seeds,
         )
@@ -83,7 +83,9 @@ class Pipelines(Arms):
 
     def run(self, names: list[str]) -> None:
         """Run all stages of some arms."""
-        self.prepare()
+        self.write_data()
+        if {"warmup", "rlt"} & set(names):
+            self.prepare()
         for arm in names:
             self.arm(arm)
 

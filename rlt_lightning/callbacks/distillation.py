@@ -96,10 +96,11 @@ class DistillationWriter(Callback):
         rows = list(rows_in(folder / TRACES))
         candidates = [row for row in rows if may_be_kept(row)] if is_answers else rows
         if not candidates:
+            reasons = [f"{number} {what}" for what, number in answer_counts(rows, 0).items() if number]
             raise InputError(
                 f"A distillation set must have at least one row, but none of the {len(rows)} traces in "
-                f"{folder / TRACES} can be one: {answer_counts(rows, 0) if is_answers else 'there is none'}. "
-                "Raise rollouts.num_traces, or take a better model."
+                f"{folder / TRACES} can be one ({', '.join(reasons) or 'there is none'}). Raise "
+                "rollouts.num_traces or max_completion_length, or take a better model."
             )
         selected = list(self.selected(candidates))
         rewrite(folder / SELECTED, map(to_line, selected))

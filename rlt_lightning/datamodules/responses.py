@@ -84,29 +84,30 @@ def tidied(thought: str, solution: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Responses:
-    """Rows whose thought and solution come from one column with a model's whole response.
+class RawResponses:
+    """How rows with a model's whole response are read: its parts replace `reasoning_trace` and `solution`.
 
     Args:
-        column: Its name. It holds a text, a list of texts (several responses), or a list of turns.
-        tags: The tags in use.
-        tidy: Whether responses are reformatted; see `tidied`.
+        column: Column of the response: a text, a list of texts (several responses), or a list of turns. None:
+            rows have a trace and a solution of their own.
+        tidy: Whether responses are reformatted by rules; see `tidied`.
     """
 
-    column: str
-    tags: TagStyle
-    tidy: bool
+    column: str | None = None
+    tidy: bool = False
 
-    def rows(self, rows: list[NumberedRow]) -> list[NumberedRow]:
+    def rows(self, rows: list[NumberedRow], tags: TagStyle) -> list[NumberedRow]:
         """Return a row per response, with the number of the row that it came from."""
+        if self.column is None:
+            return rows
         return [
             (number, made)
             for number, columns in rows
-            for made in ([columns] if isinstance(columns, BadRowError) else self._rows_of(columns))
+            for made in ([columns] if isinstance(columns, BadRowError) else self._rows_of(columns, tags))
         ]
 
-    def _rows_of(self, columns: dict[str, Any]) -> Iterator[dict[str, Any] | BadRowError]:
-        value = columns.get(self.column)
+    def _rows_of(self, columns: dict[str, Any], tags: TagStyle) -> Iterator[dict[str, Any] | BadRowError]:
+        value = columns.get(str(self.column))
         if isinstance(value, list) and value and isinstance(value[0], dict):
             try:
                 _, question, value = split_turns(value)
@@ -115,14 +116,14 @@ class Responses:
                 return
             columns = {QUESTION_COLUMNS[0]: question, **columns}
         for response in value if isinstance(value, list) and value else [value]:
-            yield self._row(columns, response)
+            yield self._row(columns, response, tags)
 
-    def _row(self, columns: dict[str, Any], response: Any) -> dict[str, Any] | BadRowError:
+    def _row(self, columns: dict[str, Any], response: Any, tags: TagStyle) -> dict[str, Any] | BadRowError:
         if not isinstance(response, str):
             kind = "missing" if response is None else f"a {type(response).__name__}"
             reason = BadRowReason.MISSING_COLUMN if response is None else BadRowReason.WRONG_TYPE
             return BadRowError(reason, f"{self.column} must be a response's text, but is {kind}")
-        if (parts := split_raw(response, self.tags)) is None:
+        if (parts := split_raw(response, tags)) is None:
             detail = f"{self.column} has no tags or heading that part a thought from a solution"
             return BadRowError(BadRowReason.MISSING_TAGS, detail)
         thought, solution = tidied(*parts) if self.tidy else parts

@@ -16,7 +16,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.items import Item, ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.preparation import make_items
-from rlt_lightning.datamodules.responses import Responses, holds_tag, split_response
+from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
 from rlt_lightning.tags import TagStyle
@@ -49,9 +49,7 @@ class StratosDataModule(LightningDataModule):
             model answers without a teacher (student_rl).
         trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
-        response_column: Column with a model's whole response, whose thought and solution replace the row's
-            `reasoning_trace` and `solution`; see `responses.py`. None: the row's own are used.
-        tidy_responses: Reformat these responses by rules.
+        raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
@@ -79,14 +77,16 @@ class StratosDataModule(LightningDataModule):
         trust_remote_code: Run code that comes with a tokenizer.
     """
 
+    num_finished = 0  # items that an interrupted prediction has finished
+    _prepared_for: str | None = None  # stage
+
     def __init__(
         self,
         source: list[str] | str = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
-        response_column: str | None = None,
-        tidy_responses: bool = False,
+        raw: RawResponses = RawResponses(),
         filters: Filters = Filters(),
         tokenizer: str | None = None,
         student_tokenizer: str | None = None,
@@ -116,8 +116,7 @@ class StratosDataModule(LightningDataModule):
         self.split = split
         self.task: Task = task
         self.trace_columns = list(trace_columns)
-        self.response_column = response_column
-        self.tidy_responses = tidy_responses
+        self.raw = raw
         self.filters = filters
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
@@ -140,8 +139,6 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.num_finished = 0  # items that an interrupted prediction has finished
-        self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -338,8 +335,7 @@ class StratosDataModule(LightningDataModule):
         first_row = 1
         for source in sources:
             rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
-            if self.response_column is not None:
-                rows = Responses(self.response_column, self.format.tags, self.tidy_responses).rows(rows)
+            rows = self.raw.rows(rows, self.format.tags)
             report = BadRowReport(source, len(rows), first_row)
             items += make_items(rows, report, self._item_maker, sieve)
             reports.append(report)
