@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
@@ -36,6 +37,7 @@ class ItemMaker:
         max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of a whole sequence.
         long_traces: Whether fine-tuning drops or truncates longer sequences.
+        system_prompts: The system prompts under which the student sees the items so far, counted.
     """
 
     format: ChatFormat
@@ -46,6 +48,7 @@ class ItemMaker:
     max_solution_length: int | None
     max_length: int
     long_traces: LongTraces
+    system_prompts: Counter[str] = field(default_factory=Counter)
 
     @property
     def needed_traces(self) -> list[str]:

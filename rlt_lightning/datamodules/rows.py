@@ -170,16 +170,8 @@ def _trace(row: dict[str, Any], column: str, tags: TagStyle) -> str:
 
 
 def _parse_stratos(row: dict[str, Any], tags: TagStyle, student_tags: TagStyle) -> ParsedRow:
-    turns = [_turn(turn) for turn in _list(row["conversations"])]
-    systems = [text for role, text in turns if role == "system"]
-    roles = [role for role, _ in turns if role != "system"]
-    if roles not in (["user", "assistant"], ["human", "gpt"]):
-        detail = (
-            f"conversations must be one user and one assistant turn, but are {', '.join(roles) or 'empty'}"
-        )
-        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
-    question, answer = (text for role, text in turns if role != "system")
-    system = _text(row.get("system"), "system") or next(iter(systems), None)
+    own_system, question, answer = split_turns(_list(row["conversations"]))
+    system = _text(row.get("system"), "system") or own_system
     completion = _text(row.get("completion"), "completion") or None
     own, stratos = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
     # The outer tags count: the thought may hold tags of the other style.
@@ -191,6 +183,23 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle, student_tags: TagStyle) 
         system = system and STRATOS.translate(system, student_tags)
         return ParsedRow(question, solution, {TRACE_COLUMN: thought}, completion, system)
     raise BadRowError(BadRowReason.MISSING_TAGS, "the assistant's turn lacks one of the four tags in order")
+
+
+def split_turns(turns: list[Any]) -> tuple[str | None, str, str]:
+    """Return the system prompt, if there is one, the question and the assistant's text of a conversation.
+
+    Raises:
+        BadRowError: If it is not one user and one assistant turn.
+    """
+    read = [_turn(turn) for turn in turns]
+    roles = [role for role, _ in read if role != "system"]
+    if roles not in (["user", "assistant"], ["human", "gpt"]):
+        detail = (
+            f"conversations must be one user and one assistant turn, but are {', '.join(roles) or 'empty'}"
+        )
+        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+    question, answer = (text for role, text in read if role != "system")
+    return next((text for role, text in read if role == "system"), None), question, answer
 
 
 def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:

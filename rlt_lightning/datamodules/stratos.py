@@ -11,7 +11,8 @@ from typing import Any, cast
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, NumberedRow, write_reports
+from rlt_lightning.datamodules.bad_rows import BadRowReport, write_reports
+from rlt_lightning.datamodules.filters import Filters, Sieve
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
@@ -22,11 +23,12 @@ from rlt_lightning.datamodules.format_choice import (
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.items import Item, ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, check_columns, with_solution
+from rlt_lightning.datamodules.preparation import make_items
+from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
-from rlt_lightning.models.announce import counted
 from rlt_lightning.models.format import ModelFormat
-from rlt_lightning.tags import STRATOS, TagStyle
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     Completion,
     InputError,
@@ -56,6 +58,8 @@ class StratosDataModule(LightningDataModule):
             model answers without a teacher (student_rl).
         trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
+        raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
+        filters: Which usable rows of `source` are left out.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
@@ -87,12 +91,17 @@ class StratosDataModule(LightningDataModule):
         trust_remote_code: Run code that comes with a tokenizer.
     """
 
+    num_finished = 0  # items that an interrupted prediction has finished
+    _prepared_for: str | None = None  # stage
+
     def __init__(
         self,
         source: list[str] | str = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
+        raw: RawResponses = RawResponses(),
+        filters: Filters = Filters(),
         tokenizer: str | None = None,
         student_tokenizer: str | None = None,
         tags: str | TagStyle | None = None,
@@ -123,6 +132,8 @@ class StratosDataModule(LightningDataModule):
         self.split = split
         self.task: Task = task
         self.trace_columns = list(trace_columns)
+        self.raw = raw
+        self.filters = filters
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
         self.format_options = FormatOptions(
@@ -143,9 +154,6 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.system_prompts: Counter[str] = Counter()  # of the student, by item
-        self.num_finished = 0  # items that an interrupted prediction has finished
-        self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -187,7 +195,6 @@ class StratosDataModule(LightningDataModule):
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
         if self._prepared_for == stage:
             return
-        self.system_prompts.clear()
         self.chosen = self._choose_format()
         self.format = self._load_format(self.chosen)
         self._item_maker = ItemMaker(
@@ -200,7 +207,8 @@ class StratosDataModule(LightningDataModule):
             max_length=self.max_length,
             long_traces=self.long_traces,
         )
-        self.reports, items = self._prepare(self.sources, self.split)
+        sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
+        self.reports, items = self._prepare(self.sources, self.split, sieve)
         val_items: list[Item] = []
         if stage != "predict":
             if self.val_sources:
@@ -218,7 +226,7 @@ class StratosDataModule(LightningDataModule):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
-        self.chosen.check_rows(self.system_prompts)
+        self.chosen.check_rows(self._item_maker.system_prompts)
         if stage == "validate" and not val_items:
             raise InputError(
                 "rlt validate needs held-out rows, but has none. Set data.val_rows or data.val_source."
@@ -230,7 +238,7 @@ class StratosDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return shuffled batches of one optimizer step, resumable in the middle of an epoch."""
-        self.chosen.warn_of_guesses(self.system_prompts)
+        self.chosen.warn_of_guesses(self._item_maker.system_prompts)
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
@@ -244,7 +252,7 @@ class StratosDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
-        self.chosen.warn_of_guesses(self.system_prompts)
+        self.chosen.warn_of_guesses(self._item_maker.system_prompts)
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
@@ -266,23 +274,36 @@ class StratosDataModule(LightningDataModule):
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
 
-    def student_length(self, rollout: Rollout) -> int:
-        """Return the number of tokens of the example that stage 4 makes of an explanation."""
-        problem, wrap = rollout.problem, self.format.student_tags.wrap
-        thought, solution = wrap(rollout.text), wrap(problem.solution)
-        turn = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
-        return len(self.format.student_sft_example(*turn).token_ids)
+    def turn_of(self, rollout: Rollout) -> tuple[str, str] | None:
+        """Return thought and solution of the turn that stage 4 makes of a completion.
+
+        An explanation is the thought before the problem's solution. An answer has a thought and a solution of
+        its own; None if it cannot be split into them.
+        """
+        if self.task == "student_rl":
+            return split_response(rollout.text, self.format.tags)
+        return rollout.text, rollout.problem.solution
+
+    def student_length(self, rollout: Rollout) -> int | None:
+        """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
+        if (turn := self.turn_of(rollout)) is None:
+            return None
+        problem, (thought, solution) = rollout.problem, map(self.format.student_tags.wrap, turn)
+        example = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
+        return len(self.format.student_sft_example(*example).token_ids)
 
     def fits_student(self, rollout: Rollout) -> bool:
-        """Return whether a student can learn from an explanation.
+        """Return whether a student can learn from a completion.
 
-        It must have text and an end, hold no tag, and fit into the student's context.
+        It must have text and an end, its thought may hold no tag, and it must fit into the student's context.
         """
-        text, limit = rollout.text, self.student_context
-        styles = (self.format.tags, self.format.student_tags, STRATOS)
-        if not (rollout.closed and text) or any(tags.occur_in(text) for tags in styles):
+        turn, limit = self.turn_of(rollout), self.student_context
+        if turn is None or not (rollout.closed and turn[0]):
             return False
-        return limit is None or self.student_length(rollout) <= limit
+        if any(holds_tag(turn[0], tags) for tags in (self.format.tags, self.format.student_tags)):
+            return False
+        length = self.student_length(rollout)
+        return limit is None or (length is not None and length <= limit)
 
     def recipe(self) -> dict[str, Any]:
         """Return what the rows are and how they are presented, for a data card."""
@@ -290,6 +311,7 @@ class StratosDataModule(LightningDataModule):
             "source": f"{self.source} ({len(self.items)} usable rows)",
             "tags": tags_text(self.format.tags),
             "student's context": self.student_context or "no limit",
+            **({"filters": filters} if (filters := self.filters.settings()) else {}),
         }
 
     def trained_format(self) -> ModelFormat:
@@ -297,7 +319,7 @@ class StratosDataModule(LightningDataModule):
         if self.task in ("rlt", "score", "teacher_sft"):
             prompts = Counter([self.format.teacher_system_prompt])
             return ModelFormat.of_rows("teacher", self.format.tags, prompts)
-        return ModelFormat.of_rows("student", self.format.student_tags, self.system_prompts)
+        return ModelFormat.of_rows("student", self.format.student_tags, self._item_maker.system_prompts)
 
     @property
     def problems(self) -> list[Problem]:
@@ -343,39 +365,21 @@ class StratosDataModule(LightningDataModule):
             check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
         return chosen.chat_format(tokenizer)
 
-    def _prepare(self, sources: list[str], split: str) -> tuple[list[BadRowReport], list[Item]]:
+    def _prepare(
+        self, sources: list[str], split: str, sieve: Sieve | None = None
+    ) -> tuple[list[BadRowReport], list[Item]]:
         """Read sources one after another; row numbers continue from one to the next."""
         reports: list[BadRowReport] = []
         items: list[Item] = []
         first_row = 1
         for source in sources:
             rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+            rows = self.raw.rows(rows, self.format.tags)
             report = BadRowReport(source, len(rows), first_row)
-            items += self._make_items(rows, report)
+            items += make_items(rows, report, self._item_maker, sieve)
             reports.append(report)
             first_row += rows[-1][0]
         return reports, items
-
-    def _make_items(self, rows: list[NumberedRow], report: BadRowReport) -> list[Item]:
-        """Make the usable rows of a source into items, and report the others."""
-        maker = self._item_maker
-        if self.task == "student_rl":
-            rows = [(number, with_solution(columns)) for number, columns in rows]
-        check_columns(rows, report.source, maker.needed_traces, maker.takes_completions)
-        items: list[Item] = []
-        for number, columns in counted(rows, f"tokenising {report.source}"):
-            try:
-                if isinstance(columns, BadRowError):
-                    raise columns
-                parsed = maker.parsed(columns)
-                made = maker.items_of(report.first_row - 1 + number, parsed, columns)
-                items += made
-                self.system_prompts[maker.system_prompt_of(parsed)] += len(made)
-                if any(isinstance(item, SFTExample) and item.num_cut for item in made):
-                    report.truncated.append(number)
-            except BadRowError as error:
-                report.add(number, error)
-        return items
 
     def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
         """Split rows by seed into training and held-out ones, both in the source's order."""
