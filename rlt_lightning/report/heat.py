@@ -102,7 +102,8 @@ def solution_heat(row: Row, empty: Row, terminal: Terminal) -> list[str]:
             "the student's log-prob after the explanation, and after an empty one, nats",
             terminal,
         ),
-        *shaded(solution, [-value for value in log_probs], terminal),
+        shaded(solution, [-value for value in log_probs], terminal),
+        *legend("-log-prob", terminal),
         "",
         *table(solution, {"log-prob": log_probs, "empty": empty["solution_log_probs"]}, range(len(solution))),
     ]
@@ -135,19 +136,25 @@ def visible(token: str) -> str:
     return json.dumps(token, ensure_ascii=False).translate(CONTROLS)
 
 
-def shaded(tokens: list[str], surprise: list[float], terminal: Terminal) -> list[str]:
-    """Return the text with each token's background by its value in nats, and a legend; or just the text."""
+def shaded(tokens: list[str], surprise: list[float], terminal: Terminal) -> str:
+    """Return the text with each token's background by its value in nats; without colours just the text."""
     texts = folded([token.translate(CONTROLS) for token in tokens], terminal)
     if not terminal.colours:
-        return ["".join(texts).strip("\n")]
+        return "".join(texts).strip("\n")
     shades = [SHADES[bisect_right(BOUNDS, value)] for value in surprise]
     # A shade ends with its line: terminals would fill the rest of the row with it.
     marked = [
         f"{BLACK}{shade}{text}{RESET}".replace("\n", f"{RESET}\n{BLACK}{shade}") if shade else text
         for text, shade in zip(texts, shades, strict=True)
     ]
-    legend = (f"{BLACK}{shade} {bound:g} {RESET}" for shade, bound in zip(SHADES[1:], BOUNDS, strict=True))
-    return ["".join(marked).strip("\n"), "from " + "".join(legend) + " nats"]
+    return "".join(marked).strip("\n")
+
+
+def legend(what: str, terminal: Terminal) -> list[str]:
+    """Return the line that says which background stands for which value, in nats; no line without colours."""
+    steps = zip(SHADES[1:], BOUNDS, strict=True)
+    marks = "".join(f"{BLACK}{shade} {bound:g} {RESET}" for shade, bound in steps)
+    return [f"{what} from {marks} nats"] if terminal.colours else []
 
 
 def folded(texts: list[str], terminal: Terminal) -> list[str]:
