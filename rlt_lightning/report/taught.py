@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,10 +86,15 @@ class Taught:
         """Return the number of the explanation with the largest reward, from 0."""
         return max(range(len(self.rows)), key=lambda i: self.rows[i].get("reward", 0.0))
 
-    def json_columns(self) -> list[Row]:
-        """Return the columns of each explanation that rows of traces.jsonl do not have."""
+    def json_rows(self, traces: Iterable[Row]) -> list[Row]:
+        """Return the rows of traces.jsonl with the tokens and the student's view, as far as there are any."""
         names = [column.name for column in (*TAUGHT, *TOKENS)]
-        return [{name: row[name] for name in names if name in row} for row in self.rows]
+        found = []
+        for trace, row in zip(traces, self.rows, strict=True):
+            found.append(trace | {name: row[name] for name in names if name in row})
+            if "reward" not in row:
+                del found[-1]["reward"]
+        return found
 
 
 def empty_rollout(problem: Problem, data: StratosDataModule) -> Rollout:

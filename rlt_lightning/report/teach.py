@@ -24,7 +24,7 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import fixed_tokens
 from rlt_lightning.chat.conversation import tell
 from rlt_lightning.datamodules.bad_rows import BadRowError
-from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.rows import missing_columns, parse_row
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.client import ADDRESS
 from rlt_lightning.models.waiting import waiting_for
@@ -35,7 +35,7 @@ from rlt_lightning.report.heat import this_terminal
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.report.taught import Taught, lesson
 from rlt_lightning.tags import STRATOS
-from rlt_lightning.types import InputError, PromptBatch
+from rlt_lightning.types import InputError, PromptBatch, as_list
 
 WAYS = (
     "Give --question '…' --solution '…', or --file FILE --row N, or pipe in a JSON object with question and "
@@ -106,7 +106,13 @@ def given_row(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]:
     """
     if options.file is not None or options.row is not None:
         number = options.row or 1
-        return number, read_row(number, data)
+        columns = read_row(number, data)
+        if missing := missing_columns(columns, (), allows_completion=False):
+            raise InputError(
+                f"Row {number} of {', '.join(as_list(data['source']))} must have question and solution, or "
+                f"conversations, but lacks {' and '.join(missing)}. Choose another."
+            )
+        return number, columns
     own = {name: getattr(options, name) for name in ("question", "solution") if getattr(options, name)}
     columns = own if len(own) == 2 else piped_columns(own)
     try:
@@ -217,16 +223,16 @@ class TeachPrinter(Callback):
         assert batch.scores is not None
         module: Any = pl_module
         data = stratos_of(trainer)
-        taught, traces = Taught.of(module, batch, data), list(trace_rows(batch, data, module.pretrained))
+        taught = Taught.of(module, batch, data)
+        rows = taught.json_rows(trace_rows(batch, data, module.pretrained))
         self.waiting.close()
-        rows = [to_line(trace | row) for trace, row in zip(traces, taught.json_columns(), strict=True)]
         if self.options.json is True:
-            print("".join(rows), end="", flush=True)
+            print("".join(map(to_line, rows)), end="", flush=True)
         else:
             print("\n".join(lesson(taught, self.options.top, this_terminal())), flush=True)
-        self.tell_if_cut(traces)
+        self.tell_if_cut(rows)
         if isinstance(self.options.json, str):
-            append_rows(Path(self.options.json), map(json.loads, rows))
+            append_rows(Path(self.options.json), rows)
             tell(f"{self.options.json}: the same as JSON, added at its end")
         if self.options.html:
             write_page(Path(self.options.html), "What the teacher explains", data_of_rows(taught.rows))
