@@ -29,7 +29,7 @@ from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.tags import decode
-from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
+from rlt_lightning.types import EvaluationBatch, EvaluationProblem, FinishReason, InputError, Response
 
 
 class ResponseCallback(Callback):
@@ -83,14 +83,7 @@ class ResponseCallback(Callback):
             return
         pl_module.needs_model = bool(data.left)
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
-        longest = max(data.problems, key=lambda problem: len(problem.prompt))
-        needed = len(longest.prompt) + self._num_opening(trainer) + self.sampling.max_completion_length
-        if needed > context:
-            raise InputError(
-                f"Question and response must fit into the model's context of {context} tokens, but "
-                f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
-                f"{self.sampling.max_completion_length}. Lower rollouts.sampling.max_completion_length."
-            )
+        require_responses_fit(data.problems, self._num_opening(trainer), self.sampling, context, "rollouts.")
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,15 +141,11 @@ class ResponseCallback(Callback):
         chat_format = evaluation_of(trainer).chat_format
         tokenizer = chat_format.tokenizer
         prompts = [problem.prompt for problem in problems]
-        seeds = [mix_seed(self.seed, zlib.crc32(problem.id.encode())) for problem in problems]
+        seeds = [response_seed(self.seed, problem) for problem in problems]
         if self.budget is None:
             groups = generate_patiently(self.engine, prompts, self.sampling, self.num_samples, "", seeds)
             return [
-                [
-                    Response(turn(tokenizer, c.token_ids, c.finish_reason), len(c.token_ids), c.finish_reason)
-                    for c in group
-                ]
-                for group in groups
+                [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups
             ]
         opening = chat_format.thought_opening
         budgeted = generate_with_budget(
@@ -182,6 +171,40 @@ class ResponseCallback(Callback):
             ]
             for group in budgeted
         ]
+
+
+def response_seed(seed: int, problem: EvaluationProblem) -> int:
+    """Return what decides the responses to a problem, whatever else is asked."""
+    return mix_seed(seed, zlib.crc32(problem.id.encode()))
+
+
+def sampled_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
+    """Return the response that consists of these tokens."""
+    return Response(turn(tokenizer, token_ids, finish_reason), len(token_ids), finish_reason)
+
+
+def require_responses_fit(
+    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, setting: str
+) -> None:
+    """Check that each question and a response of full length fit into a context, in tokens.
+
+    Args:
+        problems: The questions.
+        num_opening: Tokens that are put between question and response.
+        sampling: Limits the response.
+        context: The model's context.
+        setting: What stands before `sampling` in the name of the setting.
+
+    Raises:
+        InputError: Naming the longest question, the lengths and the setting.
+    """
+    longest = max(problems, key=lambda problem: len(problem.prompt))
+    if len(longest.prompt) + num_opening + sampling.max_completion_length > context:
+        raise InputError(
+            f"Question and response must fit into the model's context of {context} tokens, but "
+            f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
+            f"{sampling.max_completion_length}. Lower {setting}sampling.max_completion_length."
+        )
 
 
 def turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:

@@ -92,7 +92,8 @@ class EvaluationDataModule(LightningDataModule):
             name: read_set(name, source, self.max_rows, self.seed) for name, source in self.sets.items()
         }
         if self.responses is None:
-            self.format = self._load_format()
+            # EvaluateEvery sets the format of the run that it evaluates.
+            self.format = self.format or self._load_format()
         else:
             self._read_responses(self.responses, [q.id for part in questions.values() for q in part])
         self.problems = [self._problem(name, q) for name, part in questions.items() for q in part]
