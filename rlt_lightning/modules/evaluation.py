@@ -139,7 +139,7 @@ class SetMetrics(nn.Module):
         self.majority = MajorityAtK()
         self.means = nn.ModuleDict(
             {
-                name: MeanMetric(nan_strategy="error")
+                name: MeanMetric(nan_strategy="error", sync_on_compute=False)
                 for name in ("formatted", "timed_out", "truncated", "tokens")
             }
         )
