@@ -29,9 +29,13 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
+from rlt_lightning.loggers.workspace import workspace
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.records.catalogue.evaluation import EVALUATION
+from rlt_lightning.report.charts import curve_sections
+from rlt_lightning.report.collect import collect
+from rlt_lightning.report.completions import Bounds
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -39,6 +43,7 @@ CHAINS = {"tags": "r1", "student_system_prompt": ""}
 SAMPLING = Sampling(temperature=0.7, max_completion_length=72)
 ASKED: dict[str, Any] = {"sets": {"chains": None}, "max_rows": 13, "num_samples": 2, "seed": 5}
 STEPS = 6
+DRAWN = ("pass_at_1", "pass_at_k", "formatted_frac", "truncated_frac", "tokens_mean")  # maj@2 is pass@1
 
 
 class Losses(Callback):
@@ -77,7 +82,8 @@ def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options
 
 def data_of(model: str, **options: Any) -> StratosDataModule:
     settings = {"source": "chains:right", "task": "student_sft", "num_embedded_rows": 40, "seed": 2}
-    return StratosDataModule(tokenizer=model, prompts_per_step=8, **{**settings, **CHAINS, **options})
+    settings |= {"prompts_per_step": 8}
+    return StratosDataModule(tokenizer=model, **{**settings, **CHAINS, **options})
 
 
 def fit(model: str, folder: Path, *callbacks: Callback, resume: Path | None = None, **options: Any) -> Losses:
@@ -188,15 +194,12 @@ def test_the_best_checkpoint_is_the_one_of_the_best_accuracy(
     # By the smallest, so that the best is not the newest.
     smallest = min(scores, key=lambda step: scores[step])
     assert smallest < STEPS
-    fit(miniature, tmp_path, evaluations(), Checkpoint(monitor="eval/chains/pass_at_1", mode="min"))
+    monitor = Checkpoint(monitor="eval/chains/pass_at_1", mode="min")
+    fit(miniature, tmp_path, evaluations(), monitor, log_every_n_steps=100)
+    assert list(rows_of(tmp_path)) == [0, 2, 4, 6]  # however rarely Lightning logs
     names = ["best.json", f"step={smallest:06d}.ckpt", f"step={STEPS:06d}.ckpt"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] == smallest
-
-
-def test_the_figures_are_logged_however_rarely_lightning_logs(miniature: str, tmp_path: Path) -> None:
-    fit(miniature, tmp_path, evaluations(max_rows=3), steps=3, log_every_n_steps=100)
-    assert list(rows_of(tmp_path)) == [0, 2]
 
 
 # Traditional RL, and engines
@@ -214,14 +217,19 @@ class Trained(Callback):
 
 
 def reinforce(
-    model: str, folder: Path, rollouts: RolloutCallback, *callbacks: Callback, source: str = "chains"
+    model: str,
+    folder: Path,
+    rollouts: RolloutCallback,
+    *callbacks: Callback,
+    steps: int = 2,
+    source: str = "chains",
 ) -> Trained:
     trained = Trained()
-    data = data_of(model, task="student_rl", source=source, num_embedded_rows=8)
+    data = data_of(model, task="student_rl", source=source, num_embedded_rows=8, prompts_per_step=2)
     reward = CorrectnessReward()
     # An old sampler's tokens may be one step old.
     module = RLTModule(model, None, 2, reward, optimizer=OptimizerConfig(lr=1e-3), max_staleness=1)
-    trainer_of(folder, *callbacks, rollouts, trained, steps=4).fit(module, datamodule=data)
+    trainer_of(folder, *callbacks, rollouts, trained, steps=steps).fit(module, datamodule=data)
     return trained
 
 
@@ -230,15 +238,16 @@ def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_pa
     callbacks = [evaluations(max_rows=5), Checkpoint(save_top_k=-1, monitor="eval/chains/pass_at_1")]
     trained = reinforce(miniature, run, RolloutCallback(sampling=SAMPLING), *callbacks)
     assert trained.steps == reinforce(miniature, without, RolloutCallback(sampling=SAMPLING)).steps
-    assert list(rows_of(run)) == [0, 2, 4]
-    export_checkpoint(str(run / "checkpoints" / "step=000004.ckpt"), str(tmp_path / "model"))
-    assert figures_of_test(tmp_path / "model", tmp_path / "test", max_rows=5) == rows_of(run)[4]
+    assert list(rows_of(run)) == [0, 2]
+    export_checkpoint(str(run / "checkpoints" / "step=000002.ckpt"), str(tmp_path / "model"))
+    assert figures_of_test(tmp_path / "model", tmp_path / "test", max_rows=5) == rows_of(run)[2]
 
 
 def workers_engine(url: str) -> VLLMEngine:
     return VLLMEngine([url], push=DiskPush(timeout_s=2.0), backoff_s=0.01)
 
 
+@pytest.mark.full
 def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
     short = Sampling(max_completion_length=8)
@@ -246,7 +255,8 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
         with worker_of(tiny_model) as worker:
             rollouts = RolloutCallback(workers_engine(worker.url), short, asynchronous=True)
             callbacks = [evaluations(max_rows=3)] if name == "with" else []
-            seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, source="arithmetic")
+            options: dict[str, Any] = {"steps": 4, "source": "arithmetic"}
+            seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, **options)
             asked = [body for body in worker.bodies if body["max_tokens"] == SAMPLING.max_completion_length]
             assert len(asked) == (9 if callbacks else 0)  # 3 problems, 3 times
     assert [tokens for tokens, _ in seen["with"].steps] == [tokens for tokens, _ in seen["without"].steps]
@@ -299,13 +309,30 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
     assert line.startswith("chains")
     found = rows_of(run)
     assert list(found) == [0, 2]
-    test = ["test", "--config=configs/miniature_evaluate.yaml", f"--model.pretrained={run / 'model'}"]
-    result = rlt(*test, "--data.max_rows=5", f"--output_dir={tmp_path / 'test'}")
-    assert result.returncode == 0, result.stderr[-3000:]
-    figures = json.loads((tmp_path / "test" / "evaluation.json").read_text())["sets"]["chains"]
-    for name, value in found[2].items():
-        assert value == figures[name.rpartition("/")[2]], name
+    asked = {"max_rows": 5, "num_samples": 1, "seed": 0}
+    assert figures_of_test(run / "model", tmp_path / "test", **asked) == found[2]
     assert json.loads((run / "checkpoints" / "best.json").read_text())["step"] == 2
+
+
+@pytest.mark.full
+def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) -> None:
+    run, model, test = (tmp_path / name for name in ("run", "model", "test"))
+    command = ["fit", "--config=configs/miniature_student_sft.yaml", f"--model.pretrained={miniature}"]
+    command += ["--config=configs/overlays/evaluate_every.yaml", "--data.num_embedded_rows=64"]
+    command += ["--trainer.callbacks.init_args.every_n_steps=3", "--trainer.max_steps=7"]
+    command += ["--trainer.callbacks.init_args.seed=4", "--checkpoint.every_n_train_steps=3"]
+    command += ["--checkpoint.monitor=eval/chains/pass_at_1", f"--output_dir={run}"]
+    result = rlt(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    checkpoint = run / "checkpoints" / best["checkpoint"]
+    assert rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={model}").returncode == 0
+    command = ["test", "--config=configs/miniature_evaluate.yaml", f"--model.pretrained={model}"]
+    result = rlt(*command, "--data.max_rows=64", "--seed=4", f"--output_dir={test}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    figures = json.loads((test / "evaluation.json").read_text())["sets"]["chains"]
+    for name, value in rows_of(run)[best["step"]].items():
+        assert value == figures[name.rpartition("/")[2]], name
 
 
 # Mistakes
@@ -373,3 +400,34 @@ def test_it_warns_of_problems_in_the_training_rows_and_of_a_short_run(miniature:
     with pytest.warns(UserWarning, match="every 9 optimizer steps, but the run has only 1"):
         fit(miniature, tmp_path / "again", callback, steps=1)
     assert rows_of(tmp_path / "run") == {}
+
+
+# Seeing
+
+
+def test_the_report_and_the_dashboard_draw_the_curves(finished: tuple[Path, Losses]) -> None:
+    sections = {
+        section["title"]: section["charts"]
+        for section in curve_sections([collect(finished[0], Bounds(1, 1))])
+    }
+    charts = {chart["name"]: chart for chart in sections["Accuracy while training"]}
+    assert list(charts) == [f"eval/SET/{name}" for name in DRAWN]
+    [series] = charts["eval/SET/pass_at_1"]["series"]
+    rows = rows_of(finished[0])
+    assert (series["label"], series["x"]) == ("last-digit chains", [0, 2, 4, 6])
+    assert series["y"] == pytest.approx([100 * row["eval/chains/pass_at_1"] for row in rows.values()])
+    error = 100 * rows[2]["eval/chains/standard_error"]
+    assert series["high"][1] - series["y"][1] == pytest.approx(error)
+    assert "perf/evaluate_s" in {chart["name"] for chart in sections["Time and memory"]}
+
+    [section] = [part for part in workspace("project", "entity", "name").sections if part.name == "eval/"]
+    patterns = [panel.metric_regex for panel in section.panels if hasattr(panel, "metric_regex")]
+    assert any(re.fullmatch(pattern, "eval/olympiad/pass_at_1") for pattern in patterns)
+
+
+@pytest.mark.full
+def test_a_plan_says_that_evaluations_are_left_out(miniature: str) -> None:
+    command = ["plan", "--config=configs/miniature_student_sft.yaml"]
+    result = rlt(*command, "--config=configs/overlays/evaluate_every.yaml", f"--model.pretrained={miniature}")
+    assert result.returncode == 0, result.stderr
+    assert "evaluations while training are left out" in result.stdout

@@ -1,7 +1,7 @@
 """Lightning callbacks.
 
 `RolloutCallback` and `ResponseCallback` bring what is judged, `ReferenceSync` moves the reference; the others
-only observe.
+only observe, `EvaluateEvery` with answers of its own.
 """
 
 from rlt_lightning.callbacks.alarms import Alarms
