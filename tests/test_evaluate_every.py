@@ -38,7 +38,9 @@ from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
 from rlt_lightning.types import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 CHAINS = {"tags": "r1", "student_system_prompt": ""}
 SAMPLING = Sampling(temperature=0.7, max_completion_length=72)
 ASKED: dict[str, Any] = {"sets": {"chains": None}, "max_rows": 13, "num_samples": 2, "seed": 5}
