@@ -19,6 +19,6 @@ stage generate README.md $rlt predict --config $c/generate.yaml --config $o/gene
     --model.teacher "$run/teacher_rlt/model"
 stage student_sft model/config.json $rlt fit --config $c/student_sft.yaml --config $o/zero3.yaml --trainer.devices 8 \
     --data.source "$run/generate/distillation.jsonl"
-stage evaluate evaluation.json $rlt test --config $c/evaluate.yaml --config $o/evaluate_8gpu.yaml \
+stage evaluate evaluation.json $rlt test --config $c/evaluate_paper.yaml --config $o/evaluate_8gpu.yaml \
     --model.pretrained "$run/student_sft/model"
 cat "$run/evaluate/evaluation.md"

@@ -23,6 +23,7 @@ from rlt_lightning.models.embedded import (
     quiet_transformers,
     resolve,
 )
+from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
@@ -34,7 +35,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """Load the fast tokenizer of a model.
+    """Load the fast tokenizer of a model, with the chat template as it was before our training.
 
     Raises:
         InputError: If nothing can be loaded under that name, or its tokenizer has no chat template.
@@ -54,7 +55,29 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
             "model, or put a chat_template.jinja into its folder."
         )
+    # Our own prompts say whether there is a system message; see `models.format`.
+    tokenizer.chat_template = without_default_system(tokenizer.chat_template)
     return tokenizer
+
+
+def load_format(name: str) -> ModelFormat | None:
+    """Return the format that a model folder or a hub repository records; None for a model from outside.
+
+    Raises:
+        InputError: If the record is not as it was written.
+    """
+    from transformers.utils import cached_file
+
+    folder = Path(resolve(name)).expanduser()
+    path: str | None = str(folder / FORMAT_FILE)
+    if not folder.is_dir():
+        # Neither its absence nor a hub out of reach is an error here: loading the model reports the latter.
+        quiet = ("missing_entries", "connection_errors", "gated_repo")
+        options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
+        with quiet_hub("format of", name), contextlib.suppress(OSError):
+            path = None
+            path = cached_file(name, FORMAT_FILE, **options)
+    return read_format(Path(path)) if path is not None and Path(path).is_file() else None
 
 
 def load_model(
@@ -191,12 +214,8 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         raise InputError(
             f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
         )
-    hub_log = logging.getLogger("huggingface_hub")
-    level = hub_log.level
-    # Five retry warnings say less than the wait and the one line below.
-    hub_log.setLevel(logging.ERROR)
     try:
-        with waiting_for_hub(kind, name):
+        with quiet_hub(kind, name):
             yield
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
@@ -205,6 +224,17 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         raise InputError(
             f"The {kind} '{name}' could not be loaded ({reason}). Use {MODEL_CHOICES}."
         ) from error
+
+
+@contextlib.contextmanager
+def quiet_hub(kind: str, name: str) -> Iterator[None]:
+    """Name a wait for the hub, without the hub's own five warnings of retries, which say less."""
+    hub_log = logging.getLogger("huggingface_hub")
+    level = hub_log.level
+    hub_log.setLevel(logging.ERROR)
+    try:
+        with waiting_for_hub(kind, name):
+            yield
     finally:
         hub_log.setLevel(level)
 

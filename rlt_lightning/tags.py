@@ -90,6 +90,12 @@ class TagStyle:
         """Return whether a text holds any of the tags."""
         return any(tag in text for tag in self.tags().values())
 
+    def translate(self, text: str, other: TagStyle) -> str:
+        """Replace these tags in a text by those of another style."""
+        for name, tag in self.tags().items():
+            text = text.replace(tag, other.tags()[name])
+        return text
+
     def wrap(self, text: str) -> str:
         """Replace the white space on both sides of a text by the separator."""
         return self.separator + text.strip() + self.separator
@@ -110,6 +116,12 @@ R1 = TagStyle(
 )
 
 TAG_STYLES = {"stratos": STRATOS, "r1": R1}
+
+
+def style_name(tags: TagStyle) -> str | dict[str, str]:
+    """Return what data.tags must be for a style: its name if it is built in, else its fields."""
+    names = [name for name, style in TAG_STYLES.items() if style == tags]
+    return names[0] if names else {**tags.tags(), "separator": tags.separator}
 
 
 def tag_style(tags: str | TagStyle) -> TagStyle:

@@ -23,7 +23,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 # A process that judges answers imports this file, and needs no torch.
@@ -275,15 +275,23 @@ class EvaluationBatch:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
+# Marks a field of RewardTerms that holds no numbers.
+NO_TERM = {"is_term": False}
+
+
 @dataclass(frozen=True)
 class RewardTerms:
-    """The reward of each completion; a subclass adds the terms it consists of. All (N,)."""
+    """The reward of each completion; a subclass adds the terms it consists of. All (N,).
+
+    A field with `metadata=NO_TERM` is no term: it is neither logged nor recorded.
+    """
 
     reward: Tensor
 
     def parts(self) -> dict[str, Tensor]:
         """Return the terms that training and validation log as means beside the reward: reward/NAME."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        terms = [field.name for field in fields(self)[1:] if field.metadata != NO_TERM]
+        return {name: getattr(self, name) for name in terms}
 
     def details(self) -> dict[str, Tensor]:
         """Return what only training logs, as means, by its whole name."""
@@ -295,7 +303,8 @@ class RewardTerms:
 
     def to(self, device: torch.device) -> Self:
         """Return the same terms on a device."""
-        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        terms = {"reward": self.reward, **self.parts()}
+        return replace(self, **{name: values.to(device) for name, values in terms.items()})
 
 
 def as_list(value: Any) -> list[Any]:

@@ -264,6 +264,29 @@ def test_a_closing_tag_that_takes_the_last_token_leaves_no_answer(chat_format: C
     assert len(engine.asked) == 1
 
 
+def test_each_response_keeps_to_its_own_limit(chat_format: ChatFormat) -> None:
+    engine = Scripted(chat_format, "a b c d e f g h", "One.\n</think>", "a b c d e f g h")
+    prompts, thought = (
+        [prompt_of(chat_format), prompt_of(chat_format, "?")],
+        encode(chat_format, "One.\n</think>"),
+    )
+    [[short], [long]] = generate_with_budget(
+        engine,  # type: ignore[arg-type]
+        chat_format.tokenizer,
+        prompts,
+        SHORT,
+        1,
+        [0, 1],
+        BudgetForcing(),
+        CLOSE,
+        chat_format.answer_opening,
+        limits=[3, len(thought) + 2],
+    )
+    assert (len(short.token_ids), short.finish_reason) == (3, "length")
+    assert long.token_ids[:-2] == thought
+    assert [limit for *_, limit in engine.asked] == [3, len(thought) + 2, 2]
+
+
 def test_a_thought_that_closes_just_in_time_is_not_cut(chat_format: ChatFormat) -> None:
     longest = len(encode(chat_format, "One two.\n"))
     budget = BudgetForcing(max_thinking_tokens=longest, min_answer_tokens=8)

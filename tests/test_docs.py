@@ -257,12 +257,15 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh"])
+@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh"])
 def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     prepare = f"PATH=$PATH:/usr/bin:/bin; cp {ROOT}/examples/*.sh examples/; mkdir -p runs/released/evaluate"
+    prepare += (
+        "; mkdir -p runs/rounds/evaluate_x; echo last-digit chains > runs/rounds/evaluate_x/evaluation.md"
+    )
     script = f"{prepare}; touch runs/released/evaluate/evaluation.md; examples/{name}"
     calls = calls_of(Block(name, 1, "sh", script), tmp_path)
     stages = [words for program, *words in calls if program == ".venv/bin/rlt"]

@@ -21,6 +21,7 @@ from rlt_lightning.callbacks import (
     Checkpoint,
     EvaluateEvery,
     MetricsCSV,
+    ModelExporter,
     ResponseCallback,
     RolloutCallback,
 )
@@ -138,6 +139,32 @@ def test_its_figures_are_those_of_the_exported_checkpoints(
         figures = figures_of_test(model, tmp_path / f"test{step}")
         assert figures == found[step]
         assert set(figures) == {metric.name.replace("SET", "chains") for metric in EVALUATION}
+
+
+def test_its_prompts_are_those_of_the_exported_model(miniature: str, tmp_path: Path) -> None:
+    answer = "<|begin_of_thought|>\n\nAdd.\n\n<|end_of_thought|>\n\n"
+    answer += "<|begin_of_solution|>\n\n2\n\n<|end_of_solution|>"
+    rows = [
+        {
+            "system": prompt,
+            "conversations": [{"from": "user", "value": f"{n} + 1?"}, {"from": "assistant", "value": answer}],
+        }
+        for n, prompt in enumerate(["Be brief.", "Be brief.", "Be kind.", "Be brief."])
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    callback = evaluations(9, max_rows=2, at_start=False)
+    data = StratosDataModule(
+        str(tmp_path / "rows.jsonl"), task="student_sft", tokenizer=miniature, prompts_per_step=2
+    )
+    trainer_of(tmp_path / "run", callback, ModelExporter(), steps=1).fit(
+        SFTModule(miniature), datamodule=data
+    )
+    model = str(tmp_path / "run" / "model")
+    tested = EvaluationDataModule(ASKED["sets"], model, max_rows=2, seed=ASKED["seed"])
+    tested.setup("test")
+    assert [p.prompt for p in callback.questions.problems] == [p.prompt for p in tested.problems]
+    asked = tested.chat_format.tokenizer.decode(tested.problems[0].prompt)
+    assert "Be brief." in asked  # the commonest of the rows, and not ours
 
 
 def test_training_is_the_same_without_it(
@@ -345,12 +372,13 @@ def test_settings_that_cannot_be_are_refused() -> None:
         evaluations(0)
     with pytest.raises(InputError, match=r"takes its settings as `rlt test` does.*at least one"):
         evaluations(sets={})
+    with pytest.raises(InputError, match="names 'chain'"):
+        evaluations(sets={"chain": None})
     with pytest.raises(InputError, match="num_samples must be at least 1, but is 0"):
         evaluations(num_samples=0)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
-    "unknown set": ({}, [EvaluateEvery(1, {"chain": None})], "names 'chain' with none"),
     "teacher": (
         {"task": "teacher_sft"},
         [evaluations()],
@@ -416,7 +444,7 @@ def test_the_report_and_the_dashboard_draw_the_curves(finished: tuple[Path, Loss
     assert list(charts) == [f"eval/SET/{name}" for name in DRAWN]
     [series] = charts["eval/SET/pass_at_1"]["series"]
     rows = rows_of(finished[0])
-    assert (series["label"], series["x"]) == ("last-digit chains", [0, 2, 4, 6])
+    assert (series["label"], series["x"]) == ("chains", [0, 2, 4, 6])
     assert series["y"] == pytest.approx([100 * row["eval/chains/pass_at_1"] for row in rows.values()])
     error = 100 * rows[2]["eval/chains/standard_error"]
     assert series["high"][1] - series["y"][1] == pytest.approx(error)

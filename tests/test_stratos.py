@@ -517,7 +517,9 @@ def test_tags_from_a_config(make_data: MakeData):
     for tags, expected in ((own, "[explanation_open]"), ("r1", "<explanation>")):
         config = {"class_path": "rlt_lightning.datamodules.StratosDataModule", "init_args": {"tags": tags}}
         data = parser.instantiate(parser.parse_object({"data": config})).data
-        assert make_data([custom_row()], tags=data.tags).format.tags.explanation_open == expected
+        assert (
+            make_data([custom_row()], tags=data.format_options.tags).format.tags.explanation_open == expected
+        )
 
 
 def test_teacher_and_student_must_share_a_vocabulary(make_data: MakeData, smollm2: str, shared: Path):

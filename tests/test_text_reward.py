@@ -351,8 +351,6 @@ def test_what_does_not_go_together_is_one_clear_line(
 
 
 def test_explanations_are_not_for_a_module_that_answers(tiny_model: str, tmp_path: Path) -> None:
-    options = student_fit(tiny_model, tmp_path / "run")[1:]
-    assert_one_clear_line(rlt("predict", *options), "`rlt predict` writes and scores explanations")
     teacher = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
     teacher += [f"--model.student={tiny_model}", "--data.task=student_rl", f"--output_dir={tmp_path / 'rlt'}"]
     assert_one_clear_line(rlt(*teacher), "data.task must be rlt or score for RLTReward, but is student_rl")

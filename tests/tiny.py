@@ -32,6 +32,11 @@ def generates(settings: dict[str, Any]) -> bool:
     return "student_context" in settings["data"].get("init_args", {})
 
 
+def keeps_right_answers(settings: dict[str, Any]) -> bool:
+    """Whether the config is one of rejection sampling."""
+    return generates(settings) and settings["data"]["init_args"].get("task") == "student_rl"
+
+
 def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     """What to append to a verb and the config with these settings.
 
@@ -47,10 +52,17 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     else:
         options = [*TINY, f"--model.teacher={model}"]
         options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []
+    if settings["data"].get("init_args", {}).get("format_from"):
+        options += ["--data.format_from=null"]  # rows of the hub
     if verb == "fit":
         options += ["--trainer.max_steps=1"]
     if (verb in ("fit", "validate") and not is_sft) or generates(settings):
         options += SHORT
+    if keeps_right_answers(settings):
+        # The model must be able to answer: random weights are never right.
+        options += ["--model.teacher=miniature", "--data.source=chains", "--data.student_system_prompt="]
+        options += ["--data.tags=r1", "--data.num_embedded_rows=16"]
+        options += ["--rollouts.sampling.max_completion_length=72"]
     if "scores" in settings:
         options += ["--scores.rank_groups=2"]
     return options

@@ -1,4 +1,8 @@
-"""Write the trained teacher's traces as they come, and the distillation set made of them."""
+"""Write what a model samples as it comes, and the distillation set made of it.
+
+A teacher writes explanations of solutions (`data.task` rlt). The usual pipeline instead samples answers of
+the model itself and keeps right ones (`data.task` student_rl): their rows are in answer_rows.py.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +15,61 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.callbacks.answer_rows import (
+    answer_counts,
+    answer_recipe,
+    answer_rows,
+    is_answer_to,
+    may_be_kept,
+)
 from rlt_lightning.callbacks.recorder import require_one_process
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import row_list
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.records.data_card import data_card
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.text_reward import CorrectnessReward
+from rlt_lightning.records.data_card import ANSWERS, EXPLANATIONS, data_card
 from rlt_lightning.records.jsonl import Row, append_rows, rewrite, rows_in, to_line
 from rlt_lightning.records.rows import resume_rows, score_rows
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
-Selection = Literal["first", "best_reward", "all", "fits_context"]
+Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
 TRACES, SELECTED, TABLE, CARD = "traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"
 
 
 class DistillationWriter(Callback):
-    """Write the teacher's traces and make a distillation set of them; do nothing if rows bring their traces.
+    """Write what a model samples and make a distillation set of it; do nothing if rows bring their traces.
 
-    `traces.jsonl` gets every trace with every term of its reward, batch by batch; a resumed run samples only
-    what is missing. At the end the callback makes `distillation.jsonl`, `distillation.parquet` and a data
-    card of it. To make them with another `select`, repeat the run with `--resume true`.
+    `traces.jsonl` gets every explanation with every term of its reward, or every answer with its verdict,
+    batch by batch; a resumed run samples only what is missing. At the end the callback makes
+    `distillation.jsonl`, `distillation.parquet` and a data card of it. To make them with another `select`,
+    repeat the run with `--resume true`. Only right answers are ever selected.
 
     Args:
-        select: Which traces of a problem to take. `first`, `best_reward` and `all` mean what they say;
-            `fits_context` takes the best trace that fits a student or, if none fits, the shortest.
+        select: Which traces of a problem to take. `first`, `best_reward`, `shortest` and `all` mean what they
+            say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest.
+        per_problem: Most traces of a problem; `all` takes all.
     """
 
-    def __init__(self, select: Selection = "fits_context") -> None:
+    def __init__(self, select: Selection = "fits_context", per_problem: int = 1) -> None:
+        if per_problem < 1:
+            raise InputError(f"distillation.per_problem must be at least 1, but is {per_problem}. Raise it.")
         self.select: Selection = select
+        self.per_problem = per_problem
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
         data = stratos_of(trainer)
-        if stage != "predict" or data.task != "rlt":
+        if stage != "predict" or data.task not in ("rlt", "student_rl"):
             return
+        is_answers = data.task == "student_rl"
+        if is_answers and isinstance(pl_module, RLTModule):
+            require_verdicts(pl_module)
         require_one_process(trainer)
         num_traces = RolloutCallback.of(trainer).num_traces
-        problems = data.problems[: len(data.items)]
-        data.num_finished = resume_rows(self._folder(trainer) / TRACES, problems, is_trace_of, num_traces)
+        problems, is_of = data.problems[: len(data.items)], is_answer_to if is_answers else is_trace_of
+        data.num_finished = resume_rows(self._folder(trainer) / TRACES, problems, is_of, num_traces)
 
     @override
     def on_predict_batch_end(
@@ -61,50 +82,95 @@ class DistillationWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         data = stratos_of(trainer)
-        if data.task == "rlt":
-            teacher = pl_module.pretrained
-            append_rows(self._folder(trainer) / TRACES, trace_rows(batch, data, str(teacher)))
+        if data.task in ("rlt", "student_rl"):
+            make_rows = trace_rows if data.task == "rlt" else answer_rows
+            append_rows(self._folder(trainer) / TRACES, make_rows(batch, data, str(pl_module.pretrained)))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the set. Lightning does not call this after a failure."""
         data = stratos_of(trainer)
-        if stage != "predict" or data.task != "rlt":
+        if stage != "predict" or data.task not in ("rlt", "student_rl"):
             return
-        folder = self._folder(trainer)
+        folder, is_answers = self._folder(trainer), data.task == "student_rl"
         rows = list(rows_in(folder / TRACES))
-        selected = list(self.selected(rows))
+        candidates = [row for row in rows if may_be_kept(row)] if is_answers else rows
+        if not candidates:
+            reasons = [f"{number} {what}" for what, number in answer_counts(rows, 0).items() if number]
+            raise InputError(
+                f"A distillation set must have at least one row, but none of the {len(rows)} traces in "
+                f"{folder / TRACES} can be one ({', '.join(reasons) or 'there is none'}). Raise "
+                "rollouts.num_traces or max_completion_length, or take a better model."
+            )
+        selected = list(self.selected(candidates))
         rewrite(folder / SELECTED, map(to_line, selected))
         write_parquet(selected, folder / TABLE)
-        fitting = {row["row"] for row in rows if row["fits"]}
-        if unfit := sorted({row["row"] for row in rows} - fitting):
-            rank_zero_warn(
-                f"{len(unfit)} of {len(data.items)} problems have no trace that fits a student "
-                f"({row_list(unfit)}). Raise max_completion_length or max_resamples of rollouts, or "
-                "data.student_context."
-            )
+        usable = {row["row"] for row in candidates if row["fits"]}
+        if unusable := sorted({row["row"] for row in rows} - usable):
+            rank_zero_warn(nothing_to_learn(unusable, len(data.items), is_answers))
         recipe = pl_module.recipe() | data.recipe() | RolloutCallback.of(trainer).recipe()  # type: ignore[operator]
-        recipe["selection"] = self.select
-        terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
-        rewrite(folder / CARD, [data_card(recipe, rows, selected, terms, TABLE, len(data.items))])
+        recipe["selection"] = f"{self.select}, per problem {self.per_problem}"
+        if is_answers:
+            counts = answer_recipe(rows, len(data.items)) | answer_counts(rows, len(selected))
+            card = data_card(ANSWERS, recipe, counts, selected, ("pass_rate",), TABLE)
+        else:
+            counts = trace_counts(rows, selected, len(data.items))
+            terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
+            card = data_card(EXPLANATIONS, recipe, counts, selected, terms, TABLE)
+        rewrite(folder / CARD, [card])
 
     def selected(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield the chosen traces of each problem. The traces of a problem stand together."""
+        """Yield the chosen traces of each problem, best first. The traces of a problem stand together."""
         for _, group in groupby(rows, key=lambda row: row["row"]):
-            traces = list(group)
-            if self.select == "all":
-                yield from traces
-            elif self.select == "first":
-                yield traces[0]
-            else:
-                fitting = [row for row in traces if self.select == "best_reward" or row["fits"]]
-                if fitting:
-                    yield max(fitting, key=lambda row: row["reward"])
-                else:
-                    yield min(traces, key=lambda row: row["student_tokens"])
+            yield from self._chosen(list(group))
+
+    def _chosen(self, traces: list[Row]) -> list[Row]:
+        if self.select == "all":
+            return traces
+        if self.select == "shortest":
+            traces = sorted(traces, key=lambda row: row["student_tokens"])
+        elif self.select == "fits_context":
+            fitting = [row for row in traces if row["fits"]]
+            traces = fitting or [min(traces, key=lambda row: row["student_tokens"])]
+        if self.select in ("best_reward", "fits_context"):
+            traces = sorted(traces, key=lambda row: -row["reward"])
+        return traces[: self.per_problem]
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir)
+
+
+def require_verdicts(module: RLTModule) -> None:
+    """Check that the reward says which answers are right."""
+    if not isinstance(module.reward, CorrectnessReward):
+        raise InputError(
+            "`rlt predict` keeps right answers, so with data.task student_rl model.reward must be "
+            f"CorrectnessReward, but is {type(module.reward).__name__}. Set it, and model.student to null."
+        )
+
+
+def nothing_to_learn(rows: list[int], num_problems: int, is_answers: bool) -> str:
+    """Return a line about the problems without a trace for a student."""
+    if is_answers:
+        return (
+            f"{len(rows)} of {num_problems} problems have no right answer that fits a student "
+            f"({row_list(rows)}). Raise rollouts.num_traces to find more."
+        )
+    return (
+        f"{len(rows)} of {num_problems} problems have no trace that fits a student ({row_list(rows)}). Raise "
+        "max_completion_length or max_resamples of rollouts, or data.student_context."
+    )
+
+
+def trace_counts(rows: list[Row], selected: list[Row], num_problems: int) -> dict[str, Any]:
+    """Return the counts of explanations, for a data card."""
+    return {
+        "problems": f"{len({row['row'] for row in rows})} of {num_problems}",
+        "traces sampled": len(rows),
+        "traces in this set": len(selected),
+        "closed by the teacher": f"{sum(row['closed'] for row in selected)} of {len(selected)}",
+        "fit a student as a whole": f"{sum(row['fits'] for row in selected)} of {len(selected)}",
+    }
 
 
 def is_trace_of(row: Row, problem: Problem) -> bool:
@@ -147,8 +213,6 @@ def write_parquet(rows: list[Row], path: Path) -> None:
     import datasets
     import pyarrow  # type: ignore[import-untyped]
 
-    if not rows:
-        raise InputError(f"A distillation set must have at least one row, but {path.parent} has no traces.")
     datasets.disable_progress_bars()
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}

@@ -38,7 +38,8 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.callbacks.together import Together
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
-from rlt_lightning.datamodules.evaluation_sets import OVERALL
+from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
+from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
@@ -75,7 +76,7 @@ class EvaluateEvery(Callback):
     def __init__(
         self,
         every_n_steps: int,
-        sets: dict[str, Any],
+        sets: dict[str, SetSettings],
         sampling: Sampling = Sampling(),
         num_samples: int = 1,
         seed: int = 0,
@@ -127,7 +128,8 @@ class EvaluateEvery(Callback):
         require_student_task(data.task)
         self.questions = self._questions(data)
         context = context_length(module.pretrained, module.trust_remote_code)
-        require_responses_fit(self.questions.problems, 0, self.sampling, context, "EvaluateEvery's ")
+        advice = "Lower EvaluateEvery's sampling.max_completion_length."
+        require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
         self.link = self.own_link = None
         if self.engine is not None or rollouts_of(trainer) is None:
             self.own_link = make_link(self.engine or HFEngine(), 1, self.deadline_s)
@@ -228,7 +230,7 @@ class EvaluateEvery(Callback):
     def _judged(self, responses: dict[int, list[Response]]) -> dict[str, float]:
         """Judge all answers and return their figures by name, except those that are not finite."""
         if self.judge is None:
-            self.judge = Judge(self.questions.chat_format.tags, self.judge_deadline_s)
+            self.judge = Judge(self.questions.tags, self.judge_deadline_s)
         problems = self.questions.problems
         batch = EvaluationBatch(problems, [responses[number] for number in range(len(problems))])
         sets = {name: SetMetrics(self.num_samples) for name in self.sets}
@@ -261,7 +263,7 @@ class EvaluateEvery(Callback):
                 self.sets, max_rows=self.max_rows, seed=self.seed, num_samples=self.num_samples
             )
             if data is not None:
-                questions.format = data.format
+                questions.format = asked_format(data)
                 questions.setup("test")
         except InputError as error:
             raise InputError(f"EvaluateEvery takes its settings as `rlt test` does: {error}") from error
@@ -272,6 +274,13 @@ def rollouts_of(trainer: Trainer) -> RolloutCallback | None:
     """Return the trainer's RolloutCallback, which every run of the command line has."""
     found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
     return next(found, None)
+
+
+def asked_format(data: StratosDataModule) -> ChatFormat:
+    """Return the format in which `rlt test` asks the model that this run exports: the one that it trains."""
+    trained = data.trained_format()
+    tokenizer = data.format.tokenizer
+    return ChatFormat(tokenizer, trained.tags, student_system_prompt=trained.system_prompt)
 
 
 def require_student_task(task: str) -> None:

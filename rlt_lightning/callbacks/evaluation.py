@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.datamodules.evaluation import evaluation_of
-from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set
+from rlt_lightning.datamodules.published import known_by_number
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.records.jsonl import append_rows, keep_rows, rewrite
 from rlt_lightning.records.results import render, without_nan
@@ -63,12 +64,15 @@ def summarise(trainer: Trainer, module: EvaluationModule) -> dict[str, Any]:
     sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]
     figures = module.figures()
     sets: dict[str, Any] = {}
-    for name, source in data.sets.items():
+    for name, spec in data.specs.items():
         first = next(problem for problem in data.problems if problem.set_name == name)
         metrics: Any = module.sets[name]
         sets[name] = {
-            "title": evaluation_set(name, source).title,
-            "source": source or SETS[name].source,
+            **asdict(spec),
+            # Only the published set bears its name.
+            "title": spec.title if data.differences[name] is None else name,
+            "differs": data.differences[name],
+            "known_by_number": known_by_number(name),
             "num_samples": data.num_samples,
             **figures[name],
             "pass_at": metrics.pass_at_k(),

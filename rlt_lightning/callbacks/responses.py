@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.models.announce import announce
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.waiting import waiting_for
@@ -41,6 +43,8 @@ class ResponseCallback(Callback):
         sampling: Temperature and limits. `max_completion_length` counts thought and answer.
         num_samples: Responses to each problem, k.
         budget: Least and most tokens of a thought; None: the model decides.
+        fit_context: Cut max_completion_length for each question to what the context leaves behind the prompt,
+            as vLLM does in process. Otherwise a run whose longest question does not leave so many is refused.
         seed: Decides all sampling. A response depends only on (seed, problem, number of the sample), so a
             resumed run repeats nothing and changes nothing.
     """
@@ -52,6 +56,7 @@ class ResponseCallback(Callback):
         num_samples: int = 1,
         budget: BudgetForcing | None = None,
         seed: int = 0,
+        fit_context: bool = False,
     ) -> None:
         if num_samples < 1:
             raise InputError(f"rollouts.num_samples must be at least 1, but is {num_samples}. Raise it.")
@@ -60,6 +65,8 @@ class ResponseCallback(Callback):
         self.num_samples = num_samples
         self.budget = budget
         self.seed = seed
+        self.fit_context = fit_context
+        self.context = sys.maxsize  # tokens of prompt and response, as far as they are known
 
     def settings(self) -> dict[str, Any]:
         """Return everything that a response depends on beside the model and the question."""
@@ -68,6 +75,7 @@ class ResponseCallback(Callback):
             "num_samples": self.num_samples,
             "budget": self.budget and asdict(self.budget),
             "seed": self.seed,
+            "fit_context": self.fit_context,
             "engine": type(self.engine).__name__,
         }
 
@@ -75,6 +83,7 @@ class ResponseCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that responses fit; say whether one must be loaded."""
         data = evaluation_of(trainer)
+        self.context = sys.maxsize
         if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
             return
         if self.budget is not None:
@@ -83,7 +92,11 @@ class ResponseCallback(Callback):
             return
         pl_module.needs_model = bool(data.left)
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
-        require_responses_fit(data.problems, self._num_opening(trainer), self.sampling, context, "rollouts.")
+        if self.fit_context:
+            self._fit(trainer, context)
+            return
+        advice = "Lower rollouts.sampling.max_completion_length, or set rollouts.fit_context."
+        require_responses_fit(data.problems, self._num_opening(trainer), self.sampling, context, advice)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,8 +104,12 @@ class ResponseCallback(Callback):
         if not isinstance(pl_module, EvaluationModule) or data.format is None or not data.left:
             return
         self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
-        longest = max(len(problem.prompt) for problem in data.problems) + self._num_opening(trainer)
-        require_context(longest + self.sampling.max_completion_length, self.engine.max_model_len)
+        if self.fit_context:
+            self._fit(trainer, self.engine.max_model_len)
+            self._announce_limits(trainer)
+        else:
+            longest = max(len(problem.prompt) for problem in data.problems) + self._num_opening(trainer)
+            require_context(longest + self.sampling.max_completion_length, self.engine.max_model_len)
         self._push(trainer, pl_module)
 
     @override
@@ -126,6 +143,45 @@ class ResponseCallback(Callback):
         """Return the number of tokens that a budget adds to the prompt: the opened thought."""
         return len(evaluation_of(trainer).chat_format.thought_opening) if self.budget else 0
 
+    def _fit(self, trainer: Trainer, context: int) -> None:
+        """Take over a context, in tokens, of the model or its workers.
+
+        Raises:
+            InputError: If it leaves no response behind the longest question, or less than a budget needs.
+        """
+        data = evaluation_of(trainer)
+        self.context = min(self.context, context)
+        shortest = min(self._limits(trainer, data.problems))
+        if shortest < 1:
+            longest = max(data.problems, key=lambda problem: len(problem.prompt))
+            raise InputError(
+                f"Every question must leave room for a response in the context of {self.context} tokens, but "
+                f"{longest.id} takes {len(longest.prompt) + self._num_opening(trainer)}. Leave it out, or "
+                "use a model or workers with a longer context."
+            )
+        if self.budget is not None:
+            within = replace(self.sampling, max_completion_length=shortest)
+            self.budget.require_room(within, len(data.chat_format.answer_opening))
+
+    def _limits(self, trainer: Trainer, problems: list[EvaluationProblem]) -> list[int]:
+        """Return the tokens that a response to each problem may have."""
+        longest = self.sampling.max_completion_length
+        if not self.fit_context:
+            return [longest] * len(problems)
+        room = self.context - self._num_opening(trainer)
+        return [min(longest, room - len(problem.prompt)) for problem in problems]
+
+    def _announce_limits(self, trainer: Trainer) -> None:
+        """Say how many responses the context makes shorter."""
+        limits = self._limits(trainer, evaluation_of(trainer).problems)
+        shorter = [limit for limit in limits if limit < self.sampling.max_completion_length]
+        if shorter:
+            announce(
+                f"rollouts.fit_context: a context of {self.context} tokens leaves responses to "
+                f"{len(shorter)} of {len(limits)} questions fewer than {self.sampling.max_completion_length} "
+                f"tokens, at least {min(shorter)}."
+            )
+
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
         """Push the weights to workers, unless they serve their own or the engine is in process."""
         if self.engine.in_process or module.policy is None:
@@ -142,8 +198,10 @@ class ResponseCallback(Callback):
         tokenizer = chat_format.tokenizer
         prompts = [problem.prompt for problem in problems]
         seeds = [response_seed(self.seed, problem) for problem in problems]
+        limits = self._limits(trainer, problems)
         if self.budget is None:
-            groups = generate_patiently(self.engine, prompts, self.sampling, self.num_samples, "", seeds)
+            sampling, number = self.sampling, self.num_samples
+            groups = generate_patiently(self.engine, prompts, sampling, number, "", seeds, limits)
             return [
                 [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups
             ]
@@ -156,8 +214,9 @@ class ResponseCallback(Callback):
             self.num_samples,
             seeds,
             self.budget,
-            chat_format.tags.thought_close,
+            chat_format.student_tags.thought_close,
             chat_format.answer_opening,
+            limits,
         )
         return [
             [
@@ -184,7 +243,7 @@ def sampled_response(tokenizer: Any, token_ids: list[int], finish_reason: Finish
 
 
 def require_responses_fit(
-    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, setting: str
+    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, advice: str
 ) -> None:
     """Check that each question and a response of full length fit into a context, in tokens.
 
@@ -193,17 +252,17 @@ def require_responses_fit(
         num_opening: Tokens that are put between question and response.
         sampling: Limits the response.
         context: The model's context.
-        setting: What stands before `sampling` in the name of the setting.
+        advice: What to do if they do not fit.
 
     Raises:
-        InputError: Naming the longest question, the lengths and the setting.
+        InputError: Naming the longest question, the lengths and the advice.
     """
     longest = max(problems, key=lambda problem: len(problem.prompt))
     if len(longest.prompt) + num_opening + sampling.max_completion_length > context:
         raise InputError(
             f"Question and response must fit into the model's context of {context} tokens, but "
             f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
-            f"{sampling.max_completion_length}. Lower {setting}sampling.max_completion_length."
+            f"{sampling.max_completion_length}. {advice}"
         )
 
 

@@ -176,6 +176,11 @@ class RolloutCallback(Callback):
         data = stratos_of(trainer)
         if not isinstance(pl_module, RLTModule):
             return
+        if stage == "predict" and data.task == "student_rl" and self.max_resamples:
+            raise InputError(
+                "With data.task student_rl rollouts.max_resamples must be 0, since pass_rate counts every "
+                f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
+            )
         if not (stage == "predict" and data.task == "score"):  # which uses no engine
             require_gathering(self.engine, trainer)
         if stage == "fit":

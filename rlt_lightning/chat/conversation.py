@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rlt_lightning.chat.screen import Screen
 from rlt_lightning.chat.speakers import ChatModel, Speaker, speaker_of
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.pretrained import load_tokenizer
@@ -19,8 +20,10 @@ COMMANDS = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C stops a
 
 def chat(
     model: ChatModel,
-    tags: str | TagStyle = "stratos",
+    tags: str | TagStyle | None = None,
     student_system_prompt: str | None = None,
+    format_from: str | None = None,
+    force_format: bool = False,
     temperature: float = 0.7,
     top_p: float = 1.0,
     max_tokens: int = 4096,
@@ -30,8 +33,12 @@ def chat(
 
     Args:
         model: The model or the server that answers.
-        tags: "stratos", "r1" or a TagStyle, as in the training.
-        student_system_prompt: As in the training: None for our own, the empty string for none.
+        tags: "stratos", "r1" or a TagStyle; None: as the model was trained, else stratos.
+        student_system_prompt: None: as the model was trained, else our own; '' for none, @FILE for the text
+            of a file.
+        format_from: Rows off which tags and system prompt of a model from outside are read: a file, folder or
+            hub id.
+        force_format: Use these settings although the model records that it was trained in others.
         temperature: Divides the logits; 0 is greedy.
         top_p: Nucleus mass kept; 1 keeps all.
         max_tokens: Most tokens of one answer.
@@ -43,10 +50,12 @@ def chat(
     """
     sampling = Sampling(temperature, top_p, max_completion_length=max_tokens)
     question = piped_question()
-    chat_format = ChatFormat(
-        load_tokenizer(model.path, model.trust_remote_code), tags, student_system_prompt=student_system_prompt
-    )
+    options = FormatOptions(tags, None, student_system_prompt, format_from, force_format, group="--")
+    tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+    chosen = choose_format(options, None, model.path)
+    chat_format = chosen.chat_format(tokenizer)
     conversation = Conversation(chat_format, speaker_of(model, chat_format.tokenizer), sampling, seed)
+    chosen.warn_of_guesses()
     if question is not None:
         conversation.ask(question, Screen(chat_format.tags))
     else:

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlt_lightning import __version__
@@ -13,6 +14,12 @@ from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.folder import ONE_PROCESS, STATE, WEIGHTS, read_state, whole_or_absent
 from rlt_lightning.models.announce import announce_writing, weights_size
 from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.format import (
+    ModelFormat,
+    with_default_system,
+    without_opened_thought,
+    write_format,
+)
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
     LoRA,
@@ -59,6 +66,7 @@ def export_model(
     if strategy.global_rank == 0:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
+        write_trained_format(facts, tokenizer, folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(model_card(facts))
         if adapter == "merged":
@@ -77,6 +85,28 @@ def export_model(
     else:
         named_tensors, file_name = adapter_weights(tensors), ADAPTER_FILE
     write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
+
+
+def write_trained_format(facts: dict[str, Any], tokenizer: Any, folder: Path) -> None:
+    """Write the format of the training into a model folder and into the tokenizer's chat template.
+
+    A template that opens a thought by itself cannot give the prompts of the training: a warning says so.
+    """
+    if "format" not in facts:
+        # A checkpoint from before formats were recorded.
+        return
+    trained = ModelFormat.from_plain(facts["format"], "the checkpoint")
+    write_format(trained, folder)
+    question = [{"role": "user", "content": "?"}]
+    system = [{"role": "system", "content": trained.system_prompt}] if trained.system_prompt else []
+    options = {"tokenize": False, "add_generation_prompt": True}
+    in_training = tokenizer.apply_chat_template(system + question, **options, enable_thinking=True)
+    tokenizer.chat_template = with_default_system(tokenizer.chat_template, trained.system_prompt)
+    if tokenizer.apply_chat_template(question, **options) != without_opened_thought(in_training):
+        rank_zero_warn(
+            "The chat template opens a thought after the question, which the training did without. Ask "
+            "servers of this model through rlt chat, which sends the prompt of the training."
+        )
 
 
 def export_checkpoint(

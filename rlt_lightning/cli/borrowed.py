@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.planner import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.records.jsonl import append_rows
@@ -91,7 +92,11 @@ class ExplainCommandLine(BorrowingCommandLine):
         data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
         options = ExplainOptions(**config.explain.as_dict())
         score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
-        rows = rows_to_score(options, data.as_dict(), score_given)
+        model = config.model.init_args
+        chosen = choose_format(
+            FormatOptions.of_settings(data.as_dict()), model.get("teacher"), model.get("student")
+        )
+        rows = rows_to_score(options, data.as_dict(), chosen.tags, score_given)
         # Messages and the page name rows by their lines.
         path.write_text("\n" * (options.row - 1))
         append_rows(path, rows)

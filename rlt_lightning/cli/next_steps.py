@@ -21,7 +21,7 @@ from rlt_lightning.types import as_list
 
 # Settings of the format, which are the same in all stages.
 STUDENT_FORMAT = ("tags", "student_system_prompt")
-TEACHER_FORMAT = (*STUDENT_FORMAT, "teacher_system_prompt")
+TEACHER_FORMAT = (*STUDENT_FORMAT, "teacher_system_prompt", "format_from")
 # The config of a stage in the recipe -> the one that runs on a laptop.
 ON_A_CPU = {
     "teacher_rlt": "quickstart_smollm2",
@@ -51,7 +51,7 @@ PREDICT_FILES = {
     "scores.jsonl": "every row with its reward and the terms of it",
     "groups.json": "groups of equal size by reward: rows in groups/, plot in groups.svg",
     "comparison.md": "where one trace beats the other most; all problems: comparison.jsonl",
-    "traces.jsonl": "every trace with every term of its reward",
+    "traces.jsonl": "every trace with every term of its reward, or every answer with its verdict",
     "distillation.jsonl": "the traces that were selected; also as distillation.parquet",
     "README.md": "the data card",
 }
@@ -134,7 +134,8 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
     num_rows = sum(1 for _ in source.open())
     if not num_rows:
         return None
-    student = config.model.init_args.student
+    # A model that wrote its own answers is what a student of them starts from.
+    student = config.model.init_args.student or config.model.init_args.teacher
     options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
     options |= at_most(path, "data.prompts_per_step", num_rows)
     limit = data.student_context or context_of(config, student)

@@ -10,6 +10,7 @@ after_fit, after_predict      say where everything is and what to do next (next_
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.records.catalogue.saved import write_entries
 from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
+from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list
 
 VERBS: dict[str, set[str]] = {
@@ -152,6 +154,7 @@ class RLTCommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line, and let --seed set the other seeds."""
+        require_whole_sets(sys.argv[1:])
         super().parse_arguments(parser, args)
         self.spread_seed()
 
@@ -229,7 +232,11 @@ class RLTCommandLine(LightningCLI):
 
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""
-        next_steps.print_after_predict(self.config[self.subcommand], self.on_cpu)
+        config, chat_format = self.config[self.subcommand].clone(), self.datamodule.format
+        if chat_format.student_tags != chat_format.tags:
+            # The next stage trains a student, in the format of the one that scored.
+            config.data.init_args.tags = style_name(chat_format.student_tags)
+        next_steps.print_after_predict(config, self.on_cpu)
 
     @property
     def on_cpu(self) -> bool:
@@ -274,6 +281,17 @@ def trained_model(model: Any) -> str | None:
 def frozen_student(model: Any) -> str | None:
     """Return the student's name: its vocabulary is compared before any model is loaded."""
     return ((model and model.get("init_args")) or {}).get("student")
+
+
+def require_whole_sets(words: list[str]) -> None:
+    """Raise InputError if an option names one field of an evaluation set: jsonargparse drops the others."""
+    for word in words:
+        if match := re.match(r"--data(?:\.init_args)?\.sets\.([\w-]+)\.([\w.-]+)", word):
+            name, field = match.groups()
+            raise InputError(
+                f"An option must give all fields of a set, but {match.group()} names one, and the others "
+                f"would be lost. Write --data.sets.{name} '{{{field}: …, …}}', or change the set in a config."
+            )
 
 
 def require_known_strategy(strategy: Any) -> None:

@@ -1,8 +1,9 @@
-"""Rows that cannot be used: the reasons, their numbers, and the report."""
+"""Rows that cannot be used, and rows that a filter leaves out: the reasons, their numbers, the report."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +31,19 @@ class BadRowReason(StrEnum):
     UNSOLVABLE = "unsolvable"
 
 
+class FilterReason(StrEnum):
+    """Why a filter leaves a usable row out; see `filters.py`."""
+
+    PASS_RATE = "pass_rate"
+    SHORT_TRACE = "short_trace"
+    LONG_TRACE = "long_trace"
+    REPETITION = "repetition"
+    OVERLAP = "overlap"
+    NO_REFERENCE = "no_reference"
+    WRONG_ANSWER = "wrong_answer"
+    DUPLICATE = "duplicate"
+
+
 class BadRowError(Exception):
     """A row cannot be used. The datamodule catches and counts these errors; no user sees one."""
 
@@ -45,17 +59,23 @@ NumberedRow = tuple[int, "dict[str, Any] | BadRowError"]
 
 @dataclass
 class BadRowReport:
-    """The rows of one source that cannot be used, by number and reason."""
+    """The rows of one source that are not used, by number and reason."""
 
     source: str
     num_rows: int
     first_row: int = 1  # number of this source's row 1 in a run that reads several sources
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)  # rows that are used without their end
+    filtered: list[tuple[int, FilterReason, str]] = field(default_factory=list)  # number, reason, detail
 
     def add(self, row: int, error: BadRowError) -> None:
         """Count a bad row, numbered as in its source."""
         self.bad.append((row, error))
+
+    def sort(self) -> None:
+        """Order the rows by number; those of a number keep their order."""
+        self.bad.sort(key=lambda entry: entry[0])
+        self.filtered.sort(key=lambda entry: entry[0])
 
     @property
     def frac(self) -> float:
@@ -64,23 +84,27 @@ class BadRowReport:
 
     def rows_by_reason(self) -> dict[str, list[int]]:
         """Return row numbers by reason, the most frequent reason first."""
-        rows: dict[str, list[int]] = {}
-        for row, error in self.bad:
-            rows.setdefault(str(error.reason), []).append(row)
-        return dict(sorted(rows.items(), key=lambda item: -len(item[1])))
+        return grouped((row, str(error.reason)) for row, error in self.bad)
+
+    def rows_by_filter(self) -> dict[str, list[int]]:
+        """Return the numbers of rows that a filter leaves out, as `rows_by_reason`."""
+        return grouped((row, str(reason)) for row, reason, _ in self.filtered)
 
     def summary(self) -> str:
         """Return counts by reason and the first row numbers, in one line."""
-        reasons = []
-        for reason, rows in self.rows_by_reason().items():
-            reasons.append(f"{reason} {len(rows)} ({row_list(rows)})")
-        return f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used" + (
-            f": {', '.join(reasons)}" if reasons else ""
-        )
+        what = f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used"
+        return what + reasons_of(self.rows_by_reason())
+
+    def filter_summary(self) -> str:
+        """Return the same for the rows that filters leave out."""
+        what = f"{len(self.filtered)} of {self.num_rows} rows of '{self.source}' are left out by data.filters"
+        return what + reasons_of(self.rows_by_filter())
 
     def lines(self) -> list[str]:
-        """Return a line about unusable rows and one about truncated rows, where there are any."""
+        """Return a line each about unusable, filtered and truncated rows, where there are any."""
         lines = [self.summary()] if self.bad else []
+        if self.filtered:
+            lines.append(self.filter_summary())
         if self.truncated:
             lines.append(
                 f"{len(self.truncated)} of {self.num_rows} rows of '{self.source}' are cut off at "
@@ -94,12 +118,17 @@ class BadRowReport:
             "source": self.source,
             "first_row": self.first_row,
             "num_rows": self.num_rows,
-            "num_used": self.num_rows - len(self.bad),
+            "num_used": self.num_rows - len(self.bad) - len(self.filtered),
             "num_bad": len(self.bad),
+            "num_filtered": len(self.filtered),
             "num_truncated": len(self.truncated),
             "reasons": {reason: len(rows) for reason, rows in self.rows_by_reason().items()},
             "bad_rows": [
                 {"row": row, "reason": str(error.reason), "detail": error.detail} for row, error in self.bad
+            ],
+            "filters": {reason: len(rows) for reason, rows in self.rows_by_filter().items()},
+            "filtered_rows": [
+                {"row": row, "filter": str(reason), "detail": detail} for row, reason, detail in self.filtered
             ],
             "truncated_rows": self.truncated,
         }
@@ -108,8 +137,13 @@ class BadRowReport:
         """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used.
 
         Raises:
-            InputError: With the reasons and the first row numbers.
+            InputError: With the reasons and the first row numbers; or if filters leave no row.
         """
+        if self.filtered and len(self.bad) + len(self.filtered) == self.num_rows:
+            raise InputError(
+                f"data.filters must leave at least one row, but {self.filter_summary()}; {self.summary()}. "
+                "Loosen a filter."
+            )
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
         where = f" All of them are listed in {report_path}." if report_path else ""
@@ -117,6 +151,20 @@ class BadRowReport:
             f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
             f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
         )
+
+
+def grouped(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Return row numbers by reason, the most frequent reason first."""
+    found: dict[str, list[int]] = {}
+    for row, reason in sorted(rows):
+        found.setdefault(reason, []).append(row)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def reasons_of(rows: dict[str, list[int]]) -> str:
+    """Return the end of a line: each reason with its count and the first row numbers."""
+    reasons = [f"{reason} {len(numbers)} ({row_list(numbers)})" for reason, numbers in rows.items()]
+    return f": {', '.join(reasons)}" if reasons else ""
 
 
 def row_list(rows: list[int]) -> str:

@@ -8,12 +8,22 @@ from typing import Any, cast
 from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
-from rlt_lightning.datamodules.evaluation_sets import SETS, Question, evaluation_set, read_set
+from rlt_lightning.datamodules.evaluation_sets import (
+    SETS,
+    Question,
+    SetSettings,
+    evaluation_set,
+    read_set,
+)
+from rlt_lightning.datamodules.format_choice import ChosenFormat, FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
+from rlt_lightning.datamodules.published import difference
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.announce import announce
 from rlt_lightning.records.jsonl import Row, whole_rows
-from rlt_lightning.tags import TagStyle
+from rlt_lightning.records.results import unlike_published
+from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
@@ -26,12 +36,16 @@ class EvaluationDataModule(LightningDataModule):
     `setup` reads all sets before any model is loaded. A resumed run leaves out problems that it has finished.
 
     Args:
-        sets: Names of `SETS`, each with null or with a file, folder or hub id to read instead of its own hub
-            id. Any other name with a file, folder or hub id is your own set. None: AIME 2024, MATH-500 and
-            GPQA Diamond.
+        sets: Names of `SETS`, each with null, with a file, folder or hub id to read instead of its own hub
+            id, or with fields of an EvaluationSet to change. Any other name with a source is your own set.
+            None: AIME 2024, MATH-500 and GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; linked from the model.
-        tags: "stratos", "r1", or the fields of a TagStyle.
-        student_system_prompt: None for ours; '' for none.
+        tags: "stratos", "r1", or the fields of a TagStyle; None: as the model was trained, else stratos.
+        student_system_prompt: None: as the model was trained, else ours; '' for none, @FILE for the text of a
+            file.
+        format_from: Rows off which tags and system prompt of a model from outside are read: a file, folder or
+            hub id.
+        force_format: Use these settings although the model records that it was trained in others.
         max_rows: Most problems of each set, from its start.
         seed: Seed of the order of GPQA's options, and of the embedded sets.
         batch_size: Problems whose responses are sampled at once, and recorded together.
@@ -43,10 +57,12 @@ class EvaluationDataModule(LightningDataModule):
 
     def __init__(
         self,
-        sets: dict[str, str | None] | None = None,
+        sets: dict[str, SetSettings] | None = None,
         tokenizer: str | None = None,
-        tags: str | TagStyle = "stratos",
+        tags: str | TagStyle | None = None,
         student_system_prompt: str | None = None,
+        format_from: str | None = None,
+        force_format: bool = False,
         max_rows: int | None = None,
         seed: int = 0,
         batch_size: int = 32,
@@ -56,10 +72,17 @@ class EvaluationDataModule(LightningDataModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        self.sets = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
+        self.sets: dict[str, SetSettings] = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
+        self.specs = {name: evaluation_set(name, settings) for name, settings in self.sets.items()}
+        # By set: why it is not the published set of that name; None where it is, or there is none.
+        self.differences: dict[str, str | None] = {}
         self.tokenizer_name = tokenizer
-        self.tags = tags
-        self.student_system_prompt = student_system_prompt
+        self.format_options = FormatOptions(
+            tags,
+            student_system_prompt=student_system_prompt,
+            format_from=format_from,
+            force_format=force_format,
+        )
         self.max_rows = max_rows
         self.seed = seed
         self.batch_size = batch_size
@@ -67,7 +90,8 @@ class EvaluationDataModule(LightningDataModule):
         self.responses = responses
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.format: ChatFormat | None = None  # None if responses are given
+        self.chosen: ChosenFormat | None = None  # None if responses are given, as the format
+        self.format: ChatFormat | None = None
         self.finished: list[Row] = []  # records from before the run was resumed
         self.given: dict[str, list[Response]] = {}  # by problem
         self.left: list[EvaluationProblem] = []  # problems without a record
@@ -89,8 +113,9 @@ class EvaluationDataModule(LightningDataModule):
         if self.is_set_up:
             return
         questions = {
-            name: read_set(name, source, self.max_rows, self.seed) for name, source in self.sets.items()
+            name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
+        self._compare_with_published(questions)
         if self.responses is None:
             # EvaluateEvery sets the format of the run that it evaluates.
             self.format = self.format or self._load_format()
@@ -104,6 +129,8 @@ class EvaluationDataModule(LightningDataModule):
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
         """Return the sets one after another, in their order; a batch holds problems of one set only."""
+        if self.chosen is not None:
+            self.chosen.warn_of_guesses()
         batches: list[list[EvaluationProblem]] = []
         for name in self.sets:
             left = [problem for problem in self.left if problem.set_name == name]
@@ -116,6 +143,15 @@ class EvaluationDataModule(LightningDataModule):
         [problems] = batches
         responses = [self.given[problem.id] for problem in problems] if self.given else None
         return EvaluationBatch(problems, responses)
+
+    @property
+    def tags(self) -> TagStyle:
+        """Return the tags of the responses."""
+        return (
+            tag_style(self.format_options.tags or STRATOS)
+            if self.format is None
+            else self.format.student_tags
+        )
 
     # Helpers
 
@@ -134,14 +170,23 @@ class EvaluationDataModule(LightningDataModule):
                 "hub id, or give data.responses."
             )
         tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
-        return ChatFormat(tokenizer, self.tags, student_system_prompt=self.student_system_prompt)
+        self.chosen = choose_format(self.format_options, None, self.tokenizer_name)
+        return self.chosen.chat_format(tokenizer)
 
     def _problem(self, name: str, question: Question) -> EvaluationProblem:
         prompt: list[int] = []
         if self.format is not None:
             prompt = encode(self.format.tokenizer, self.format.student_chat(question.text))
-        private = evaluation_set(name, self.sets[name]).private
+        private = self.specs[name].private
         return EvaluationProblem(question.id, name, question.text, prompt, question.reference, private)
+
+    def _compare_with_published(self, questions: dict[str, list[Question]]) -> None:
+        """Say now, and not only after hours of sampling, which sets get no place beside the paper."""
+        for name, part in questions.items():
+            found = difference(name, [question.plain for question in part])
+            self.differences[name] = found
+            if found is not None:
+                announce(unlike_published(name, found))
 
     def _finished_records(self) -> list[Row]:
         """Return the records of problems for which an interrupted run has all responses."""

@@ -1,12 +1,12 @@
-"""The evaluation sets: their sources, their questions, and the right answers."""
+"""The evaluation sets: their sources, how they are asked, their questions, and the right answers."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow, row_list
 from rlt_lightning.datamodules.sources import read_rows
@@ -20,9 +20,11 @@ from rlt_lightning.judging.answers import (
 from rlt_lightning.records.catalogue.evaluation import SET_TITLES
 from rlt_lightning.types import InputError
 
-# Stands before a question, as in Bespoke-Stratos-17k.
-IN_A_BOX = "Return your final response within \\boxed{}. "
-CHOICE_PROMPT = "Return the letter of the right option within \\boxed{{}}. {question}\n\n{options}"
+# The user's turn, as in Bespoke-Stratos-17k.
+IN_A_BOX = "Return your final response within \\boxed{}. {question}"
+CHOICE = "Return the letter of the right option within \\boxed{}. {question}\n\n{options}"
+# Hub ids whose rows must not be published as plain text, under whatever name they are read.
+PRIVATE_SOURCES = ("Idavidrein/gpqa",)
 # Names of columns; the first one that a row has counts.
 QUESTIONS = ("question", "problem", "prompt", "Question")
 IDS = ("id", "unique_id", "Record ID")
@@ -30,44 +32,60 @@ NUMBERS = ("numbers", "nums")
 OVERALL = "overall"  # the figures' name for the mean over sets
 # Rows of an embedded set, if max_rows does not ask for more.
 NUM_EMBEDDED_ROWS = 200
+# What a setting may name: nothing, a source, or some fields of an EvaluationSet.
+Plain = str | bool | int | float | None
+SetSettings = str | dict[str, Plain | dict[str, Plain]] | None
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One set as it is published.
+    r"""One set: where its rows come from, how it is asked, and how it is judged.
 
     Args:
         title: Name for people.
-        source: Hub id, with `:configuration` if it has several, or an embedded source.
+        source: Hub id, with `:configuration` if it has several, a file, a folder or an embedded source.
         split: Split of the source.
-        kind: How its answers are judged.
+        judge: How its answers are judged: math, choice or countdown.
+        template: The user's turn, with `{question}` and, for choice, `{options}`. Other braces stay, as those
+            of `\boxed{}` do.
+        option: One option of a choice, with `{letter}` and `{text}`.
+        separator: Text between two options.
+        options_seed: Seed of a single stream that shuffles the options of row after row; None: each problem
+            has an order of its own, from data.seed and its id.
+        where: Columns and texts: only rows whose column contains the text are asked.
+        strip: Whether white space around questions and options is removed.
         private: Whether its authors ask not to publish its rows as plain text. Then nothing that could quote
             them is written or shown.
-        instruction: Text before each question.
     """
 
     title: str
     source: str
     split: str = "test"
-    kind: AnswerKind = "math"
+    judge: AnswerKind = "math"
+    template: str = "{question}"
+    option: str = "{letter}) {text}"
+    separator: str = "\n"
+    options_seed: int | None = None
+    where: Mapping[str, str] = field(default_factory=dict)
+    strip: bool = True
     private: bool = False
-    instruction: str = ""
 
 
 SETS = {
-    "aime24": EvaluationSet(SET_TITLES["aime24"], "HuggingFaceH4/aime_2024", "train", instruction=IN_A_BOX),
-    "aime25": EvaluationSet(SET_TITLES["aime25"], "math-ai/aime25", instruction=IN_A_BOX),
-    "math500": EvaluationSet(SET_TITLES["math500"], "HuggingFaceH4/MATH-500", instruction=IN_A_BOX),
+    "aime24": EvaluationSet(SET_TITLES["aime24"], "HuggingFaceH4/aime_2024", "train", template=IN_A_BOX),
+    "aime25": EvaluationSet(SET_TITLES["aime25"], "math-ai/aime25", template=IN_A_BOX),
+    "math500": EvaluationSet(SET_TITLES["math500"], "HuggingFaceH4/MATH-500", template=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
-        SET_TITLES["gpqa_diamond"], "Idavidrein/gpqa:gpqa_diamond", "train", kind="choice", private=True
+        SET_TITLES["gpqa_diamond"], "Idavidrein/gpqa:gpqa_diamond", "train", "choice", CHOICE, private=True
     ),
-    "gsm8k": EvaluationSet(SET_TITLES["gsm8k"], "openai/gsm8k:main", instruction=IN_A_BOX),
-    "amc23": EvaluationSet(SET_TITLES["amc23"], "math-ai/amc23", instruction=IN_A_BOX),
-    "countdown": EvaluationSet(SET_TITLES["countdown"], "countdown", kind="countdown"),
+    "gsm8k": EvaluationSet(SET_TITLES["gsm8k"], "openai/gsm8k:main", template=IN_A_BOX),
+    "amc23": EvaluationSet(SET_TITLES["amc23"], "math-ai/amc23", template=IN_A_BOX),
+    "countdown": EvaluationSet(SET_TITLES["countdown"], "countdown", judge="countdown"),
     "arithmetic": EvaluationSet(SET_TITLES["arithmetic"], "arithmetic"),
     "chains": EvaluationSet(SET_TITLES["chains"], "chains"),
     "word_sums": EvaluationSet(SET_TITLES["word_sums"], "word_sums"),
 }
+PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
 
 @dataclass(frozen=True)
@@ -75,64 +93,108 @@ class Question:
     """One question of a set, with its right answer."""
 
     id: str  # set/own id or, if the set has no ids, set/row number
-    text: str  # the user's message, instruction included
+    text: str  # the user's message, made by the set's template
     reference: Reference
+    plain: str  # the question as the row has it, without template and options
 
 
-def evaluation_set(name: str, source: str | None) -> EvaluationSet:
-    """Look up a set. Any other name with a source is a user's set, asked unchanged and judged as math.
+def evaluation_set(name: str, settings: SetSettings) -> EvaluationSet:
+    """Look up a set and change it as the settings say. Any other name with a source is a user's set.
+
+    Args:
+        name: One of `SETS`, or the name of a user's set.
+        settings: None for the set as it is; a source, whose split is `test`; or some fields of the set.
 
     Raises:
-        InputError: If there is no such set, and no source either.
+        InputError: If there is no such set and no source either, or a setting cannot be.
     """
-    if name in SETS:
-        return SETS[name]
-    if source is None or name == OVERALL or not re.fullmatch(r"[\w-]+", name):
+    fields = {"source": settings} if isinstance(settings, str) else dict(settings or {})
+    known = SETS.get(name)
+    if known is None and (not fields.get("source") or name == OVERALL or not re.fullmatch(r"[\w-]+", name)):
         raise InputError(
             f"data.sets may name {', '.join(SETS)}, or a set of your own with its file, but names '{name}' "
-            f"with {'none' if source is None else repr(source)}. Choose one of the sets, or give a name of "
-            "letters, digits, - and _ with a file."
+            f"with {'none' if settings is None else repr(settings)}. Choose one of the sets, or give a name "
+            "of letters, digits, - and _ with a file."
         )
-    return EvaluationSet(name, source)
+    fields = checked_fields(name, fields)
+    if "source" in fields:
+        # The published split belongs to the published source.
+        fields = {"split": "test"} | fields
+    if known is None:
+        prompt = {"template": CHOICE} if fields.get("judge") == "choice" else {}
+        chosen = EvaluationSet(**{"title": name} | prompt | fields)
+    else:
+        chosen = replace(known, **fields)
+    require_template(name, chosen)
+    must_be_private = chosen.source.partition(":")[0] in PRIVATE_SOURCES or name in PRIVATE_SETS
+    if must_be_private and fields.get("private") is False:
+        raise InputError(
+            f"data.sets.{name} must stay private, since its authors ask not to publish its rows as plain "
+            "text, but private is false. Remove it."
+        )
+    return replace(chosen, private=chosen.private or must_be_private)
 
 
-def read_set(name: str, source: str | None, max_rows: int | None, seed: int) -> list[Question]:
+def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) -> list[Question]:
     """Read a set.
 
     Args:
-        name: One of `SETS`, or another name for a user's source.
-        source: A file, folder or hub id to read instead; of a folder or hub id, the split `test`.
-        max_rows: Most rows to read, from the start.
+        name: One of `SETS`, or the name of a user's set.
+        settings: What `evaluation_set` takes.
+        max_rows: Most rows to read, from the start; of a set with `where`, from the rows that it leaves.
         seed: Seed of the order of options, and of an embedded source.
 
     Raises:
         InputError: If there is no such set, it is empty, or one of its rows cannot be used.
     """
-    spec = evaluation_set(name, source)
-    if spec.kind == "countdown":
+    spec = evaluation_set(name, settings)
+    if spec.judge == "countdown":
         require_reasoning_gym()
-    where = source or spec.source
-    split = spec.split if source is None else "test"
-    rows = read_rows(where, split, max_rows or NUM_EMBEDDED_ROWS, seed, max_rows)
+    rows = chosen_rows(name, spec, max_rows, seed)
     ids = row_ids(rows)
+    stream = None if spec.options_seed is None else random.Random(spec.options_seed)
     questions: list[Question] = []
     unusable: list[tuple[int, BadRowError]] = []
     for (number, row), row_id in zip(rows, ids, strict=True):
         try:
             if isinstance(row, BadRowError):
                 raise row
-            text, reference = READERS[spec.kind](row, f"{seed} {name}/{row_id}")
-            questions.append(Question(f"{name}/{row_id}", spec.instruction + text, reference))
+            parts, reference = READERS[spec.judge](row, spec, stream or f"{seed} {name}/{row_id}")
+            text = fill(spec.template, parts)
+            questions.append(Question(f"{name}/{row_id}", text, reference, parts["question"]))
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
         numbers = row_list([number for number, _ in unusable])
         raise InputError(
-            f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in '{where}' "
-            f"are not ({numbers}: {unusable[0][1].detail}). "
+            f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in "
+            f"'{spec.source}' are not ({numbers}: {unusable[0][1].detail}). "
             "Correct or remove them."
         )
     return questions
+
+
+def chosen_rows(name: str, spec: EvaluationSet, max_rows: int | None, seed: int) -> list[NumberedRow]:
+    """Read the rows that `where` leaves, at most `max_rows`. A row that cannot be read is always left.
+
+    Raises:
+        InputError: If no row is left, or what `read_rows` raises.
+    """
+    num_read = None if spec.where else max_rows
+    rows = read_rows(spec.source, spec.split, max_rows or NUM_EMBEDDED_ROWS, seed, num_read)
+    left = [(number, row) for number, row in rows if isinstance(row, BadRowError) or matches(row, spec.where)]
+    if not left:
+        wanted = " and ".join(f"'{text}' in {column}" for column, text in spec.where.items())
+        raise InputError(
+            f"data.sets.{name}.where must leave rows, but none of {len(rows)} in '{spec.source}' has "
+            f"{wanted}. Correct the columns and texts."
+        )
+    return left[:max_rows]
+
+
+def matches(row: dict[str, Any], where: Mapping[str, str]) -> bool:
+    """Return whether each column of `where` contains its text."""
+    return all(row.get(column) is not None and text in str(row[column]) for column, text in where.items())
 
 
 def row_ids(rows: list[NumberedRow]) -> list[str]:
@@ -146,51 +208,138 @@ def row_ids(rows: list[NumberedRow]) -> list[str]:
     return [str(number) for number, _ in rows]
 
 
-# Readers of each kind. Their errors quote no row, which may be of a private set.
+# Readers of each kind: what the template holds, and the right answer. Their errors quote no row, which may be
+# of a private set.
+
+Order = random.Random | str  # a stream that shuffles, or the seed of one problem's own order
+Parts = tuple[dict[str, str], Reference]
+Reader = Callable[[dict[str, Any], EvaluationSet, Order], Parts]
 
 
-def read_math(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
+def read_math(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
     """Read a question with a mathematical answer."""
     answer = reference_answer(row)
     if answer is None:
         detail = "it has neither an answer nor a solution with a \\boxed{} one"
         raise BadRowError(BadRowReason.EMPTY_SOLUTION, detail)
-    return question_of(row), {"kind": "math", "answer": answer}
+    return {"question": question_of(row, spec.strip)}, {"kind": "math", "answer": answer}
 
 
-def read_choice(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
-    """Read a question with options in GPQA's columns, and order them by the seed."""
+def read_choice(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
+    """Read a question with options in GPQA's columns, and put them in order."""
     columns = ["Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS)))]
     if missing := [column for column in columns if not str(row.get(column) or "").strip()]:
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"it lacks {', '.join(missing)}")
-    order = random.Random(seed).sample(columns, len(columns))
-    options = "\n".join(f"{letter}) {str(row[c]).strip()}" for letter, c in zip(LETTERS, order, strict=True))
-    text = CHOICE_PROMPT.format(question=question_of(row), options=options)
-    return text, {"kind": "choice", "answer": LETTERS[order.index(columns[0])]}
+    shuffled = list(columns)
+    if isinstance(order, random.Random):
+        order.shuffle(shuffled)
+    else:
+        shuffled = random.Random(order).sample(columns, len(columns))
+    texts = [str(row[column]).strip() if spec.strip else str(row[column]) for column in shuffled]
+    options = [
+        fill(spec.option, {"letter": letter, "text": text})
+        for letter, text in zip(LETTERS, texts, strict=True)
+    ]
+    parts = {"question": question_of(row, spec.strip), "options": spec.separator.join(options)}
+    return parts, {"kind": "choice", "answer": LETTERS[shuffled.index(columns[0])]}
 
 
-def read_countdown(row: dict[str, Any], seed: str) -> tuple[str, Reference]:
+def read_countdown(
+    row: dict[str, Any], spec: EvaluationSet, order: Order
+) -> tuple[dict[str, str], Reference]:
     """Read numbers and their target; `read_rows` has added the question if the row had none."""
     numbers = next((row[column] for column in NUMBERS if row.get(column) is not None), None)
     target = row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in [*numbers, target]):
         detail = "it must have a list of integers, numbers or nums, and an integer target"
         raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
-    return question_of(row), {"kind": "countdown", "numbers": numbers, "target": target}
+    parts = {"question": question_of(row, spec.strip)}
+    return parts, {"kind": "countdown", "numbers": numbers, "target": target}
 
 
-READERS: dict[AnswerKind, Callable[[dict[str, Any], str], tuple[str, Reference]]] = {
+READERS: dict[AnswerKind, Reader] = {
     "math": read_math,
     "choice": read_choice,
     "countdown": read_countdown,
 }
 
 
-def question_of(row: dict[str, Any]) -> str:
+def fill(template: str, values: dict[str, str]) -> str:
+    """Replace each `{name}` in a template by its value; no other brace is touched, nor one in a value."""
+    names = "|".join(values)
+    return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
+
+
+def question_of(row: dict[str, Any], strip: bool = True) -> str:
     """Return the text of a row's question."""
     question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
     if any("\ud800" <= character <= "\udfff" for character in question):
         raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
-    return question.strip()
+    return question.strip() if strip else question
+
+
+# Settings of a set
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a setting is a text that says something."""
+    return isinstance(value, str) and bool(value.strip())
+
+
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "title": (is_text, "a text"),
+    "source": (is_text, "a file, a folder, a hub id or an embedded source"),
+    "split": (is_text, "the name of a split"),
+    "judge": (lambda value: value in get_args(AnswerKind), f"one of {', '.join(get_args(AnswerKind))}"),
+    "template": (is_text, "a text"),
+    "option": (is_text, "a text"),
+    "separator": (lambda value: isinstance(value, str), "a text"),
+    "options_seed": (lambda value: type(value) is int, "a whole number"),
+    "where": (lambda value: isinstance(value, dict), "columns, each with a text"),
+    "strip": (lambda value: isinstance(value, bool), "true or false"),
+    "private": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
+def checked_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that a user names for a set.
+
+    Raises:
+        InputError: If there is no such field, or its value cannot be.
+    """
+    if unknown := [key for key in fields if key not in CHECKS]:
+        raise InputError(
+            f"data.sets.{name} may set {', '.join(CHECKS)}, but sets {', '.join(unknown)}. "
+            "Check the spelling."
+        )
+    for key, value in fields.items():
+        accepts, what = CHECKS[key]
+        if not accepts(value):
+            raise InputError(f"data.sets.{name}.{key} must be {what}, but is {value!r}. Correct it.")
+    where = fields.get("where", {})
+    if faulty := [column for column, text in where.items() if not isinstance(text, str) or not text]:
+        raise InputError(
+            f"data.sets.{name}.where must give a text for each column, but gives {where[faulty[0]]!r} for "
+            f"{faulty[0]}. Write it in quotes."
+        )
+    return fields
+
+
+def require_template(name: str, spec: EvaluationSet) -> None:
+    """Raise InputError if a template lacks what it must hold, or holds what YAML made of an escape."""
+    options = ("{options}",) if spec.judge == "choice" else ()
+    needed = {"template": ("{question}", *options), "option": ("{letter}", "{text}")}
+    for key, places in needed.items():
+        template = getattr(spec, key)
+        if missing := [place for place in places if place not in template]:
+            raise InputError(
+                f"data.sets.{name}.{key} must contain {' and '.join(places)} for the judge {spec.judge}, but "
+                f"{template!r} lacks {' and '.join(missing)}. Add it."
+            )
+        if re.search(r"[\x00-\x09\x0b-\x1f\x7f]", template):
+            raise InputError(
+                f"data.sets.{name}.{key} must hold no control character but line breaks, but is "
+                f"{template!r}. Between double quotes YAML reads \\b of \\boxed as such: use single quotes."
+            )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from rlt_lightning.models.format import without_opened_thought
 from rlt_lightning.tags import STRATOS, TagStyle, decode, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
 
@@ -80,6 +80,7 @@ class ChatFormat:
         teacher_system_prompt: None for our own. The empty string means no system message at all; some
             templates, such as Qwen2.5's, then insert their own.
         student_system_prompt: The same, for rows without a system prompt.
+        student_tags: The tags of a student that was trained with others than the teacher; None: the same.
 
     Raises:
         InputError: If the tokenizer is slow, merges the separator with the text after it, or has no chat
@@ -92,18 +93,20 @@ class ChatFormat:
         tags: str | TagStyle = "stratos",
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
+        student_tags: str | TagStyle | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tags = tag_style(tags)
-        self.teacher_system_prompt = self._system_prompt(teacher_system_prompt, TEACHER_SYSTEM_PROMPT)
-        self.student_system_prompt = self._system_prompt(student_system_prompt, STUDENT_SYSTEM_PROMPT)
+        self.student_tags = self.tags if student_tags is None else tag_style(student_tags)
+        self.teacher_system_prompt = teacher_prompt(teacher_system_prompt, self.tags)
+        self.student_system_prompt = student_prompt(student_system_prompt, self.student_tags)
         if tokenizer.eos_token_id is None:
             raise InputError(
                 "The tokenizer must have an end-of-sequence token, but has none. Set its eos_token."
             )
         for system_prompt in (self.teacher_system_prompt, self.student_system_prompt):
             self._check_template(system_prompt)
-        opening = self._encode_opening(self.tags.explanation_open)
+        opening = self._encode_opening(self.tags.explanation_open, self.tags)
         self._explanation_opening = opening[0] + opening[1]
 
     @property
@@ -114,12 +117,13 @@ class ChatFormat:
     @property
     def thought_opening(self) -> list[int]:
         """Return the tokens that begin a student's turn: opening thought tag and separator."""
-        return encode_pieces(self.tokenizer, [self.tags.thought_open + self.tags.separator, SENTINEL])[0]
+        tags = self.student_tags
+        return encode_pieces(self.tokenizer, [tags.thought_open + tags.separator, SENTINEL])[0]
 
     @property
     def answer_opening(self) -> list[int]:
         """Return the tokens that end a thought early: closing thought tag through opening solution tag."""
-        tags = self.tags
+        tags = self.student_tags
         between = tags.thought_close + BLOCK_BREAK + tags.solution_open
         pieces = [SENTINEL, tags.separator + between + tags.separator, SENTINEL]
         return encode_pieces(self.tokenizer, pieces)[1]
@@ -145,20 +149,24 @@ class ChatFormat:
             student_system_prompt: The row's system prompt; None for the format's.
             columns: The row as it was read.
         """
-        tags = self.tags
+        tags, own = self.tags, self.student_tags
         given = tags.solution_open + solution + tags.solution_close + BLOCK_BREAK + tags.explanation_open
-        teacher_prefix, think_prefix = self._encode_opening(self.teacher_chat(question) + given)
+        teacher_prefix, think_prefix = self._encode_opening(self.teacher_chat(question) + given, tags)
         chat = self.student_chat(question, student_system_prompt)
-        student_prefix, student_separator = self._encode_opening(chat + tags.thought_open)
+        student_prefix, student_separator = self._encode_opening(chat + own.thought_open, own)
         if student_separator != think_prefix:
             # The two tags end differently, so that their prompts share no tokens.
             teacher_prefix, student_prefix = teacher_prefix + think_prefix, student_prefix + student_separator
             think_prefix = []
-        between = tags.thought_close + BLOCK_BREAK + tags.solution_open
-        content = solution.removesuffix(tags.separator)
-        closing = solution[len(content) :] + tags.solution_close
+        between = own.thought_close + BLOCK_BREAK + own.solution_open
+        # The explanation's tokens bring the separator before that closing tag, unless it is the teacher's.
+        before = SENTINEL if self._replaces_separator else SENTINEL + tags.separator
+        between = own.separator + between if self._replaces_separator else between
+        known = solution if own == tags else own.wrap(solution)
+        content = known.removesuffix(own.separator)
+        closing = known[len(content) :] + own.solution_close
         _, student_suffix, solution_ids, _ = encode_pieces(
-            self.tokenizer, [SENTINEL + tags.separator, between, content, closing]
+            self.tokenizer, [before, between, content, closing]
         )
         return Problem(
             row=row_number,
@@ -241,8 +249,8 @@ class ChatFormat:
                 f"The chat template must accept a system and a user message, but it refused them ({error}). "
                 f"{NO_SYSTEM_ROLE}"
             ) from error
-        # A reasoning model's template may open, or open and close, a thought; ours replaces it.
-        return re.sub(r"<think>\s*(</think>\s*)?$", "", text)
+        # Ours replaces it.
+        return without_opened_thought(text)
 
     # Completions
 
@@ -275,7 +283,8 @@ class ChatFormat:
         num_think = len(body) - self._num_separator_tokens(body)
         closed = completion.finish_reason == "stop"
         text = decode(self.tokenizer, body).strip()
-        return Rollout(problem, completion, len(body), num_think, text, closed)
+        num_body = num_think if self._replaces_separator else len(body)
+        return Rollout(problem, completion, num_body, num_think, text, closed)
 
     def student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a student's own answer, tags included, to its problem."""
@@ -311,7 +320,7 @@ class ChatFormat:
             solution: Text between the solution tags, surrounding newlines included.
             student_system_prompt: The row's system prompt; None for the format's.
         """
-        tags = self.tags
+        tags = self.student_tags
         turn = tags.thought_open + thought + tags.thought_close + BLOCK_BREAK
         turn += tags.solution_open + solution + tags.solution_close
         # Prompt and turn are tokenised separately, as when the student is used.
@@ -324,8 +333,7 @@ class ChatFormat:
         """Return a thought and its problem as `system` and `conversations`, as in Bespoke-Stratos-17k."""
         system = problem.student_system_prompt
         system = self.student_system_prompt if system is None else system
-        for name, tag in self.tags.tags().items():
-            system = system.replace(tag, STRATOS.tags()[name])
+        system = self.student_tags.translate(system, STRATOS)
         answer = STRATOS.thought_open + STRATOS.wrap(thought) + STRATOS.thought_close + BLOCK_BREAK
         answer += STRATOS.solution_open + STRATOS.wrap(problem.solution) + STRATOS.solution_close
         turns = (("user", problem.question), ("assistant", answer))
@@ -333,8 +341,10 @@ class ChatFormat:
 
     # Helpers
 
-    def _system_prompt(self, prompt: str | None, default: str) -> str:
-        return self.tags.fill(default if prompt is None else prompt)
+    @property
+    def _replaces_separator(self) -> bool:
+        """Return whether the student's separator replaces the teacher's before the closing tag."""
+        return self.tags.separator != self.student_tags.separator
 
     def _check_template(self, system_prompt: str) -> None:
         """Check that the template renders both messages."""
@@ -345,13 +355,13 @@ class ChatFormat:
                     f"The chat template must render the {name}, but it leaves it out. {NO_SYSTEM_ROLE}"
                 )
 
-    def _encode_opening(self, text: str) -> tuple[list[int], list[int]]:
+    def _encode_opening(self, text: str, tags: TagStyle) -> tuple[list[int], list[int]]:
         """Tokenise a prompt that ends in an opening tag, and the separator after that tag."""
-        prefix, separator, sentinel = encode_pieces(self.tokenizer, [text, self.tags.separator, SENTINEL])
+        prefix, separator, sentinel = encode_pieces(self.tokenizer, [text, tags.separator, SENTINEL])
         if not sentinel:
             raise InputError(
                 "The separator must be tokenised separately from the text after it, but "
-                f"{self.tags.separator!r} shares a token with it. Let data.tags.separator end in a newline."
+                f"{tags.separator!r} shares a token with it. Let data.tags.separator end in a newline."
             )
         return prefix, separator
 
@@ -372,6 +382,16 @@ class ChatFormat:
         ):
             count += 1
         return count
+
+
+def teacher_prompt(prompt: str | None, tags: TagStyle) -> str:
+    """Return a teacher's system prompt, ours for None, with the tags in place of their names."""
+    return tags.fill(TEACHER_SYSTEM_PROMPT if prompt is None else prompt)
+
+
+def student_prompt(prompt: str | None, tags: TagStyle) -> str:
+    """Return a student's system prompt, ours for None, with the tags in place of their names."""
+    return tags.fill(STUDENT_SYSTEM_PROMPT if prompt is None else prompt)
 
 
 def masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, parse_row, require_judgeable
 from rlt_lightning.types import Problem, SFTExample
 
 Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
@@ -36,6 +37,7 @@ class ItemMaker:
         max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of a whole sequence.
         long_traces: Whether fine-tuning drops or truncates longer sequences.
+        system_prompts: The system prompts under which the student sees the items so far, counted.
     """
 
     format: ChatFormat
@@ -46,6 +48,7 @@ class ItemMaker:
     max_solution_length: int | None
     max_length: int
     long_traces: LongTraces
+    system_prompts: Counter[str] = field(default_factory=Counter)
 
     @property
     def needed_traces(self) -> list[str]:
@@ -56,6 +59,20 @@ class ItemMaker:
     def takes_completions(self) -> bool:
         """Return whether a row may have a completion in place of a trace."""
         return self.task == "score"
+
+    def parsed(self, columns: dict[str, Any]) -> ParsedRow:
+        """Parse a row with the tags of this run.
+
+        Raises:
+            BadRowError: If it cannot be used.
+        """
+        tags, student_tags = self.format.tags, self.format.student_tags
+        return parse_row(columns, tags, self.needed_traces, self.takes_completions, student_tags)
+
+    def system_prompt_of(self, row: ParsedRow) -> str:
+        """Return the system prompt under which the student sees a row."""
+        own = self._system_prompt(row)
+        return self.format.student_system_prompt if own is None else own
 
     def items_of(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         """Make one item of a row, or one for each of its traces.

@@ -118,6 +118,7 @@ def parse_row(
     tags: TagStyle,
     trace_columns: Sequence[str] = (),
     allows_completion: bool = False,
+    student_tags: TagStyle | None = None,
 ) -> ParsedRow:
     """Parse a row of Bespoke-Stratos' format, or one with question and solution.
 
@@ -127,13 +128,17 @@ def parse_row(
             between other tags gets the separator of `tags`.
         trace_columns: Names of the traces that the task needs.
         allows_completion: Whether a `completion` may replace `reasoning_trace`.
+        student_tags: The tags of the row's system prompt, which is the student's; None: `tags`.
 
     Raises:
         BadRowError: With the reason why the row cannot be used.
     """
     if missing := missing_columns(row, trace_columns, allows_completion):
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
-    parsed = _parse_stratos(row, tags) if row.get("conversations") is not None else _parse_custom(row, tags)
+    if row.get("conversations") is not None:
+        parsed = _parse_stratos(row, tags, student_tags or tags)
+    else:
+        parsed = _parse_custom(row, tags)
     if not parsed.question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, "the question has no text")
     if not parsed.solution.strip():
@@ -164,17 +169,9 @@ def _trace(row: dict[str, Any], column: str, tags: TagStyle) -> str:
     return tags.wrap(text) if text.strip() else ""
 
 
-def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
-    turns = [_turn(turn) for turn in _list(row["conversations"])]
-    systems = [text for role, text in turns if role == "system"]
-    roles = [role for role, _ in turns if role != "system"]
-    if roles not in (["user", "assistant"], ["human", "gpt"]):
-        detail = (
-            f"conversations must be one user and one assistant turn, but are {', '.join(roles) or 'empty'}"
-        )
-        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
-    question, answer = (text for role, text in turns if role != "system")
-    system = _text(row.get("system"), "system") or next(iter(systems), None)
+def _parse_stratos(row: dict[str, Any], tags: TagStyle, student_tags: TagStyle) -> ParsedRow:
+    own_system, question, answer = split_turns(_list(row["conversations"]))
+    system = _text(row.get("system"), "system") or own_system
     completion = _text(row.get("completion"), "completion") or None
     own, stratos = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
     # The outer tags count: the thought may hold tags of the other style.
@@ -183,9 +180,26 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
         return ParsedRow(question, blocks[1], {TRACE_COLUMN: blocks[0]}, completion, system)
     if blocks := _split_blocks(answer, STRATOS):
         thought, solution = map(tags.wrap, blocks)
-        system = system and _translate(system, tags)
+        system = system and STRATOS.translate(system, student_tags)
         return ParsedRow(question, solution, {TRACE_COLUMN: thought}, completion, system)
     raise BadRowError(BadRowReason.MISSING_TAGS, "the assistant's turn lacks one of the four tags in order")
+
+
+def split_turns(turns: list[Any]) -> tuple[str | None, str, str]:
+    """Return the system prompt, if there is one, the question and the assistant's text of a conversation.
+
+    Raises:
+        BadRowError: If it is not one user and one assistant turn.
+    """
+    read = [_turn(turn) for turn in turns]
+    roles = [role for role, _ in read if role != "system"]
+    if roles not in (["user", "assistant"], ["human", "gpt"]):
+        detail = (
+            f"conversations must be one user and one assistant turn, but are {', '.join(roles) or 'empty'}"
+        )
+        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+    question, answer = (text for role, text in read if role != "system")
+    return next((text for role, text in read if role == "system"), None), question, answer
 
 
 def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:
@@ -195,13 +209,6 @@ def _split_blocks(text: str, tags: TagStyle) -> tuple[str, str] | None:
     rest, solution_opened, solution = rest.rpartition(tags.solution_open)
     thought, closed, _ = rest.rpartition(tags.thought_close)
     return (thought, solution) if opened and closed and solution_opened and solution_closed else None
-
-
-def _translate(system: str, tags: TagStyle) -> str:
-    """Replace the Stratos tags in a system prompt by the tags in use."""
-    for name, tag in STRATOS.tags().items():
-        system = system.replace(tag, tags.tags()[name])
-    return system
 
 
 def _turn(turn: Any) -> tuple[str, str]:

@@ -204,7 +204,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[NumberedRow]:
     if not of_split and (others := sorted(set(splits.values()) & SPLIT_NAMES)):
         raise InputError(
             f"The data folder {folder} must have files of the split '{split}', but has files of "
-            f"{', '.join(others)}. Set data.split, or name one file."
+            f"{', '.join(others)}. Set data.split (of an evaluation set: its split), or name one file."
         )
     offset = 0
     for path in of_split or files:
@@ -231,7 +231,7 @@ def _read_saved_dataset(folder: Path, split: str) -> Iterator[NumberedRow]:
         if split not in dataset:
             raise InputError(
                 f"The saved data set {folder} must have the split '{split}', but has {', '.join(dataset)}. "
-                "Set data.split."
+                "Set data.split, or the split of an evaluation set."
             )
         dataset = dataset[split]
     yield from enumerate(dataset, start=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,14 +11,24 @@ from typing import Any, cast
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, NumberedRow, write_reports
+from rlt_lightning.datamodules.bad_rows import BadRowReport, write_reports
+from rlt_lightning.datamodules.filters import Filters, Sieve
+from rlt_lightning.datamodules.format_choice import (
+    ChosenFormat,
+    FormatOptions,
+    check_shared_vocabulary,
+    choose_format,
+    tags_text,
+)
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.items import Item, ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, check_columns, parse_row, with_solution
+from rlt_lightning.datamodules.preparation import make_items
+from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
-from rlt_lightning.models.announce import counted
-from rlt_lightning.tags import STRATOS, TagStyle
+from rlt_lightning.models.format import ModelFormat
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     Completion,
     InputError,
@@ -47,11 +58,18 @@ class StratosDataModule(LightningDataModule):
             model answers without a teacher (student_rl).
         trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
+        raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
+        filters: Which usable rows of `source` are left out.
         tokenizer: Name of the teacher's (or trained) model; linked from the model.
         student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
-        tags: "stratos", "r1", or the fields of a TagStyle.
-        teacher_system_prompt: None for ours; '' for none. May hold placeholders such as {explanation_open}.
-        student_system_prompt: None for the row's own, else ours; '' for none.
+        tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
+        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
+            a file. May hold placeholders such as {explanation_open}.
+        student_system_prompt: None: as the student was trained, else the row's own, else ours; '' and @FILE
+            as above.
+        format_from: Rows off which the tags and the system prompt of a student from outside are read: a file,
+            folder or hub id.
+        force_format: Use these settings although a model records that it was trained in others.
         prompts_per_step: Rows per optimizer step, over all processes.
         max_prompt_length: Most tokens of a prompt; longer rows are left out.
         max_solution_length: Most tokens of a solution; None for no limit.
@@ -73,17 +91,24 @@ class StratosDataModule(LightningDataModule):
         trust_remote_code: Run code that comes with a tokenizer.
     """
 
+    num_finished = 0  # items that an interrupted prediction has finished
+    _prepared_for: str | None = None  # stage
+
     def __init__(
         self,
         source: list[str] | str = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
+        raw: RawResponses = RawResponses(),
+        filters: Filters = Filters(),
         tokenizer: str | None = None,
         student_tokenizer: str | None = None,
-        tags: str | TagStyle = "stratos",
+        tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
+        format_from: str | None = None,
+        force_format: bool = False,
         prompts_per_step: int = 16,
         max_prompt_length: int = 16384,
         max_solution_length: int | None = None,
@@ -102,23 +127,24 @@ class StratosDataModule(LightningDataModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        self.sources = as_list(source)
+        self.sources, self.val_sources = as_list(source), as_list(val_source)
         self.source = ", ".join(self.sources)  # for messages
         self.split = split
         self.task: Task = task
         self.trace_columns = list(trace_columns)
+        self.raw = raw
+        self.filters = filters
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
-        self.tags = tags
-        self.teacher_system_prompt = teacher_system_prompt
-        self.student_system_prompt = student_system_prompt
+        self.format_options = FormatOptions(
+            tags, teacher_system_prompt, student_system_prompt, format_from, force_format
+        )
         self.prompts_per_step = prompts_per_step
         self.max_prompt_length = max_prompt_length
         self.max_solution_length = max_solution_length
         self.max_length = max_length
         self.long_traces: LongTraces = long_traces
         self.student_context = student_context
-        self.val_sources = as_list(val_source)
         self.val_split = val_split
         self.val_rows = val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
@@ -128,8 +154,6 @@ class StratosDataModule(LightningDataModule):
         self.seed = seed
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.num_finished = 0  # items that an interrupted prediction has finished
-        self._prepared_for: str | None = None  # stage
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -171,19 +195,20 @@ class StratosDataModule(LightningDataModule):
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
         if self._prepared_for == stage:
             return
-        self.format = self._load_format()
+        self.chosen = self._choose_format()
+        self.format = self._load_format(self.chosen)
         self._item_maker = ItemMaker(
             format=self.format,
             task=self.task,
             trace_columns=self.trace_columns,
-            # Rows keep their own system prompts unless the user sets one for all.
-            keep_row_prompts=self.student_system_prompt is None,
+            keep_row_prompts=self.chosen.keeps_row_prompts,
             max_prompt_length=self.max_prompt_length,
             max_solution_length=self.max_solution_length,
             max_length=self.max_length,
             long_traces=self.long_traces,
         )
-        self.reports, items = self._prepare(self.sources, self.split)
+        sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
+        self.reports, items = self._prepare(self.sources, self.split, sieve)
         val_items: list[Item] = []
         if stage != "predict":
             if self.val_sources:
@@ -201,17 +226,23 @@ class StratosDataModule(LightningDataModule):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
+        self.chosen.check_rows(self._item_maker.system_prompts)
         if stage == "validate" and not val_items:
             raise InputError(
                 "rlt validate needs held-out rows, but has none. Set data.val_rows or data.val_source."
             )
         if stage == "fit":
             # Fail now if there are too few rows, or if the processes cannot share a step evenly.
-            self.train_dataloader()
+            self.step_loader()
         self._prepared_for = stage
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return shuffled batches of one optimizer step, resumable in the middle of an epoch."""
+        self.chosen.warn_of_guesses(self._item_maker.system_prompts)
+        return self.step_loader()
+
+    def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
+        """Return what `train_dataloader` returns, for those who only ask for its length."""
         rank, world_size = self._rank(), self._world_size()
         return StepLoader(self.items, self.prompts_per_step, self.collate, self.seed, rank, world_size)
 
@@ -221,6 +252,7 @@ class StratosDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
+        self.chosen.warn_of_guesses(self._item_maker.system_prompts)
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
@@ -242,30 +274,52 @@ class StratosDataModule(LightningDataModule):
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
 
-    def student_length(self, rollout: Rollout) -> int:
-        """Return the number of tokens of the example that stage 4 makes of an explanation."""
-        problem, wrap = rollout.problem, self.format.tags.wrap
-        thought, solution = wrap(rollout.text), wrap(problem.solution)
-        turn = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
-        return len(self.format.student_sft_example(*turn).token_ids)
+    def turn_of(self, rollout: Rollout) -> tuple[str, str] | None:
+        """Return thought and solution of the turn that stage 4 makes of a completion.
+
+        An explanation is the thought before the problem's solution. An answer has a thought and a solution of
+        its own; None if it cannot be split into them.
+        """
+        if self.task == "student_rl":
+            return split_response(rollout.text, self.format.tags)
+        return rollout.text, rollout.problem.solution
+
+    def student_length(self, rollout: Rollout) -> int | None:
+        """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
+        if (turn := self.turn_of(rollout)) is None:
+            return None
+        problem, (thought, solution) = rollout.problem, map(self.format.student_tags.wrap, turn)
+        example = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
+        return len(self.format.student_sft_example(*example).token_ids)
 
     def fits_student(self, rollout: Rollout) -> bool:
-        """Return whether a student can learn from an explanation.
+        """Return whether a student can learn from a completion.
 
-        It must have text and an end, hold no tag, and fit into the student's context.
+        It must have text and an end, its thought may hold no tag, and it must fit into the student's context.
         """
-        text, limit = rollout.text, self.student_context
-        if not (rollout.closed and text) or self.format.tags.occur_in(text) or STRATOS.occur_in(text):
+        turn, limit = self.turn_of(rollout), self.student_context
+        if turn is None or not (rollout.closed and turn[0]):
             return False
-        return limit is None or self.student_length(rollout) <= limit
+        if any(holds_tag(turn[0], tags) for tags in (self.format.tags, self.format.student_tags)):
+            return False
+        length = self.student_length(rollout)
+        return limit is None or (length is not None and length <= limit)
 
     def recipe(self) -> dict[str, Any]:
         """Return what the rows are and how they are presented, for a data card."""
         return {
             "source": f"{self.source} ({len(self.items)} usable rows)",
-            "tags": self.tags if isinstance(self.tags, str) else "custom",
+            "tags": tags_text(self.format.tags),
             "student's context": self.student_context or "no limit",
+            **({"filters": filters} if (filters := self.filters.settings()) else {}),
         }
+
+    def trained_format(self) -> ModelFormat:
+        """Return the format in which this run trains its model."""
+        if self.task in ("rlt", "score", "teacher_sft"):
+            prompts = Counter([self.format.teacher_system_prompt])
+            return ModelFormat.of_rows("teacher", self.format.tags, prompts)
+        return ModelFormat.of_rows("student", self.format.student_tags, self._item_maker.system_prompts)
 
     @property
     def problems(self) -> list[Problem]:
@@ -288,53 +342,44 @@ class StratosDataModule(LightningDataModule):
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer else 1
 
-    def _load_format(self) -> ChatFormat:
-        from rlt_lightning.pretrained import load_tokenizer
-
+    def _choose_format(self) -> ChosenFormat:
         if self.tokenizer_name is None:
             raise InputError(
                 "data.tokenizer must name the model whose tokenizer is used, but is not set. Set it to a "
                 "folder or hub id."
             )
+        learns = self.task in ("teacher_sft", "student_sft")
+        if self.task in ("student_sft", "student_rl"):
+            return choose_format(self.format_options, None, self.tokenizer_name, learns)
+        student = None if learns else self.student_tokenizer_name
+        return choose_format(self.format_options, self.tokenizer_name, student, learns)
+
+    def _load_format(self, chosen: ChosenFormat) -> ChatFormat:
+        from rlt_lightning.pretrained import load_tokenizer
+
+        assert self.tokenizer_name is not None
         tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
         student = self.student_tokenizer_name
         if student is not None and student != self.tokenizer_name:
             student_vocabulary = load_tokenizer(student, self.trust_remote_code).get_vocab()
             check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
-        return ChatFormat(tokenizer, self.tags, self.teacher_system_prompt, self.student_system_prompt)
+        return chosen.chat_format(tokenizer)
 
-    def _prepare(self, sources: list[str], split: str) -> tuple[list[BadRowReport], list[Item]]:
+    def _prepare(
+        self, sources: list[str], split: str, sieve: Sieve | None = None
+    ) -> tuple[list[BadRowReport], list[Item]]:
         """Read sources one after another; row numbers continue from one to the next."""
         reports: list[BadRowReport] = []
         items: list[Item] = []
         first_row = 1
         for source in sources:
             rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
+            rows = self.raw.rows(rows, self.format.tags)
             report = BadRowReport(source, len(rows), first_row)
-            items += self._make_items(rows, report)
+            items += make_items(rows, report, self._item_maker, sieve)
             reports.append(report)
             first_row += rows[-1][0]
         return reports, items
-
-    def _make_items(self, rows: list[NumberedRow], report: BadRowReport) -> list[Item]:
-        """Make the usable rows of a source into items, and report the others."""
-        maker = self._item_maker
-        if self.task == "student_rl":
-            rows = [(number, with_solution(columns)) for number, columns in rows]
-        check_columns(rows, report.source, maker.needed_traces, maker.takes_completions)
-        items: list[Item] = []
-        for number, columns in counted(rows, f"tokenising {report.source}"):
-            try:
-                if isinstance(columns, BadRowError):
-                    raise columns
-                parsed = parse_row(columns, self.format.tags, maker.needed_traces, maker.takes_completions)
-                made = maker.items_of(report.first_row - 1 + number, parsed, columns)
-                items += made
-                if any(isinstance(item, SFTExample) and item.num_cut for item in made):
-                    report.truncated.append(number)
-            except BadRowError as error:
-                report.add(number, error)
-        return items
 
     def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
         """Split rows by seed into training and held-out ones, both in the source's order."""
@@ -347,23 +392,6 @@ class StratosDataModule(LightningDataModule):
         held_out = set(random.Random(f"held out {self.seed}").sample(rows, self.val_rows))
         train = [item for item in items if item.row not in held_out]
         return train, [item for item in items if item.row in held_out]
-
-
-def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:
-    """Check that every token of the teacher has the same id in the student's vocabulary.
-
-    Raises:
-        InputError: Naming the first token that differs.
-    """
-    if teacher.items() <= student.items():
-        return
-    differing = [token for token, token_id in teacher.items() if student.get(token) != token_id]
-    token = min(differing, key=teacher.__getitem__)
-    raise InputError(
-        "Teacher and student must share a vocabulary, since explanations pass between them as token ids, but "
-        f"{len(differing)} of the teacher's {len(teacher)} tokens differ, the first being {token!r} (teacher "
-        f"{teacher[token]}, student {student.get(token)}). Choose models of one family, such as Qwen2.5."
-    )
 
 
 def stratos_of(trainer: Trainer) -> StratosDataModule:

@@ -10,7 +10,7 @@ What is appended are token ids, like the sampled ones: nothing is tokenised agai
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -64,9 +64,9 @@ class BudgetForcing:
         needed = thought + num_opening + self.min_answer_tokens
         if thought and needed > sampling.max_completion_length:
             raise InputError(
-                f"sampling.max_completion_length must hold a thought of {thought} tokens, {num_opening} of "
-                f"tags and an answer of {self.min_answer_tokens}, {needed} in all, but is "
-                f"{sampling.max_completion_length}. Raise it, or lower the budget."
+                f"A response must hold a thought of {thought} tokens, {num_opening} of tags and an answer of "
+                f"{self.min_answer_tokens}, {needed} in all, but sampling.max_completion_length, or what the "
+                f"context leaves of it, is {sampling.max_completion_length}. Raise it, or lower the budget."
             )
 
     def asks_for_more(self, num_thinking_tokens: int, num_waits: int) -> bool:
@@ -92,6 +92,7 @@ class BudgetedDraft:
 
     prompt: list[int]
     seeds: random.Random  # the response's own stream: one seed for each part that an engine samples
+    limit: int  # tokens at most
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)
     finish_reason: FinishReason = "length"
@@ -111,9 +112,9 @@ class BudgetedDraft:
         self.token_ids += token_ids
         self.log_probs += [None] * len(token_ids)
 
-    def has_answer(self, num_tokens: int) -> bool:
-        """Return whether the thought is closed and there is room for an answer within `num_tokens`."""
-        return (self.cut or self.finish_reason == "stop") and len(self.token_ids) < num_tokens
+    def has_answer(self) -> bool:
+        """Return whether the thought is closed and there is room for an answer."""
+        return (self.cut or self.finish_reason == "stop") and len(self.token_ids) < self.limit
 
     def done(self) -> BudgetedCompletion:
         """Return the finished response."""
@@ -139,6 +140,7 @@ def generate_with_budget(
     budget: BudgetForcing,
     thought_close: str,
     answer_opening: list[int],
+    limits: list[int] | None = None,
 ) -> list[list[BudgetedCompletion]]:
     """Sample `num_completions` responses per prompt, each with its thought within the budget.
 
@@ -153,33 +155,35 @@ def generate_with_budget(
         budget: Limits of the thoughts.
         thought_close: The tag that closes a thought.
         answer_opening: Tokens that cut a thought, closing tag through opened solution.
+        limits: Tokens of a response at most, one per prompt; None: sampling.max_completion_length for all.
 
     Returns:
         P lists of `num_completions`. A thought that ends with an end-of-sequence token past the minimum, or
         fills max_completion_length without a max_thinking_tokens, is all there is: it has no answer.
 
     Raises:
-        InputError: If the longest thought and its answer do not fit into max_completion_length.
+        InputError: If the longest thought and its answer do not fit into the smallest limit.
     """
-    budget.require_room(sampling, len(answer_opening))
+    limits = limits or [sampling.max_completion_length] * len(prompts)
+    smallest = replace(sampling, max_completion_length=min(limits))
+    budget.require_room(smallest, len(answer_opening))
     wait = tokenizer(budget.wait, add_special_tokens=False)["input_ids"]
-    longest = budget.max_thinking_tokens or sampling.max_completion_length
     # A thought that ends just in time needs room for its closing tag.
-    room = len(answer_opening) if budget.max_thinking_tokens else 0
+    most = budget.max_thinking_tokens and budget.max_thinking_tokens + len(answer_opening)
     drafts = [
-        BudgetedDraft(prompt, random.Random(f"{seed}/{number}"))
-        for prompt, seed in zip(prompts, seeds, strict=True)
+        BudgetedDraft(prompt, random.Random(f"{seed}/{number}"), limit)
+        for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
         for number in range(num_completions)
     ]
-    extend = partial(extend_thought, budget=budget, longest=longest, wait=wait, answer_opening=answer_opening)
+    extend = partial(extend_thought, budget=budget, wait=wait, answer_opening=answer_opening)
     thinking = drafts
     while thinking:
-        pieces = continue_drafts(engine, thinking, sampling, longest + room, thought_close)
+        pieces = continue_drafts(engine, thinking, sampling, most, thought_close)
         bodies = [body_length(tokenizer, piece, thought_close) for piece in pieces]
         rows = zip(thinking, pieces, bodies, strict=True)
         thinking = [draft for draft, piece, num_body in rows if extend(draft, piece, num_body)]
-    answering = [draft for draft in drafts if draft.has_answer(sampling.max_completion_length)]
-    answers = continue_drafts(engine, answering, sampling, sampling.max_completion_length, stop="")
+    answering = [draft for draft in drafts if draft.has_answer()]
+    answers = continue_drafts(engine, answering, sampling, None, stop="")
     for draft, answer in zip(answering, answers, strict=True):
         draft.add_sampled(answer, len(answer.token_ids))
     done = [draft.done() for draft in drafts]
@@ -191,7 +195,6 @@ def extend_thought(
     completion: Completion,
     num_body: int,
     budget: BudgetForcing,
-    longest: int,
     wait: list[int],
     answer_opening: list[int],
 ) -> bool:
@@ -202,10 +205,10 @@ def extend_thought(
         completion: The piece.
         num_body: Tokens of the piece before its closing tag.
         budget: Limits of the thoughts.
-        longest: Tokens that a thought may have.
         wait: Tokens that make a model think on.
         answer_opening: Tokens that cut a thought, closing tag through opened solution.
     """
+    longest = budget.max_thinking_tokens or draft.limit
     num_thinking = len(draft.token_ids) + num_body
     if num_thinking > longest:
         draft.add_sampled(completion, longest - len(draft.token_ids))
@@ -223,14 +226,14 @@ def extend_thought(
 
 
 def continue_drafts(
-    engine: Engine, drafts: list[BudgetedDraft], sampling: Sampling, num_tokens: int, stop: str
+    engine: Engine, drafts: list[BudgetedDraft], sampling: Sampling, num_tokens: int | None, stop: str
 ) -> list[Completion]:
-    """Sample the next part of each draft, which then has at most `num_tokens`."""
+    """Sample the next part of each draft, which then has at most `num_tokens`, or its own limit if None."""
     if not drafts:
         return []
     prompts = [draft.prompt + draft.token_ids for draft in drafts]
     seeds = [draft.seeds.getrandbits(SEED_MASK.bit_length()) for draft in drafts]
-    limits = [num_tokens - len(draft.token_ids) for draft in drafts]
+    limits = [(num_tokens or draft.limit) - len(draft.token_ids) for draft in drafts]
     groups = generate_patiently(engine, prompts, sampling, 1, stop, seeds, limits)
     return [completion for (completion,) in groups]
 

@@ -184,6 +184,7 @@ class PolicyModule(LightningModule):
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
+            "format": data.trained_format().to_plain(),
             "training": {
                 "method": type(self).__name__,
                 "optimizer steps": self.global_step,
@@ -268,7 +269,7 @@ class PolicyModule(LightningModule):
         Lightning would then never restore the loader's position.
         """
         trainer = self.trainer
-        steps_per_epoch = len(stratos_of(trainer).train_dataloader())
+        steps_per_epoch = len(stratos_of(trainer).step_loader())
         limit = trainer.limit_train_batches
         if limit is not None:
             steps_per_epoch = (

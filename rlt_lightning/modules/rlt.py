@@ -150,11 +150,6 @@ class RLTModule(PolicyModule):
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = stratos_of(self.trainer)
-        if stage == "predict" and data.task == "student_rl":
-            raise InputError(
-                "`rlt predict` writes and scores explanations, but data.task is student_rl. Use `rlt "
-                "validate` for the reward of held-out answers, or `rlt test` to evaluate a model."
-            )
         if data.task not in self.reward.tasks:
             raise InputError(
                 f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but "
@@ -212,6 +207,8 @@ class RLTModule(PolicyModule):
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
+        if self.student_name is None:
+            return {"model": self.pretrained, "reward": reward}
         return {"teacher": self.pretrained, "student": self.student_name, "reward": reward}
 
     def teardown(self, stage: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.rewards import TAKEN_NAMES, Reward, require_finite
 from rlt_lightning.records.catalogue.columns import COMPLETION
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout
+from rlt_lightning.types import NO_TERM, InputError, Problem, RewardTerms, Rollout
 
 
 class TextReward(Reward, ABC):
@@ -44,11 +44,13 @@ class CorrectnessTerms(RewardTerms):
         correct: Whether the answer is right.
         formatted: Whether thought and solution stand between their tags.
         timed_out: Whether judging reached its limit of time or memory, so that the answer counts as wrong.
+        answers: The answer that was found in each text; None where there is none.
     """
 
     correct: Tensor
     formatted: Tensor
     timed_out: Tensor
+    answers: list[str | None] = field(default_factory=list, metadata=NO_TERM)
 
 
 class CorrectnessReward(TextReward):
@@ -89,7 +91,8 @@ class CorrectnessReward(TextReward):
         timed_out = torch.tensor([float(verdict.timed_out) for verdict in verdicts])
         judged = torch.where(correct > 0, self.right, self.wrong)
         reward = torch.where(formatted > 0, judged, self.unformatted)
-        return CorrectnessTerms(reward, correct, formatted, timed_out)
+        answers = [verdict.answer for verdict in verdicts]
+        return CorrectnessTerms(reward, correct, formatted, timed_out, answers)
 
     def check(self, problems: Sequence[Problem]) -> None:
         """Check that Countdown's checker is installed if it is needed."""

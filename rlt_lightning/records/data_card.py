@@ -13,32 +13,42 @@ BINS = 12  # of a histogram
 BAR = 40  # characters of its longest bar
 
 
+EXPLANATIONS = (
+    "Explanations of a Reinforcement-Learned Teacher",
+    "Each row has a `question`, its `solution` and the teacher's `reasoning_trace`, with the terms of "
+    "its reward (RLT, arXiv:2506.08388, section 3.3), and the same text as `system` and "
+    "`conversations` in the form of Bespoke-Stratos-17k. Rows with the same `row` are of one problem.",
+    {"reward": "Reward"},
+)
+ANSWERS = (
+    "A model's own right answers",
+    "Each row has a `question`, and the thought (`reasoning_trace`) and `solution` of an answer that the "
+    "model sampled and that was judged right by the column `answer`. `pass_rate` is the part of the "
+    "problem's sampled answers that were right. The same text is there as `system` and `conversations` in "
+    "the form of Bespoke-Stratos-17k. Rows with the same `row` are of one problem.",
+    {"pass_rate": "Pass rate"},
+)
+
+
 def data_card(
+    kind: tuple[str, str, dict[str, str]],
     recipe: dict[str, Any],
-    traces: list[Row],
+    counts: dict[str, Any],
     selected: list[Row],
     terms: Sequence[str],
     file_name: str,
-    num_problems: int,
 ) -> str:
     """Return the card as Markdown, with the header by which `datasets.load_dataset(FOLDER)` finds the rows.
 
     Args:
+        kind: EXPLANATIONS or ANSWERS: title, what a row is, and the columns whose histogram is shown.
         recipe: Settings that the traces were made with, by name.
-        traces: All traces.
-        selected: The traces in the set.
-        terms: The reward and its terms, columns of the traces.
+        counts: How many there are of what, by name.
+        selected: The rows of the set.
+        terms: Columns whose figures are shown, beside lengths.
         file_name: File of the set, beside the card.
-        num_problems: Usable rows of the source.
     """
-    done = len({row["row"] for row in traces})
-    counts = {
-        "problems": f"{done} of {num_problems}",
-        "traces sampled": len(traces),
-        "traces in this set": len(selected),
-        "closed by the teacher": f"{sum(row['closed'] for row in selected)} of {len(selected)}",
-        "fit a student as a whole": f"{sum(row['fits'] for row in selected)} of {len(selected)}",
-    }
+    title, about, histograms = kind
     lines = [
         "---",
         "configs:",
@@ -46,11 +56,9 @@ def data_card(
         f"    data_files: {file_name}",
         "tags: [rlt_lightning, reasoning, distillation]",
         "---",
-        "# Explanations of a Reinforcement-Learned Teacher",
+        f"# {title}",
         "",
-        "Each row has a `question`, its `solution` and the teacher's `reasoning_trace`, with the terms of "
-        "its reward (RLT, arXiv:2506.08388, section 3.3), and the same text as `system` and "
-        "`conversations` in the form of Bespoke-Stratos-17k. Rows with the same `row` are of one problem.",
+        about,
         "",
         "## Recipe",
         "",
@@ -69,8 +77,8 @@ def data_card(
         values = [row[name] for row in selected]
         figures = fmean(values), pstdev(values), min(values), median(values), max(values)
         lines.append(f"| `{name}` | " + " | ".join(f"{value:.4g}" for value in figures) + " |")
-    for name, title in (("reward", "Reward"), ("student_tokens", "Length for the student, tokens")):
-        lines += ["", f"## {title}", "", "```text", *histogram([row[name] for row in selected]), "```"]
+    for name, heading in {**histograms, "student_tokens": "Length for the student, tokens"}.items():
+        lines += ["", f"## {heading}", "", "```text", *histogram([row[name] for row in selected]), "```"]
     return "\n".join(lines) + "\n"
 
 

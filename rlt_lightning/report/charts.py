@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlt_lightning.records.catalogue import Metric, base, figures, held_out, metric_of, metrics
-from rlt_lightning.records.catalogue.evaluation import SET_TITLES
-from rlt_lightning.records.results import HEADER, PAPER_SETS, paper_table, result_row
+from rlt_lightning.records.results import HEADER, PAPER_SOURCE, comparable_sets, paper_table, result_row
 from rlt_lightning.report.collect import Curve, Run
 from rlt_lightning.report.completions import Spread
 
@@ -70,8 +69,8 @@ def accuracy_curve(runs: list[Run], figure: str) -> Chart:
             curve = banded(run.metrics[name], deviations)
             for part in curve.keys() - {"x"}:
                 curve[part] = [None if value is None else scale * value for value in curve[part]]
-            set_name = name.split("/")[1]
-            series.append({"run": number, "label": SET_TITLES.get(set_name, set_name), **curve})
+            # Not the set's title: a part of a published set is another set.
+            series.append({"run": number, "label": name.split("/")[1], **curve})
     return {
         "kind": "lines",
         "name": metric.name,
@@ -235,7 +234,6 @@ def evaluation_tables(runs: list[Run], names: list[str]) -> list[dict[str, Any]]
     if not rows:
         return []
     tables = [{"title": "All figures", "rows": [["run", *HEADER], *rows]}]
-    if any(set(PAPER_SETS) & set(evaluation["sets"]) for _, evaluation in evaluated):
-        title = "pass@1 in %, as published (arXiv:2506.08388, Table 1)"
-        tables.append({"title": title, "rows": [list(row) for row in paper_table()]})
+    if any(comparable_sets(evaluation) for _, evaluation in evaluated):
+        tables.append({"title": PAPER_SOURCE, "rows": [list(row) for row in paper_table()]})
     return tables

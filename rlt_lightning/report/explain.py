@@ -22,7 +22,7 @@ from rlt_lightning.records.catalogue import metric_of
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.rows import rollout_rows, token_columns
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
-from rlt_lightning.tags import CONTROL_CODES, TagStyle, tag_style
+from rlt_lightning.tags import CONTROL_CODES, TagStyle
 from rlt_lightning.types import InputError, PromptBatch, as_list
 
 # Terminal colours, from a token that the student expects to a token that surprises it most.
@@ -78,18 +78,20 @@ class ExplainOptions:
             )
 
 
-def rows_to_score(options: ExplainOptions, data: dict[str, Any], score_given: bool = False) -> list[Row]:
+def rows_to_score(
+    options: ExplainOptions, data: dict[str, Any], tags: TagStyle, score_given: bool = False
+) -> list[Row]:
     """Return two rows of a source: the explanation in question and, to compare with, an empty one.
 
     Args:
         options: What to explain.
         data: Settings of the StratosDataModule.
+        tags: The teacher's tags.
         score_given: Setting of the reward. If true, recorded tokens begin with the separator of the prompt.
 
     Raises:
         InputError: If there is no such row, or it has no explanation.
     """
-    tags = tag_style(TagStyle(**data["tags"]) if isinstance(data["tags"], dict) else data["tags"])
     end = tags.separator + tags.explanation_close
     columns = {} if options.question is not None else read_row(options.row, data)
     if options.solution is not None and columns.get("conversations") is not None:

@@ -1,0 +1,252 @@
+"""Leave usable rows out: bad lengths, repetition, duplicates, wrong answers, evaluation questions.
+
+Rows of any origin pass the same filters: raw traces, a student's own right answers, a teacher's explanations.
+Every filter is off by default, and every row that one leaves out is counted under its name. Filters are asked
+in the order of `FilterReason`; a row counts for the first that leaves it out. Duplicates come last, so a row
+is only a duplicate of one that is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, FilterReason
+from rlt_lightning.datamodules.evaluation_sets import NUM_EMBEDDED_ROWS, evaluation_set, question_of
+from rlt_lightning.datamodules.rows import ParsedRow, require_judgeable
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import InputError
+
+# Words, and the operators that make two sums different questions.
+WORD = re.compile(r"\w+|[-+*/^=<>×÷·−]")
+Rejection = tuple[FilterReason, str]  # with a detail that quotes no evaluation set
+# A row's number, its columns as they were read, and its texts.
+Row = tuple[int, dict[str, Any], ParsedRow]
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which usable rows of `data.source` are left out. Every filter is off unless it is set.
+
+    Args:
+        min_pass_rate: Least `pass_rate` of a row: the share of right answers that `rlt predict` has written.
+        max_pass_rate: Most of it, to leave out problems that are too easy.
+        min_trace_chars: Least characters of a trace.
+        max_trace_chars: Most characters of a trace.
+        max_repetition: Most of a trace's n-grams that may repeat an earlier one, in [0, 1].
+        repetition_ngram: Words of these n-grams.
+        overlap_with: Evaluation sets, each with null or a source, as in `data.sets` of `rlt test`. A question
+            is left out that has `overlap_ngram` words in a row with one of theirs, or all words of a shorter.
+        overlap_ngram: Words of these n-grams.
+        right_only: Leave out rows whose solution does not have the row's right `answer`.
+        duplicates: "question" keeps one row of a question, "trace" all its different traces.
+    """
+
+    min_pass_rate: float | None = None
+    max_pass_rate: float | None = None
+    min_trace_chars: int | None = None
+    max_trace_chars: int | None = None
+    max_repetition: float | None = None
+    repetition_ngram: int = 10
+    overlap_with: dict[str, str | None] | None = None
+    overlap_ngram: int = 13
+    right_only: bool = False
+    duplicates: Literal["question", "trace"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_pass_rate", "max_pass_rate", "max_repetition"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise InputError(f"data.filters.{name} must be in [0, 1], but is {value}. Correct it.")
+        for name in ("repetition_ngram", "overlap_ngram", "min_trace_chars", "max_trace_chars"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"data.filters.{name} must be at least 1, but is {value}. Raise it.")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the filters that are on, with the sizes of the n-grams that they use."""
+        found = {
+            name: value
+            for name, value in vars(self).items()
+            if value not in (None, {}) and value is not False
+        }
+        for size, name in (("repetition_ngram", "max_repetition"), ("overlap_ngram", "overlap_with")):
+            if name not in found:
+                del found[size]
+        return found
+
+
+class Sieve:
+    """Apply filters to the sources of one run, and remember the rows that are used: they have no duplicates.
+
+    Args:
+        filters: Which rows are left out.
+        traces: Columns of the traces that the task reads; none for tasks without traces.
+        tags: The tags in use.
+
+    Raises:
+        InputError: If a filter needs what the rows of this task do not have, or an evaluation set cannot be
+            read.
+    """
+
+    def __init__(self, filters: Filters, traces: list[str], tags: TagStyle) -> None:
+        of_traces = {n for n in filters.settings() if "trace" in n or n == "max_repetition"}
+        of_traces |= {"duplicates: trace"} if filters.duplicates == "trace" else set()
+        if of_traces and not traces:
+            raise InputError(
+                "Where data.task reads no traces, filters of traces must be off, but data.filters sets "
+                f"{', '.join(sorted(of_traces))}. Remove it."
+            )
+        self.filters = filters
+        self.traces = traces
+        self.tags = tags
+        self.overlaps = Overlaps(filters.overlap_with or {}, filters.overlap_ngram)
+        self.used: set[tuple[str, ...]] = set()
+
+    def __call__(self, rows: list[Row], report: BadRowReport) -> list[Row]:
+        """Return the rows of one source that no filter leaves out, and report the others."""
+        if {"min_pass_rate", "max_pass_rate"} & self.filters.settings().keys():
+            self._require_pass_rates(rows, report.source)
+        left = list(self._kept(rows, report))
+        return self._right(left, report) if self.filters.right_only else left
+
+    def is_duplicate(self, row: ParsedRow) -> bool:
+        """Return whether a row that is used has the same question or, if so set, also the same traces."""
+        return self.filters.duplicates is not None and self._key(row) in self.used
+
+    def remember(self, row: ParsedRow) -> None:
+        """Remember a row that is used."""
+        self.used.add(self._key(row))
+
+    # Helpers
+
+    def _kept(self, rows: list[Row], report: BadRowReport) -> Iterator[Row]:
+        for number, columns, row in rows:
+            if rejection := self._rejection(columns, row):
+                report.filtered.append((number, *rejection))
+            else:
+                yield number, columns, row
+
+    def _rejection(self, columns: dict[str, Any], row: ParsedRow) -> Rejection | None:
+        """Return the first reason to leave a row out, as far as the row itself tells."""
+        filters, traces = self.filters, [row.traces[name].strip() for name in self.traces]
+        rate = columns.get("pass_rate")
+        if not within(rate, filters.min_pass_rate, filters.max_pass_rate):
+            return FilterReason.PASS_RATE, f"pass_rate is {rate}"
+        for trace in traces:
+            if not within(len(trace), filters.min_trace_chars, None):
+                return (
+                    FilterReason.SHORT_TRACE,
+                    f"{len(trace)} characters, at least {filters.min_trace_chars}",
+                )
+            if not within(len(trace), None, filters.max_trace_chars):
+                return FilterReason.LONG_TRACE, f"{len(trace)} characters, at most {filters.max_trace_chars}"
+            repeated = repetition(trace, filters.repetition_ngram)
+            if not within(repeated, None, filters.max_repetition):
+                return (
+                    FilterReason.REPETITION,
+                    f"{repeated:.2f} of its n-grams, at most {filters.max_repetition}",
+                )
+        if (name := self.overlaps.with_question(row.question)) is not None:
+            return FilterReason.OVERLAP, f"the question overlaps with one of {name}"
+        return None
+
+    def _right(self, rows: list[Row], report: BadRowReport) -> list[Row]:
+        """Return the rows whose solution has the right answer, as `rlt test` would judge it."""
+        judged: list[Row] = []
+        references: list[dict[str, Any]] = []
+        for number, columns, row in rows:
+            reference = {name: value for name, value in columns.items() if name != "solution"}
+            try:
+                require_judgeable(reference)
+            except BadRowError as error:
+                report.filtered.append((number, FilterReason.NO_REFERENCE, error.detail))
+                continue
+            judged.append((number, columns, row))
+            references.append(reference)
+        solutions = [row.solution for _, _, row in judged]
+        with Judge(self.tags) as judge, waiting_for(f"the judge of {len(judged)} rows of {report.source}"):
+            verdicts = judge.judge_all(zip(solutions, references, strict=True))
+        for (number, _, _), reference, verdict in zip(judged, references, verdicts, strict=True):
+            if not verdict.correct:
+                detail = f"the solution's answer is {verdict.answer}, not {reference.get('answer')}"
+                report.filtered.append((number, FilterReason.WRONG_ANSWER, detail))
+        return [row for row, verdict in zip(judged, verdicts, strict=True) if verdict.correct]
+
+    def _key(self, row: ParsedRow) -> tuple[str, ...]:
+        traces = [row.traces[name] for name in self.traces] if self.filters.duplicates == "trace" else []
+        return tuple(" ".join(text.casefold().split()) for text in (row.question, *traces))
+
+    def _require_pass_rates(self, rows: list[Row], source: str) -> None:
+        if rows and not any("pass_rate" in columns for _, columns, _ in rows):
+            raise InputError(
+                "data.filters.min_pass_rate and max_pass_rate need rows with pass_rate, which `rlt predict` "
+                f"writes with data.task student_rl, but '{source}' has none. Remove these filters."
+            )
+
+
+class Overlaps:
+    """Find questions that overlap with those of evaluation sets, by runs of words.
+
+    Args:
+        sets: Names of sets, each with null or a source.
+        size: Words of a run. All words of a shorter evaluation question are a run.
+    """
+
+    def __init__(self, sets: dict[str, str | None], size: int) -> None:
+        # Run of words -> the set that it is of.
+        self.runs: dict[tuple[str, ...], str] = {}
+        for name, source in sets.items():
+            for question in evaluation_questions(name, source):
+                words = words_of(question)
+                for run in ngrams(words, min(size, len(words))):
+                    self.runs.setdefault(run, name)
+        self.sizes = sorted({len(run) for run in self.runs})
+
+    def with_question(self, question: str) -> str | None:
+        """Return the set of a question that this one overlaps with; None if there is none."""
+        words = words_of(question)
+        found = (self.runs.get(run) for size in self.sizes for run in ngrams(words, size))
+        return next((name for name in found if name is not None), None)
+
+
+def evaluation_questions(name: str, source: str | None) -> list[str]:
+    """Read the questions of a set as they are published, without what `rlt test` puts around them."""
+    spec = evaluation_set(name, source)
+    split = spec.split if source is None else "test"
+    rows = read_rows(source or spec.source, split, NUM_EMBEDDED_ROWS)
+    try:
+        return [question_of(row) for _, row in rows if isinstance(row, dict)]
+    except BadRowError as error:
+        raise InputError(
+            f"Every row of data.filters.overlap_with {name} must have a question, but one has not: "
+            f"{error.detail}. Name another source."
+        ) from error
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words and operators of a text in lower case; punctuation does not count."""
+    return WORD.findall(text.casefold())
+
+
+def ngrams(words: list[str], size: int) -> Iterable[tuple[str, ...]]:
+    """Return all runs of so many words."""
+    return zip(*(words[i:] for i in range(size)), strict=False) if size else ()
+
+
+def repetition(text: str, size: int) -> float:
+    """Return the part of a text's n-grams of words that repeat an earlier one; 0 for a shorter text."""
+    runs = list(ngrams(text.casefold().split(), size))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def within(value: float | None, least: float | None, most: float | None) -> bool:
+    """Return whether a value keeps to bounds; a missing one keeps to none."""
+    if least is None and most is None:
+        return True
+    return value is not None and (least is None or value >= least) and (most is None or value <= most)

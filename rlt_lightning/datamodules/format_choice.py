@@ -1,0 +1,352 @@
+"""Choose the format of a run: what the user sets, what the models were trained in, or what rows show.
+
+| | tags | system prompt |
+|---|---|---|
+| 1 | `tags` | `teacher_system_prompt`, `student_system_prompt` |
+| 2 | those that the model's folder records | the one that the folder records |
+| 3 | those of `format_from` | the student's: the one of `format_from` |
+| 4 | those of the other model of the run | the row's own, else ours |
+
+A setting that contradicts what a model was trained in is refused, unless `force_format` is true.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from rlt_lightning.datamodules.bad_rows import BadRowError
+from rlt_lightning.datamodules.formats import ChatFormat, student_prompt, teacher_prompt
+from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.format import ModelFormat, Role
+from rlt_lightning.pretrained import load_format
+from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
+from rlt_lightning.types import InputError
+
+ROWS_READ = 1000  # of format_from
+SHOWN = 60  # characters of a prompt in a message
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """What the user says about the format; None leaves it to the models.
+
+    Args:
+        tags: "stratos", "r1", or a TagStyle.
+        teacher_system_prompt: The teacher's; '' for none, @FILE for the text of a file.
+        student_system_prompt: The student's, likewise.
+        format_from: Rows off which the student's tags and system prompt are read: a file, folder or hub id.
+        force_format: Use these settings although a model was trained in others.
+        group: What stands before the names of these settings on the command line.
+    """
+
+    tags: str | TagStyle | None = None
+    teacher_system_prompt: str | None = None
+    student_system_prompt: str | None = None
+    format_from: str | None = None
+    force_format: bool = False
+    group: str = "data."
+
+    @staticmethod
+    def of_settings(settings: Mapping[str, Any]) -> FormatOptions:
+        """Return the options among the parsed settings of a datamodule."""
+        found = {
+            field.name: settings[field.name] for field in fields(FormatOptions) if field.name in settings
+        }
+        if isinstance(found["tags"], Mapping):
+            found["tags"] = TagStyle(**found["tags"])
+        return FormatOptions(**found)
+
+    def name(self, setting: str) -> str:
+        """Return what a setting is called on the command line."""
+        return self.group + setting
+
+    def with_files(self) -> FormatOptions:
+        """Return the options with each @FILE replaced by the text of the file.
+
+        Raises:
+            InputError: If a file cannot be read.
+        """
+        names = ("teacher_system_prompt", "student_system_prompt")
+        teacher, student = (text_or_file(self.name(name), getattr(self, name)) for name in names)
+        return replace(self, teacher_system_prompt=teacher, student_system_prompt=student)
+
+
+@dataclass(frozen=True)
+class ChosenFormat:
+    """The arguments of a ChatFormat, and how they were found.
+
+    Attributes:
+        options: What the user has said.
+        tags: The teacher's tags; without a teacher, the student's.
+        student_tags: The student's tags.
+        teacher_system_prompt: None for ours.
+        student_system_prompt: None for ours.
+        keeps_row_prompts: Whether a row's own system prompt replaces the student's.
+        recorded: The format in which the student was trained; None if that is unknown.
+        learner: Name of the student if it is fine-tuned.
+        guessed: The models of unknown format, by role, that are asked under our prompt for want of another.
+    """
+
+    options: FormatOptions
+    tags: TagStyle
+    student_tags: TagStyle
+    teacher_system_prompt: str | None
+    student_system_prompt: str | None
+    keeps_row_prompts: bool
+    recorded: ModelFormat | None
+    learner: str | None
+    guessed: dict[Role, str]
+
+    def chat_format(self, tokenizer: Any) -> ChatFormat:
+        """Return the format for a tokenizer."""
+        prompts = (self.teacher_system_prompt, self.student_system_prompt)
+        return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags)
+
+    def check_rows(self, prompts: Counter[str]) -> None:
+        """Compare the system prompts under which the student sees the rows, counted, with its training.
+
+        Raises:
+            InputError: If the student learns from rows with another prompt than the one of its training.
+        """
+        if self.recorded is not None and self.learner is not None and not self.options.force_format:
+            require_rows_agree(self.recorded, self.learner, prompts)
+
+    def warn_of_guesses(self, prompts: Counter[str] | None = None) -> None:
+        """Warn of each model of unknown format, naming the prompt that it is asked under.
+
+        Args:
+            prompts: The system prompts under which the student sees the rows, counted; None: the default.
+        """
+        name_of = self.options.name
+        default = student_prompt(None, self.student_tags)
+        for role, name in self.guessed.items():
+            if role == "student" and prompts is not None and default not in prompts:
+                continue
+            is_teacher = role == "teacher"
+            tags = self.tags if is_teacher else self.student_tags
+            prompt = (teacher_prompt if is_teacher else student_prompt)(None, tags)
+            source = "" if is_teacher else f", or {name_of('format_from')} to rows that it was trained on"
+            rank_zero_warn(
+                f"{name} does not record the format that it was trained in. As the {role} it gets the tags "
+                f"{tags_text(tags)} and our system prompt, {shown(prompt)}. If it was trained with another "
+                f"one, set {name_of(role + '_system_prompt')} (@FILE for the text of a file){source}."
+            )
+
+
+def choose_format(
+    options: FormatOptions, teacher: str | None, student: str | None, learns: bool = False
+) -> ChosenFormat:
+    """Choose the format of a run.
+
+    Args:
+        options: What the user says.
+        teacher: Name of the model that explains; None if none does.
+        student: Name of the model that answers, or that scores explanations; None if none does.
+        learns: Whether the model is fine-tuned: it then may have been trained for the other role before.
+
+    Raises:
+        InputError: If a setting contradicts what a model was trained in, or `format_from` shows no format.
+    """
+    options = options.with_files()
+    named = None if options.tags is None else tag_style(options.tags)
+    # data.tags are the teacher's if there is one: the frozen student keeps those of its training.
+    own_named = named if teacher is None or options.force_format else None
+    seen = None if options.format_from is None else format_of_rows(options.format_from, options)
+    taught = None if teacher is None else recorded_format(teacher, "teacher", options, learns)
+    known = None if student is None else recorded_format(student, "student", options, learns)
+    tags = named or first_tags(taught, seen, known) or STRATOS
+    student_tags = own_named or first_tags(known, seen) or tags
+    teachers = options.teacher_system_prompt
+    told = options.student_system_prompt
+    teachers = None if teachers is None else teacher_prompt(teachers, tags)
+    told = None if told is None else student_prompt(told, student_tags)
+    if seen is not None:
+        require_one_prompt(told, seen, options)
+    if taught is not None and not options.force_format:
+        require_same(str(teacher), taught, named, options, "tags")
+        require_same(str(teacher), taught, teachers, options, "teacher_system_prompt")
+    if known is not None and not options.force_format:
+        require_same(str(student), known, own_named, options, "tags")
+        require_same(str(student), known, told, options, "student_system_prompt")
+        if seen is not None:
+            require_same(str(student), known, seen.tags, options, "format_from")
+            require_same(str(student), known, seen.system_prompt, options, "format_from")
+    if teachers is None and taught is not None:
+        teachers = taught.system_prompt
+    recorded = known or seen
+    asked: dict[Role, tuple[str | None, bool]] = {
+        "teacher": (teacher, teachers is None),
+        "student": (student, told is None and recorded is None),
+    }
+    # A student learns what its rows say. One that is asked is asked as it was trained.
+    asks_by_row = learns or recorded is None or (recorded is known and recorded.share < 1)
+    return ChosenFormat(
+        options=options,
+        tags=student_tags if teacher is None else tags,
+        student_tags=student_tags,
+        teacher_system_prompt=teachers,
+        student_system_prompt=recorded.system_prompt if told is None and recorded is not None else told,
+        keeps_row_prompts=told is None and asks_by_row,
+        recorded=known,
+        learner=student if learns else None,
+        guessed={role: name for role, (name, unsaid) in asked.items() if name and unsaid and not learns},
+    )
+
+
+def require_one_prompt(told: str | None, seen: ModelFormat, options: FormatOptions) -> None:
+    """Check that a student's system prompt, if it is set, is the one that the rows of `format_from` have."""
+    if told not in (None, seen.system_prompt):
+        raise InputError(
+            f"Either {options.name('student_system_prompt')} or {options.name('format_from')} says how the "
+            f"student is asked, but the first is {shown(str(told))} and the rows of the second have "
+            f"{shown(seen.system_prompt)}. Drop one."
+        )
+
+
+def first_tags(*formats: ModelFormat | None) -> TagStyle | None:
+    """Return the tags of the first format that is known."""
+    return next((found.tags for found in formats if found is not None), None)
+
+
+def require_same(
+    name: str, recorded: ModelFormat, value: TagStyle | str | None, options: FormatOptions, setting: str
+) -> None:
+    """Check that tags or a system prompt, where they are set, are those that a model was trained with.
+
+    Raises:
+        InputError: If they are others; it shows both.
+    """
+    if isinstance(value, TagStyle):
+        same, kind = value == recorded.tags, "tags"
+        theirs, ours = tags_text(recorded.tags), tags_text(value)
+    else:
+        same, kind = value in (None, recorded.system_prompt), "system prompt"
+        theirs, ours = shown(recorded.system_prompt), shown(value or "")
+        theirs += "" if recorded.share == 1 else f" in {recorded.share:.0%} of its rows"
+    if not same:
+        raise InputError(
+            f"{name} must be used with the {kind} that it was trained with, {theirs}, but "
+            f"{options.name(setting)} gives {ours}. Leave {options.name(setting)} out (null) to use the "
+            f"former, or set {options.name('force_format')} to true to use the latter."
+        )
+
+
+def recorded_format(name: str, role: Role, options: FormatOptions, learns: bool) -> ModelFormat | None:
+    """Return the format that a model was trained in; None if that is unknown or of no use here.
+
+    Raises:
+        InputError: If the model was trained for the other role.
+    """
+    recorded = load_format(name)
+    if recorded is None or recorded.role == role:
+        return recorded
+    if learns or options.force_format:
+        return None
+    does = {"teacher": "explains given solutions", "student": "answers questions"}
+    raise InputError(
+        f"The {role} must be a model that {does[role]}, but {name} was trained as a {recorded.role}, which "
+        f"{does[recorded.role]}. Name another model, or set {options.name('force_format')} to true."
+    )
+
+
+def require_rows_agree(recorded: ModelFormat, name: str, prompts: Counter[str]) -> None:
+    """Check that the rows which a student learns from have the system prompt that it was trained with.
+
+    Raises:
+        InputError: If any has another.
+    """
+    others = Counter({prompt: n for prompt, n in prompts.items() if prompt != recorded.system_prompt})
+    if recorded.share == 1 and others:
+        [(other, _)] = others.most_common(1)
+        raise InputError(
+            f"{name} must be trained with the system prompt that it was trained with before, "
+            f"{shown(recorded.system_prompt)}, but {others.total()} of {prompts.total()} rows have another, "
+            f"such as {shown(other)}. Set data.force_format to true to train it in the format of the rows, "
+            "or give its own as data.student_system_prompt to use that for all rows."
+        )
+
+
+def format_of_rows(source: str, options: FormatOptions) -> ModelFormat:
+    """Read the tags and the commonest system prompt off rows in Bespoke-Stratos' form.
+
+    Raises:
+        InputError: If no row shows them.
+    """
+    rows = [row for _, row in read_rows(source, max_rows=ROWS_READ) if isinstance(row, dict)]
+    for tags in TAG_STYLES.values():
+        prompts = Counter(system for row in rows if (system := system_of(row, tags)))
+        if prompts:
+            return ModelFormat.of_rows("student", tags, prompts)
+    raise InputError(
+        f"{options.name('format_from')} must have rows with `system` and `conversations`, and one of the tag "
+        f"styles {', '.join(TAG_STYLES)} in their answers, but none of the first {len(rows)} rows of "
+        f"'{source}' has. Name other rows, or set {options.name('student_system_prompt')} and "
+        f"{options.name('tags')}."
+    )
+
+
+def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
+    """Return a row's own system prompt if its answer has these tags."""
+    try:
+        parsed = parse_row(row, tags)
+    except BadRowError:
+        return None
+    # A row in other tags is parsed too, and its system prompt translated.
+    has_tags = any(tags.thought_open in str(turn) for turn in row.get("conversations") or [])
+    return parsed.system if has_tags else None
+
+
+def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:
+    """Check that every token of the teacher has the same id in the student's vocabulary.
+
+    Raises:
+        InputError: Naming the first token that differs.
+    """
+    if teacher.items() <= student.items():
+        return
+    differing = [token for token, token_id in teacher.items() if student.get(token) != token_id]
+    token = min(differing, key=teacher.__getitem__)
+    raise InputError(
+        "Teacher and student must share a vocabulary, since explanations pass between them as token ids, but "
+        f"{len(differing)} of the teacher's {len(teacher)} tokens differ, the first being {token!r} (teacher "
+        f"{teacher[token]}, student {student.get(token)}). Choose models of one family, such as Qwen2.5."
+    )
+
+
+def text_or_file(option: str, value: str | None) -> str | None:
+    """Return a prompt, or the text of the file that it names as @FILE, without the file's last line end.
+
+    Raises:
+        InputError: If the file cannot be read.
+    """
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).expanduser().read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{option} must name a readable text file after @, but '{value[1:]}' is not one ({error}). "
+            "Correct the path."
+        ) from error
+
+
+def shown(prompt: str) -> str:
+    """Return a prompt between quotes, shortened, with its length."""
+    if not prompt:
+        return "none"
+    if len(prompt) <= SHOWN:
+        return repr(prompt)
+    return f"{prompt[: SHOWN - 20]!r} … {prompt[-20:]!r} ({len(prompt)} characters)"
+
+
+def tags_text(tags: TagStyle) -> str:
+    """Return a tag style as a message shows it."""
+    name = style_name(tags)
+    return name if isinstance(name, str) else f"{tags.thought_open} … {tags.solution_close}"
