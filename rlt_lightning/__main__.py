@@ -11,6 +11,7 @@ from rlt_lightning import __version__
 HELP = """usage: rlt VERB --config FILE [--config OVERLAY ...] [--KEY VALUE ...]
        rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
        rlt chat --model.path MODEL [--model.url URL]
+       rlt teach RUN_OR_FOLDER --question TEXT --solution TEXT
        rlt report RUN_DIR [RUN_DIR ...] [--output FILE]
        rlt dashboard --project PROJECT
 
@@ -27,6 +28,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt test --config configs/evaluate.yaml       stage 5: accuracy on evaluation sets, next to the paper's
   rlt plan --config configs/teacher_rlt.yaml    the memory and time that `rlt fit` would need
   rlt explain --config configs/rank.yaml        one explanation's reward by term and by token
+  rlt teach RUN --question … --solution …       a teacher's explanation, and what it is worth to a student
   rlt export --ckpt_path RUN --output_dir DIR   turn a checkpoint into an ordinary model folder
   rlt chat --model.path RUN/model               ask a trained student; its thinking is dimmed
   rlt report RUN                                turn a run into one page: curves, completions, tokens

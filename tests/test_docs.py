@@ -34,6 +34,7 @@ from tiny import TINY, tiny_options
 
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
+from rlt_lightning.cli.parser import bare_words
 
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
@@ -50,6 +51,7 @@ RUN: dict[str, list[str]] = {
     "rlt predict --config configs/rank.yaml --data.source FILE": [],
     "rlt plan --config configs/quickstart.yaml": [],
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
+    "rlt teach runs/warmup --question": ["--max_tokens=4"],
 }
 STANDS_FOR = dict.fromkeys(("runs/first/config.yaml", "RUN/config.yaml"), "configs/quickstart.yaml")
 
@@ -106,7 +108,7 @@ def test_every_block_says_what_it_is() -> None:
 
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    arguments, sys.argv = sys.argv, ["rlt", verb]
+    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb == "teach" else [])]
     try:
         return capture_parser(cli.run)
     finally:
@@ -121,6 +123,9 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     options = [STANDS_FOR.get(option, option) for option in options]
+    if verb == "teach":  # the folder's settings come first; here those of a config
+        _, named = bare_words(options)
+        options = ["--config", "configs/quickstart.yaml", *(word for option in named for word in option)]
     borrows = cli.COMMAND_LINES.get(verb)
     words = options if verb in cli.COMMANDS else [borrows.lender if borrows else verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]
@@ -207,6 +212,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "python": (check_python, "benchmarks take minutes and all of the machine"),
     "torchrun": (check_torchrun, "needs several nodes; tests/test_multinode.py has two of one process"),
     "sbatch": (check_sbatch, "needs a SLURM cluster; tests/test_multinode.py has stand-ins"),
+    "cat": (nothing, "reads a file of the user's"),
     "curl": (nothing, "run against a fake worker below"),
     "openssl": (nothing, "makes a random key"),
     "git": (nothing, "clones and commits"),
@@ -337,6 +343,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= {"runs/RUN/checkpoints/step=000120.ckpt": str(runs / "q")}
     known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
+    known |= {"runs/warmup": model} if verb == "teach" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.VERBS and "--output_dir" not in options:

@@ -16,6 +16,7 @@ from tiny import CHAINS
 
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.explain import ExplainOptions, explained, rows_to_score
+from rlt_lightning.report.heat import Terminal
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
@@ -122,7 +123,7 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(miniature: str, tmp
 def test_a_page_shows_what_the_terms_are_made_of() -> None:
     empty = ROW | {"solution_log_prob_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
     parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
-    plain = explained(ROW, empty, parts, RLTReward(), top=1, colours=False)
+    plain = explained(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal())
     assert "solution    -1.0200  1 x (mean -1.0000 + 0.01 x min -2.0000)" in plain
     assert 'hardest token is "4" (token 1); +2.0000 against an empty explanation' in plain
     assert 'least natural token is "a" (token 2)' in plain
@@ -131,14 +132,14 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     assert "    1.5000" in plain
     assert "-0.2000" not in plain  # top 1
     assert "\x1b" not in plain  # a text cannot command the terminal
-    coloured = explained(ROW, empty, parts, RLTReward(), top=1, colours=True)
+    coloured = explained(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal(colours=True))
     assert "\x1b[48;5;222ma\x1b[0m" in coloured  # 1 to 2 nats
     assert "\x1b[31m" not in coloured
     unpunished = explained(
-        ROW | {"finish_reason": "length"}, empty, parts, RLTReward(format_penalty=0.0), 1, False
+        ROW | {"finish_reason": "length"}, empty, parts, RLTReward(format_penalty=0.0), 1, Terminal()
     )
     assert "format      +0.0000  not closed\n" in unpunished
-    clipped = explained(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, colours=False)
+    clipped = explained(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, terminal=Terminal())
     assert "before clipping" in clipped
     assert "before clipping" not in plain
 
@@ -200,7 +201,7 @@ def test_white_space_that_was_sampled_is_kept(score_given: bool, tmp_path: Path)
 
 def test_an_explanation_of_no_tokens_has_a_page() -> None:
     row = ROW | {"explanation": "", "thought_tokens": [], "thought_kl": [], "kl_mean": 0.0, "kl_max": 0.0}
-    text = explained(row, ROW, {"kl": 0.0}, RLTReward(), top=0, colours=True)
+    text = explained(row, ROW, {"kl": 0.0}, RLTReward(), top=0, terminal=Terminal(colours=True))
     assert "no token counts" in text
 
 

@@ -706,15 +706,18 @@ def test_training_with_workers_that_are_pushed_nothing_is_refused(start: Any) ->
         engine.update_weights(WEIGHTS, 1)
 
 
-def test_a_plain_server_needs_no_local_model(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_plain_server_needs_no_local_model(raw: bool, start: Any, tmp_path: Path) -> None:
     endings = ("eos", "length")
-    worker = FakeWorker(dev_mode=False, endings=endings)
+    worker = FakeWorker(dev_mode=False, endings=endings, raw_log_probs=raw)
     engine = VLLMEngine([worker.url], push=NoPush())
     engine.start(None, None, tmp_path)
     assert engine.policy_version == 0
     groups = engine.generate(PROMPTS, SAMPLING, 2, "", SEEDS)
     assert token_ids(groups) == undisturbed(endings=endings)
-    assert {completion.log_probs for group in groups for completion in group} == {None}
+    for completion in (completion for group in groups for completion in group):
+        # Raw ones are not those of the temperature that the completion was sampled at.
+        assert (completion.log_probs is None) == raw
     assert {(len(body["stop"]), len(body["stop_token_ids"])) for body in worker.bodies} == {(0, 0)}
     engine.close()
     worker.close()

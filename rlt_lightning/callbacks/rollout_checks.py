@@ -73,10 +73,7 @@ def require_room(problems: list[Problem], role: str, context: int, max_completio
         InputError: Naming the row, the lengths and the settings that would make room.
     """
     for problem in problems:
-        fixed = len(problem.teacher_prompt)
-        if role == "student":
-            fixed = sum(map(len, (problem.student_prefix, problem.think_prefix, problem.student_suffix)))
-            fixed += len(problem.solution_ids)
+        fixed = fixed_tokens(problem, role)
         given = problem.given_completion
         if given and fixed + len(given.token_ids) > context:
             raise InputError(
@@ -90,3 +87,11 @@ def require_room(problems: list[Problem], role: str, context: int, max_completio
                 f"{problem.row} needs {fixed} + max_completion_length {max_completion_length}. Lower "
                 "sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
             )
+
+
+def fixed_tokens(problem: Problem, role: str) -> int:
+    """Return the tokens of a sequence of the teacher, or of the student, beside the completion's."""
+    if role == "teacher":
+        return len(problem.teacher_prompt)
+    around = (problem.student_prefix, problem.think_prefix, problem.student_suffix, problem.solution_ids)
+    return sum(map(len, around))

@@ -19,13 +19,19 @@ RESET = "\x1b[0m"
 WITHOUT_CONTROLS = {code: "\ufffd" for code in CONTROL_CODES if chr(code) not in "\n\t"}
 
 
+def has_styles() -> bool:
+    """Return whether standard output is a terminal with colours that the user has not switched off."""
+    allowed = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return sys.stdout.isatty() and allowed
+
+
 class Screen:
     """One answer on standard output: on a terminal with styles in place of the tags, elsewhere unchanged."""
 
     def __init__(self, tags: TagStyle) -> None:
         self.splitter = TagSplitter(tags)
         self.terminal = sys.stdout.isatty()
-        self.styled = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.styled = has_styles()
 
     def show(self, piece: str) -> None:
         """Write a piece, except for an end that may be the beginning of a tag."""

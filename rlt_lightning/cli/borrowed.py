@@ -1,4 +1,4 @@
-"""Verbs that read the settings of another verb: `rlt plan` and `rlt explain`."""
+"""Verbs that read the settings of another verb: `rlt plan`, `rlt explain` and, in teach.py, `rlt teach`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.planner import PlanOptions, make_plan, plan_page, read_setup, write_json
-from rlt_lightning.records.jsonl import append_rows
+from rlt_lightning.records.jsonl import Row, append_rows
 from rlt_lightning.report.explain import Explainer, ExplainOptions, rows_to_score
 
 
 class BorrowingCommandLine(RLTCommandLine):
     """A verb that takes the arguments of another verb, and one group of options more.
 
-    Subclasses set `lender`, the other verb, and `group`: the class of the further options and their name.
+    Subclasses set `lender`, the other verb, and `group`: the class of the further options and their name;
+    with None they have no name before theirs.
     """
 
     lender: str
-    group: tuple[type, str]
+    group: tuple[type, str | None]
 
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
@@ -48,8 +49,12 @@ class BorrowingCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.borrowed.prog = f"rlt {sys.argv[1]}"
-        self.config = parser.parse_args([self.lender, *sys.argv[2:]])
+        self.config = parser.parse_args([self.lender, *self.words(sys.argv[2:])])
         self.spread_seed()
+
+    def words(self, given: list[str]) -> list[str]:
+        """Return what the parser reads for the words of the command line."""
+        return given
 
 
 class PlanCommandLine(BorrowingCommandLine):
@@ -78,40 +83,41 @@ class PlanCommandLine(BorrowingCommandLine):
         """Run nothing: the plan has been printed."""
 
 
-class ExplainCommandLine(BorrowingCommandLine):
-    """`rlt explain`: one explanation's reward, as `rlt predict` computes it. It makes no run folder."""
+class OneProblemCommandLine(BorrowingCommandLine):
+    """A verb that lets `rlt predict` work on one problem. It makes no run folder."""
 
-    lender, group = "predict", (ExplainOptions, "explain")
+    lender = "predict"
 
-    def before_instantiate_classes(self) -> None:
-        """Score a file with this one explanation, in a temporary folder."""
-        config = self.config["predict"]
-        self.folder = TemporaryDirectory(prefix="rlt-explain-")
-        # The page says it below the figures.
-        warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")
-        data, path = config.data.init_args, Path(self.folder.name) / "explained.jsonl"
-        options = ExplainOptions(**config.explain.as_dict())
-        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
-        model = config.model.init_args
-        chosen = choose_format(
-            FormatOptions.of_settings(data.as_dict()), model.get("teacher"), model.get("student")
-        )
-        rows = rows_to_score(options, data.as_dict(), chosen.tags, score_given)
-        # Messages and the page name rows by their lines.
-        path.write_text("\n" * (options.row - 1))
+    def take(self, config: Namespace, rows: list[Row], number: int, task: str) -> None:
+        """Let the run work on these rows, in one process and in a temporary folder.
+
+        Args:
+            config: The settings of `rlt predict`, which are changed.
+            rows: Rows of one problem.
+            number: The number of the first one in its source: messages, seeds and the page name rows by it.
+            task: What the rows are made into.
+        """
+        self.folder = TemporaryDirectory(prefix="rlt-")
+        path = Path(self.folder.name) / "problem.jsonl"
+        path.write_text("\n" * (number - 1))
         append_rows(path, rows)
-        data.update(Namespace(task="score", source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
-        data.update(Namespace(val_batch_size=2, max_bad_frac=0.0, output_dir=None))
+        data = config.data.init_args
+        data.update(Namespace(task=task, source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
+        data.update(Namespace(val_batch_size=len(rows), max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
         config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto"))
         # The config.yaml of a run may name the checkpoint that it began with.
         config.ckpt_path = None
         config.scores.update(Namespace(rank_groups=None, per_token=False))
 
+    def printer(self) -> Callback:
+        """Return the callback that prints the result."""
+        raise NotImplementedError
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the callback that prints the explanation, and show no progress."""
+        """Add the callback that prints the result, and show no progress."""
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(Explainer(self.config_init["predict"].explain))  # type: ignore[attr-defined]
+        trainer.callbacks.append(self.printer())  # type: ignore[attr-defined]
         trainer.progress_bar_callback.disable()  # type: ignore[union-attr]
         return trainer
 
@@ -121,3 +127,25 @@ class ExplainCommandLine(BorrowingCommandLine):
 
     def after_predict(self) -> None:
         """Print nothing: the callback has said it."""
+
+
+class ExplainCommandLine(OneProblemCommandLine):
+    """`rlt explain`: one explanation's reward, as `rlt predict` computes it."""
+
+    group = (ExplainOptions, "explain")
+
+    def before_instantiate_classes(self) -> None:
+        """Score a file with this one explanation, in a temporary folder."""
+        config = self.config["predict"]
+        # The page says it below the figures.
+        warnings.filterwarnings("ignore", ".*not sampled by the teacher.*")
+        options = ExplainOptions(**config.explain.as_dict())
+        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
+        model, data = config.model.init_args, config.data.init_args.as_dict()
+        chosen = choose_format(FormatOptions.of_settings(data), model.get("teacher"), model.get("student"))
+        rows = rows_to_score(options, data, chosen.tags, score_given)
+        self.take(config, rows, options.row, "score")
+
+    def printer(self) -> Explainer:
+        """Return the callback that prints the explanation."""
+        return Explainer(self.config_init["predict"].explain)

@@ -14,7 +14,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 from jsonargparse import auto_cli
@@ -26,8 +25,9 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
 from rlt_lightning.cli.failure import MISTAKES
-from rlt_lightning.cli.parser import OneLineParser, end_with_mistake
+from rlt_lightning.cli.parser import OneLineParser, bare_words, end_with_mistake
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig, global_rank
+from rlt_lightning.cli.teach import TeachCommandLine
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.loggers.workspace import dashboard
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
 }
 
-COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine}
+COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine, "teach": TeachCommandLine}
 
 
 def run() -> int:
@@ -116,14 +116,9 @@ def run_command(verb: str) -> int:
 
 def named_folders(words: list[str]) -> list[str]:
     """Return `A B --output FILE` as the parser reads it: words that belong to no option are folders."""
-    folders, options = [], []
-    left = iter(words)
-    for word in left:
-        if not word.startswith("-"):
-            folders.append(word)
-        else:
-            options += [word, *([] if "=" in word else islice(left, 1))]
-    return [f"--run_dirs={json.dumps(folders)}", *options] if folders else options
+    folders, options = bare_words(words)
+    others = [word for option in options for word in option]
+    return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
 
 
 def how_to_resume() -> str:

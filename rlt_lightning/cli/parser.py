@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +54,19 @@ def one_line(message: str) -> str:
         text += ". Check the spelling; `rlt fit --help` lists the settings"
         text += ", `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class."
     return text
+
+
+def bare_words(words: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the words that belong to no option, and the options: ("--a=b",) or ("--a", "b")."""
+    bare: list[str] = []
+    options: list[tuple[str, ...]] = []
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            bare.append(word)
+        else:
+            options.append((word, *([] if "=" in word else islice(left, 1))))
+    return bare, options
 
 
 def unreadable_config() -> str:

@@ -132,8 +132,7 @@ class StratosDataModule(LightningDataModule):
         self.split = split
         self.task: Task = task
         self.trace_columns = list(trace_columns)
-        self.raw = raw
-        self.filters = filters
+        self.raw, self.filters = raw, filters
         self.tokenizer_name = tokenizer
         self.student_tokenizer_name = student_tokenizer
         self.format_options = FormatOptions(

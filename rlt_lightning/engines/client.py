@@ -70,6 +70,7 @@ class WorkerClient:
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
+        self.exact = False  # whether a plain worker reports log-probs at the sampling temperature
 
     @property
     def sampled_model(self) -> str | None:
@@ -163,13 +164,14 @@ class WorkerClient:
     async def describe(self, deadline_s: float, sleeps: bool = False) -> None:
         """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type.
 
-        A plain worker does not tell.
+        A plain worker does not tell; it is asked what its log-probs are.
 
         Raises:
             WorkerError: Also if the worker is to sleep, but would keep its memory.
         """
         if self.plain:
             self.dtype = "unknown"
+            self.exact = await self.reports_sampled_log_probs(0, deadline_s)
             return
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
         with self.understanding(answer, "its world_size"):

@@ -59,7 +59,8 @@ class VLLMEngine(Engine):
         push: How weights travel; None: GlooPush(). A running worker must name its `backend` in
             --weight-transfer-config. NoPush: they do not travel, and any vLLM server will do.
         log_probs: worker: use the workers' log-probs, which must be those of sampling (--logprobs-mode
-            processed_logprobs, checked at the start). trainer: use only log-probs that the trainer computes.
+            processed_logprobs, checked at the start; a worker of NoPush without a trainer may report others,
+            which are not used). trainer: use only log-probs that the trainer computes.
         served_model: Name that running workers serve the teacher under; None: the first that they list.
         api_key_env: Environment variable that holds the workers' API key, if they ask for one.
         max_sequences: Completions in work at one worker, at most.
@@ -169,7 +170,7 @@ class VLLMEngine(Engine):
         """Start the workers that are to be launched, and wait until every worker answers.
 
         With NoPush, `model` may be None. Completions then end where the worker's own model ends them, and
-        carry no log-probs, since nobody has verified what the worker calls so.
+        carry log-probs only from a worker that reports those of sampling.
         """
         if self.fleet.started:
             return
@@ -333,7 +334,7 @@ class VLLMEngine(Engine):
                     retryable=False,
                 )
             await asyncio.sleep(self.backoff_s * 2**attempt)
-        known = self.reports_log_probs and not self.fleet.without_trainer
+        known = self.reports_log_probs and (worker.exact or not self.fleet.without_trainer)
         if request.sampling.truncates or not known:
             return [replace(completion, log_probs=None) for completion in completions]
         return completions

@@ -93,6 +93,8 @@ class PolicyModule(LightningModule):
         # The metrics of the last step.
         self.step_metrics: dict[str, Any] = {}
         self.validation = Validation()
+        # Whether configure_model loads the policy; False where a server samples and nothing else needs it.
+        self.needs_policy = True
         # configure_model sets both: the way into the trained model, and how its weights are stored.
         self.entry: Entry | None = None
         self.sharding = Whole(None)
@@ -128,6 +130,8 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = sharding_of(self.trainer.strategy)
+        if not self.needs_policy:
+            return
         announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
@@ -220,6 +224,8 @@ class PolicyModule(LightningModule):
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose a layout in which the model is right."""
+        if not self.needs_policy:
+            return
         chosen = self.attn_implementation is not None
         self.layout = verified_layout(self.run, self.pretrained, self.layout, chosen)
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +14,22 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.records.catalogue import metric_of
 from rlt_lightning.records.jsonl import Row, rows_in
 from rlt_lightning.records.rows import rollout_rows, token_columns
+from rlt_lightning.report.heat import (
+    Terminal,
+    caveats,
+    hanging,
+    legend,
+    shaded,
+    solution_heat,
+    table_of_kl,
+    terms_in_words,
+    this_terminal,
+)
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
-from rlt_lightning.tags import CONTROL_CODES, TagStyle
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, PromptBatch, as_list
-
-# Terminal colours, from a token that the student expects to a token that surprises it most.
-SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;209m", "\x1b[48;5;203m")
-BLACK, RESET = "\x1b[30m", "\x1b[0m"
-BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats at which the shades begin
-# Replaces what controls a terminal, and marks of direction, which would reorder the shaded tokens;
-# chat/screen.py keeps these marks.
-MARKS = (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-CONTROLS = {code: "\ufffd" for code in (*CONTROL_CODES, *MARKS) if chr(code) != "\n"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,9 @@ def read_row(number: int, data: dict[str, Any]) -> Row:
             reason = columns.detail if columns else "it is blank"
             raise InputError(f"Row {number} of {source} cannot be used: {reason}. Choose another.")
         first += rows[-1][0]
-    raise InputError(f"explain.row must be a row of data.source, 1 to {first - 1}, but is {number}.")
+    raise InputError(
+        f"The row must be one of data.source, 1 to {first - 1}, but is {number}. Choose another."
+    )
 
 
 def find_completion(options: ExplainOptions) -> Row:
@@ -215,7 +214,7 @@ class Explainer(Callback):
             rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
         reward: Any = pl_module.reward
-        text = explained(rows[0], rows[1], parts, reward, self.options.top, sys.stdout.isatty())
+        text = explained(rows[0], rows[1], parts, reward, self.options.top, this_terminal())
         print(text, flush=True)
         if self.options.html:
             write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
@@ -223,7 +222,7 @@ class Explainer(Callback):
 
 
 def explained(
-    row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, colours: bool
+    row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, terminal: Terminal
 ) -> str:
     """Return the explained reward as text for the terminal.
 
@@ -233,88 +232,20 @@ def explained(
         parts: The terms that add up to the reward, by name.
         reward: The reward that scored them.
         top: Number of the explanation's tokens in the table; 0 for all.
-        colours: Whether to shade the texts.
+        terminal: What the text is for.
     """
-    thought, kl = row["thought_tokens"], row["thought_kl"]
-    solution, log_probs = row["solution_tokens"], row["solution_log_probs"]
-    gain = row["solution_log_prob_reward"] - empty["solution_log_prob_reward"]
-    made_of = {
-        "solution": f"{reward.solution_weight:g} x (mean {row['solution_log_prob_mean']:.4f} + "
-        f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}); the hardest token is "
-        f"{place_of(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
-        "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
-        f"{row['kl_max']:.4f}); "
-        + (f"the least natural token is {place_of(max, thought, kl)}" if kl else "no token counts"),
-        "format": format_of(row),
-    }
-    width = max(map(len, parts)) + 2
-    lines = [f"{'reward':<{width + 2}}{row['reward']:+.4f}"]
-    lines += [
-        f"  {name:<{width}}{value:+.4f}  {made_of.get(name) or metric_of(f'reward/{name}').meaning}".rstrip()
-        for name, value in parts.items()
-    ]
-    lines += [
+    lines = [
+        *terms_in_words(row, empty, parts, reward, terminal),
         "",
         f"Explanation: KL of teacher from student ({reward.kl_estimator}), nats",
-        *shaded(thought, kl, colours),
+        shaded(row["thought_tokens"], row["thought_kl"], terminal),
+        *legend("KL", terminal),
         "",
-        *table(thought, {"KL": kl}, sorted(range(len(kl)), key=lambda i: -kl[i])[: top or None]),
+        *table_of_kl(row, top),
         "",
-        "Solution: the student's log-prob after the explanation, and after an empty one, nats",
-        *shaded(solution, [-value for value in log_probs], colours),
-        "",
-        *table(solution, {"log-prob": log_probs, "empty": empty["solution_log_probs"]}, range(len(solution))),
+        *solution_heat(row, empty, terminal),
     ]
     if reward.kl_estimator != "exact":
-        lines.append(
-            f"\n{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
-            "For any text there is kl_estimator exact."
-        )
-    if (reward.clip_log_probs, reward.clip_kl) != (None, None) or "none" not in (
-        reward.normalise_log_probs,
-        reward.normalise_kl,
-    ):
-        lines.append("\nValues of tokens are before clipping and normalisation, the terms' after.")
-    return "\n".join(lines)
-
-
-def format_of(row: Row) -> str:
-    """Return whether a completion is closed and not empty, in words."""
-    if row["finish_reason"] != "stop":
-        return "not closed"
-    return "closed and not empty" if row["explanation"] else "empty"
-
-
-def place_of(choose: Callable[..., int], tokens: list[str], values: list[float]) -> str:
-    """Return the token with the smallest or largest value, and its place from 1."""
-    place = choose(range(len(values)), key=values.__getitem__)
-    return f"{visible(tokens[place])} (token {place + 1})"
-
-
-def visible(token: str) -> str:
-    """Return a token between quotes, its white space written out."""
-    return json.dumps(token, ensure_ascii=False).translate(CONTROLS)
-
-
-def shaded(tokens: list[str], surprise: list[float], colours: bool) -> list[str]:
-    """Return the text with each token's background by its value in nats, and a legend; or just the text."""
-    texts = [token.translate(CONTROLS) for token in tokens]
-    if not colours:
-        return ["".join(texts).strip("\n")]
-    shades = [SHADES[bisect_right(BOUNDS, value)] for value in surprise]
-    # A shade ends with its line: terminals would fill the rest of the row with it.
-    marked = [
-        f"{BLACK}{shade}{text}{RESET}".replace("\n", f"{RESET}\n{BLACK}{shade}") if shade else text
-        for text, shade in zip(texts, shades, strict=True)
-    ]
-    legend = (f"{BLACK}{shade} {bound:g} {RESET}" for shade, bound in zip(SHADES[1:], BOUNDS, strict=True))
-    return ["".join(marked).strip("\n"), "from " + "".join(legend) + " nats"]
-
-
-def table(tokens: list[str], columns: dict[str, list[float]], places: Iterable[int]) -> list[str]:
-    """Return a line for each token at these places: its place from 1, its values and its text."""
-    lines = [f"{'token':>7}" + "".join(f"{name:>10}" for name in columns)]
-    for i in places:
-        numbers = "".join(f"{values[i]:>10.4f}" for values in columns.values())
-        lines.append(f"{i + 1:>7}{numbers}  {visible(tokens[i])}")
-    return lines
+        words = f"{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
+        lines += ["", *hanging("", words + "For any text there is kl_estimator exact.", terminal)]
+    return "\n".join(lines + caveats(reward, terminal))

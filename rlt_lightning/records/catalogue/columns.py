@@ -29,6 +29,13 @@ TRACE = (
     Column("closed", "whether the teacher closed the explanation", "closed"),
     Column("fits", "whether a student's context holds the whole text", "fits a student"),
 )
+# Columns of `rlt teach`; before: after an empty explanation.
+TAUGHT = (
+    Column("student_prob_before", "exp(mean log-prob of a solution token), before", "student's p before"),
+    Column("student_prob_after", "the same after the explanation", "student's p after"),
+    Column("student_log_prob_before", "the student's log-prob of the solution, before", "log-prob before"),
+    Column("student_log_prob_after", "the same after the explanation", "log-prob after"),
+)
 TOKENS = (
     Column(
         "thought_tokens",

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from importlib.metadata import entry_points
 
-from rlt_lightning.records.catalogue.columns import TRACE
+from rlt_lightning.records.catalogue.columns import TAUGHT, TRACE
 from rlt_lightning.records.catalogue.entry import Metric
 from rlt_lightning.records.catalogue.evaluation import EVALUATION
 from rlt_lightning.records.catalogue.performance import DATA, PERFORMANCE
@@ -78,4 +78,4 @@ def held_out(name: str) -> str:
 def figures() -> dict[str, str]:
     """Return the columns of completions that are figures, in their order, each with its short name."""
     found = {metric.column: metric.label or metric.title for metric in metrics() if metric.column}
-    return found | {column.name: column.label for column in TRACE}
+    return found | {column.name: column.label for column in (*TRACE, *TAUGHT)}

@@ -1,0 +1,258 @@
+"""`rlt teach RUN_OR_FOLDER`: let a teacher explain one problem, as `rlt predict` does.
+
+What the parser of `rlt predict` reads, later settings before earlier ones:
+
+    the settings of the run, or the model as its own student    `settings_of`
+    --config files of the command line
+    the server of --url, the teacher                            `words`
+    all other options
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+
+from rlt_lightning.callbacks import DistillationWriter
+from rlt_lightning.cli.borrowed import OneProblemCommandLine
+from rlt_lightning.cli.parser import bare_words
+from rlt_lightning.engines.base import Sampling
+from rlt_lightning.engines.client import WorkerClient, key_from
+from rlt_lightning.models.announce import announce
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.pretrained import load_format
+from rlt_lightning.report.teach import TeachOptions, TeachPrinter, given_row
+from rlt_lightning.types import InputError, as_list
+
+ANSWER_S = 10.0  # deadline of a server that is asked what it serves
+RLT_MODULE, DATA_MODULE = "rlt_lightning.modules.RLTModule", "rlt_lightning.datamodules.StratosDataModule"
+ENGINE, NO_PUSH = "rlt_lightning.engines.VLLMEngine", "rlt_lightning.engines.NoPush"
+NO_REWARD = "rlt_lightning.report.taught.NoReward"
+# Arguments that SFTModule and RLTModule share and that are not about training.
+OF_BOTH_STAGES = (
+    "micro_batch_tokens",
+    "layout",
+    "head",
+    "dtype",
+    "attn_implementation",
+    "trust_remote_code",
+    "seed",
+)
+USAGE = "rlt teach RUN_OR_FOLDER --question '…' --solution '…'"
+
+
+class TeachCommandLine(OneProblemCommandLine):
+    """`rlt teach`: a teacher's explanation of one problem, with its reward. It makes no run folder."""
+
+    group = (TeachOptions, None)
+    # Tokens that the server takes, if one samples.
+    max_model_len = sys.maxsize
+    needs_policy = True
+
+    def words(self, given: list[str]) -> list[str]:
+        """Return the options of `rlt predict` for a teacher, in the order of the drawing above."""
+        self.borrowed.usage = f"{USAGE} [options]"
+        bare, options = bare_words(given)
+        if len(bare) > 1:
+            raise InputError(
+                f"rlt teach takes one teacher, but got {', '.join(bare)}. Put question and "
+                "solution, each between quotes, after --question and --solution."
+            )
+        configs = [option for option in options if option[0].partition("=")[0] == "--config"]
+        others = [option for option in options if option not in configs]
+        names = {option[0].partition("=")[0] for option in options}
+        if not (bare or configs or names & {"--help", "-h", "--model"}):
+            raise InputError(
+                f"rlt teach needs a teacher: {USAGE}. It is a run, a model folder, a hub id, miniature or "
+                "smollm2-135m."
+            )
+        words = [word for option in configs for word in option]
+        if bare:
+            settings = settings_of(bare[0])
+            teacher = settings["model"]["init_args"]["teacher"]
+            words = ["--config", json.dumps(settings), *words, f"--model.teacher={teacher}"]
+        urls = [
+            word.partition("=")[2] or value[0] for word, *value in others if word.partition("=")[0] == "--url"
+        ]
+        if urls:
+            words += [f"--rollouts.engine={ENGINE}", f"--rollouts.engine.urls={json.dumps(urls[-1:])}"]
+            words += [f"--rollouts.engine.push={NO_PUSH}", "--rollouts.engine.launch=null"]
+        return words + [word for option in others for word in option]
+
+    def before_instantiate_classes(self) -> None:
+        """Find the problem, and let the run sample explanations of it in a temporary folder."""
+        config = self.config["predict"]
+        model, data, rollouts = config.model.init_args, config.data.init_args, config.rollouts
+        if "teacher" not in model:
+            raise InputError(
+                f"rlt teach needs model.class_path {RLT_MODULE}, but it is {config.model.class_path}. Name "
+                f"the teacher instead: {USAGE}."
+            )
+        self.options = options = TeachOptions(**{f.name: config[f.name] for f in fields(TeachOptions)})
+        if options.file is not None:
+            data.update(Namespace(source=options.file, max_rows=None))
+        number, columns = given_row(options, data.as_dict())
+        named = options.file is not None or options.row is not None
+        self.problem = f"Row {number} of {', '.join(as_list(data.source))}" if named else "The problem"
+        self.take(config, [columns], number, "rlt")
+        rollouts.update(Namespace(num_traces=options.num, val_sampling=None, asynchronous=False))
+        if options.temperature is not None:
+            rollouts.sampling.temperature = options.temperature
+        if options.max_tokens is not None:
+            rollouts.sampling.max_completion_length = options.max_tokens
+        if model.student is None and asks_student(model.reward):
+            model.reward = Namespace(class_path=NO_REWARD, init_args=Namespace())
+        if options.url is not None:
+            self.ask_server(options.url, model, rollouts)
+
+    def ask_server(self, url: str, model: Namespace, rollouts: Namespace) -> None:
+        """Ask the server what it takes, and load the teacher here too only if r_KL needs its weights."""
+        engine = rollouts.engine.init_args
+        client = WorkerClient(url, engine.served_model, key_from(engine.api_key_env), plain=True)
+
+        async def ask() -> tuple[int, bool]:
+            context = await client.context(ANSWER_S)
+            return context, await client.reports_sampled_log_probs(0, ANSWER_S)
+
+        self.max_model_len, exact = asyncio.run(ask())
+        reason = why_weights(model, rollouts, exact)
+        self.needs_policy = reason is not None
+        if not exact:
+            engine.log_probs = "trainer"
+        if reason is not None:
+            announce(f"r_KL needs the teacher's weights here too, since {reason}")
+
+    def printer(self) -> TeachPrinter:
+        """Return the callback that prints the explanation."""
+        return TeachPrinter(self.options, self.max_model_len)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make no data set of the explanation, and load the teacher only if it is needed."""
+        self.model.needs_policy = self.needs_policy
+        trainer = super().instantiate_trainer(**kwargs)
+        *others, printer = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in others if not isinstance(callback, DistillationWriter)]
+        # First, since RolloutCallback checks in its setup whether the completion fits.
+        trainer.callbacks = [printer, *others]  # type: ignore[attr-defined]
+        return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        with self.folder:
+            self.read_problem()
+            super()._run_subcommand(subcommand)
+
+    def read_problem(self) -> None:
+        """Let the datamodule read the problem, and say in one line why it cannot."""
+        try:
+            self.datamodule.setup("predict")
+        except InputError as error:
+            bad = [fault for report in getattr(self.datamodule, "reports", []) for _, fault in report.bad]
+            if not bad:
+                raise
+            raise InputError(f"{self.problem} cannot be used: {bad[0].detail}. Correct it.") from error
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return the settings with which a teacher explains: its run's, or with itself as the student.
+
+    A model that was trained as a teacher is no student: without its run it explains without a reward.
+
+    Args:
+        name: A run, a model folder, a hub id, or a model that comes with the package.
+
+    Raises:
+        InputError: If it is a folder without a model, or no folder where one is meant.
+    """
+    folder = Path(name).expanduser()
+    is_model = any((folder / file).is_file() for file in ("config.json", "adapter_config.json"))
+    run = folder.parent if is_model and folder.resolve().name == "model" else folder
+    if (run / "config.yaml").is_file() and (run != folder or not is_model):
+        return settings_of_run(run)
+    if folder.is_dir() and not is_model:
+        raise InputError(
+            f"The teacher must be a run, with config.yaml and model/, or a model folder, with config.json, "
+            f"but {name} is neither. Name another folder."
+        )
+    if folder.parent != Path() and folder.parent.is_dir() and not folder.exists():
+        raise InputError(f"The teacher's folder {name} must exist, but does not. Correct its name.")
+    recorded = load_format(name)
+    student = None if recorded is not None and recorded.role == "teacher" else name
+    model = {"class_path": RLT_MODULE, "init_args": {"teacher": name, "student": student}}
+    return {"model": model, "data": {"class_path": DATA_MODULE}}
+
+
+def settings_of_run(folder: Path) -> dict[str, Any]:
+    """Return what a run's `config.yaml` says of models, reward, format and sampling, for its `model/`.
+
+    The engine is left out: the workers of a run end with it.
+
+    Raises:
+        InputError: If the run has no model, or has trained a student.
+    """
+    path = folder / "config.yaml"
+    try:
+        settings = yaml.safe_load(path.read_text())
+        model, data, trainer = settings["model"], settings["data"], settings["trainer"]
+        arguments, task = model["init_args"], data["init_args"]["task"]
+        rollouts = {name: settings["rollouts"][name] for name in ("sampling", "seed", "max_resamples")}
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} must be the config.yaml of a run of rlt fit, but is not. Name a model folder instead."
+        ) from error
+    if task in ("student_sft", "student_rl"):
+        raise InputError(
+            f"{folder} has trained a student, which explains nothing (data.task {task}). Ask it: rlt chat "
+            f"--model.path {folder / 'model'}"
+        )
+    if not (folder / "model").is_dir():
+        raise InputError(
+            f"{folder} must have a model/, but has none. Make it from a checkpoint: rlt export --ckpt_path "
+            f"{folder} --output_dir {folder / 'model'}"
+        )
+    if "teacher" not in arguments:  # of stage 1, whose model began as the students' does
+        kept = {name: value for name, value in arguments.items() if name in OF_BOTH_STAGES}
+        student = {"student": arguments["pretrained"], "student_dtype": arguments["dtype"]}
+        model = {"class_path": RLT_MODULE, "init_args": kept | student}
+    model["init_args"] |= {"teacher": str(folder / "model"), "lora": None}
+    data["init_args"]["task"] = "rlt"
+    trainer = {name: trainer[name] for name in ("accelerator", "precision")}
+    return {"model": model, "data": data, "rollouts": rollouts, "trainer": trainer}
+
+
+def asks_student(reward: Namespace) -> bool:
+    """Return whether a reward of the settings is computed with a student."""
+    module, _, name = reward.class_path.rpartition(".")
+    return issubclass(getattr(importlib.import_module(module), name), RLTReward)
+
+
+def why_weights(model: Namespace, rollouts: Namespace, exact: bool) -> str | None:
+    """Return why r_KL needs the teacher's weights although a server samples; None if it does not.
+
+    Args:
+        model: Arguments of the RLTModule.
+        rollouts: Arguments of the RolloutCallback.
+        exact: Whether the server reports log-probs at the sampling temperature.
+    """
+    if not asks_student(model.reward):
+        return None
+    reward, sampling = model.reward.init_args, Sampling(**rollouts.sampling.as_dict())
+    if reward.kl_estimator == "exact":
+        return "reward.kl_estimator is exact"
+    if reward.score_given:
+        return "reward.score_given counts tokens that no server sampled"
+    if model.teacher_log_probs == "recompute" or rollouts.engine.init_args.log_probs == "trainer":
+        return "model.teacher_log_probs or the engine's log_probs says so"
+    if sampling.temperature != reward.teacher_temperature or sampling.truncates:
+        return "it samples otherwise than at reward.teacher_temperature"
+    if not exact:
+        return "the server was not started with --logprobs-mode processed_logprobs"
+    return None

@@ -1,0 +1,192 @@
+"""One reward as text for a terminal: its terms in words, and the tokens on a background by their figures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rlt_lightning.chat.screen import has_styles
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.records.catalogue import metric_of
+from rlt_lightning.records.jsonl import Row
+from rlt_lightning.tags import CONTROL_CODES
+
+# Terminal colours, from a token that the student expects to a token that surprises it most.
+SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;209m", "\x1b[48;5;203m")
+BLACK, RESET = "\x1b[30m", "\x1b[0m"
+BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats at which the shades begin
+# Replaces what controls a terminal, and marks of direction, which would reorder the shaded tokens;
+# chat/screen.py keeps these marks.
+MARKS = (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS = {code: "\ufffd" for code in (*CONTROL_CODES, *MARKS) if chr(code) != "\n"}
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """What a text is written for.
+
+    Args:
+        colours: Whether tokens get a background.
+        columns: Characters in a line; None: lines are not folded, as in a file.
+    """
+
+    colours: bool = False
+    columns: int | None = None
+
+
+def this_terminal() -> Terminal:
+    """Return what standard output is."""
+    if not sys.stdout.isatty():
+        return Terminal()
+    return Terminal(has_styles(), shutil.get_terminal_size().columns)
+
+
+def terms_in_words(
+    row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, terminal: Terminal
+) -> list[str]:
+    """Return the reward and, below it, a line for each term that says what it consists of.
+
+    Args:
+        row: A scored completion with its tokens.
+        empty: The empty explanation of the same problem.
+        parts: The terms that add up to the reward, by name.
+        reward: The reward that scored them.
+        terminal: What the text is for.
+    """
+    thought, kl = row["thought_tokens"], row["thought_kl"]
+    solution, log_probs = row["solution_tokens"], row["solution_log_probs"]
+    gain = row["solution_log_prob_reward"] - empty["solution_log_prob_reward"]
+    made_of = {
+        "solution": f"{reward.solution_weight:g} x (mean {row['solution_log_prob_mean']:.4f} + "
+        f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}); the hardest token is "
+        f"{place_of(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
+        "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
+        f"{row['kl_max']:.4f}); "
+        + (f"the least natural token is {place_of(max, thought, kl)}" if kl else "no token counts"),
+        "format": format_of(row),
+    }
+    return term_lines(row["reward"], parts, made_of, terminal)
+
+
+def term_lines(
+    reward: float, parts: dict[str, float], made_of: dict[str, str], terminal: Terminal
+) -> list[str]:
+    """Return a line for the reward and one for each term; a term without words gets its catalogue entry."""
+    width = max(map(len, parts), default=4) + 2
+    lines = [f"{'reward':<{width + 2}}{reward:+.4f}"]
+    for name, value in parts.items():
+        words = made_of.get(name) or metric_of(f"reward/{name}").meaning
+        lines += hanging(f"  {name:<{width}}{value:+.4f}  ", words, terminal)
+    return lines
+
+
+def table_of_kl(row: Row, top: int) -> list[str]:
+    """Return the table of the explanation's tokens, the largest KL first; all of them if top is 0."""
+    kl = row["thought_kl"]
+    return table(
+        row["thought_tokens"], {"KL": kl}, sorted(range(len(kl)), key=lambda i: -kl[i])[: top or None]
+    )
+
+
+def solution_heat(row: Row, empty: Row, terminal: Terminal) -> list[str]:
+    """Return the solution, shaded by how it surprises the student, and the table of its tokens."""
+    solution, log_probs = row["solution_tokens"], row["solution_log_probs"]
+    return [
+        *hanging(
+            "Solution: ",
+            "the student's log-prob after the explanation, and after an empty one, nats",
+            terminal,
+        ),
+        shaded(solution, [-value for value in log_probs], terminal),
+        *legend("-log-prob", terminal),
+        "",
+        *table(solution, {"log-prob": log_probs, "empty": empty["solution_log_probs"]}, range(len(solution))),
+    ]
+
+
+def caveats(reward: RLTReward, terminal: Terminal) -> list[str]:
+    """Return what to know about the figures of tokens, if they are not those that enter the terms."""
+    normalised = (reward.normalise_log_probs, reward.normalise_kl) != ("none", "none")
+    if (reward.clip_log_probs, reward.clip_kl) == (None, None) and not normalised:
+        return []
+    words = "Values of tokens are before clipping and normalisation, the terms' after."
+    return ["", *hanging("", words, terminal)]
+
+
+def format_of(row: Row) -> str:
+    """Return whether a completion is closed and not empty, in words."""
+    if row["finish_reason"] != "stop":
+        return "not closed"
+    return "closed and not empty" if row["explanation"] else "empty"
+
+
+def place_of(choose: Callable[..., int], tokens: list[str], values: list[float]) -> str:
+    """Return the token with the smallest or largest value, and its place from 1."""
+    place = choose(range(len(values)), key=values.__getitem__)
+    return f"{visible(tokens[place])} (token {place + 1})"
+
+
+def visible(token: str) -> str:
+    """Return a token between quotes, its white space written out."""
+    return json.dumps(token, ensure_ascii=False).translate(CONTROLS)
+
+
+def shaded(tokens: list[str], surprise: list[float], terminal: Terminal) -> str:
+    """Return the text with each token's background by its value in nats; without colours just the text."""
+    texts = folded([token.translate(CONTROLS) for token in tokens], terminal)
+    if not terminal.colours:
+        return "".join(texts).strip("\n")
+    shades = [SHADES[bisect_right(BOUNDS, value)] for value in surprise]
+    # A shade ends with its line: terminals would fill the rest of the row with it.
+    marked = [
+        f"{BLACK}{shade}{text}{RESET}".replace("\n", f"{RESET}\n{BLACK}{shade}") if shade else text
+        for text, shade in zip(texts, shades, strict=True)
+    ]
+    return "".join(marked).strip("\n")
+
+
+def legend(what: str, terminal: Terminal) -> list[str]:
+    """Return the line that says which background stands for which value, in nats; no line without colours."""
+    steps = zip(SHADES[1:], BOUNDS, strict=True)
+    marks = "".join(f"{BLACK}{shade} {bound:g} {RESET}" for shade, bound in steps)
+    return [f"{what} from {marks} nats"] if terminal.colours else []
+
+
+def folded(texts: list[str], terminal: Terminal) -> list[str]:
+    """Return texts that follow each other, with line ends for spaces where a line would be too long."""
+    characters = list("".join(texts))
+    start, space = 0, None
+    for i, character in enumerate(characters):
+        if character == "\n":
+            start, space = i + 1, None
+        elif character == " ":
+            space = i
+        if terminal.columns is not None and i - start >= terminal.columns and space is not None:
+            characters[space], start, space = "\n", space + 1, None
+    rest = iter(characters)
+    return ["".join(next(rest) for _ in text) for text in texts]
+
+
+def hanging(label: str, words: str, terminal: Terminal) -> list[str]:
+    """Return words after a label; where lines are folded, the next ones begin below the words."""
+    if terminal.columns is None:
+        return [(label + words).rstrip()]
+    indent = " " * (len(label) if len(label) <= terminal.columns // 2 else 4)
+    width = max(terminal.columns, 20)
+    return textwrap.wrap(
+        words, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
+    ) or [label.rstrip()]
+
+
+def table(tokens: list[str], columns: dict[str, list[float]], places: Iterable[int]) -> list[str]:
+    """Return a line for each token at these places: its place from 1, its values and its text."""
+    lines = [f"{'token':>7}" + "".join(f"{name:>10}" for name in columns)]
+    for i in places:
+        numbers = "".join(f"{values[i]:>10.4f}" for values in columns.values())
+        lines.append(f"{i + 1:>7}{numbers}  {visible(tokens[i])}")
+    return lines

@@ -1,0 +1,207 @@
+"""Explanations of one problem, what their student makes of them, and the text that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.modules.text_reward import TextReward
+from rlt_lightning.numerics.rewards import Reward, RLTReward
+from rlt_lightning.records.catalogue.columns import TAUGHT, TOKENS
+from rlt_lightning.records.jsonl import Row
+from rlt_lightning.records.rows import rollout_rows, score_rows, token_columns
+from rlt_lightning.report.heat import (
+    CONTROLS,
+    Terminal,
+    caveats,
+    folded,
+    format_of,
+    hanging,
+    legend,
+    shaded,
+    solution_heat,
+    table_of_kl,
+    term_lines,
+    terms_in_words,
+)
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import Problem, PromptBatch, RewardTerms, Rollout, Rollouts
+
+
+class NoReward(TextReward):
+    """What `rlt teach` puts in place of the reward where no student scores; its zeros are not shown."""
+
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+        """See `TextReward`."""
+        return RewardTerms(torch.zeros(len(rollouts)))
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Explanations of one problem, and what their student makes of them.
+
+    Attributes:
+        rows: A row of rollouts.jsonl for each, with its tokens and the student's view where a student scores.
+        empty: The same for an empty explanation; None without a student.
+        parts: For each explanation, the terms that add up to its reward, by name.
+        reward: The reward that scored them.
+        teacher: The teacher's name.
+        student: The student's name, if there is one.
+    """
+
+    rows: list[Row]
+    empty: Row | None
+    parts: list[dict[str, float]]
+    reward: Reward
+    teacher: str
+    student: str | None
+
+    @classmethod
+    def of(cls, module: Any, batch: PromptBatch, data: StratosDataModule) -> Taught:
+        """Collect what a scored batch of one problem has, and let the student score an empty explanation."""
+        assert batch.rollouts is not None
+        assert batch.scores is not None
+        rollouts, scores, tokenizer = batch.rollouts.rollouts, batch.scores, data.format.tokenizer
+        rows, empty = list(rollout_rows(batch)), None
+        parts = [{name: float(v[i]) for name, v in scores.terms.parts().items()} for i in range(len(rows))]
+        if isinstance(module.reward, RLTReward):
+            before = module.score(
+                Rollouts([empty_rollout(rollouts[0].problem, data)], 1, 0, batch.rollouts.temperature)
+            )
+            empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, tokenizer)
+            for i, rollout in enumerate(rollouts):
+                rows[i] |= token_columns(rollout, scores, i, tokenizer)
+                rows[i] |= students_view(before.solution_log_probs[0], scores.solution_log_probs[i])
+        if isinstance(module.reward, NoReward):
+            rows = [{name: value for name, value in row.items() if name != "reward"} for row in rows]
+        return cls(rows, empty, parts, module.reward, module.pretrained, module.student_name)
+
+    @property
+    def best(self) -> int:
+        """Return the number of the explanation with the largest reward, from 0."""
+        return max(range(len(self.rows)), key=lambda i: self.rows[i].get("reward", 0.0))
+
+    def json_rows(self, traces: Iterable[Row]) -> list[Row]:
+        """Return the rows of traces.jsonl with the tokens and the student's view, as far as there are any."""
+        names = [column.name for column in (*TAUGHT, *TOKENS)]
+        found = []
+        for trace, row in zip(traces, self.rows, strict=True):
+            found.append(trace | {name: row[name] for name in names if name in row})
+            if "reward" not in row:
+                del found[-1]["reward"]
+        return found
+
+
+def empty_rollout(problem: Problem, data: StratosDataModule) -> Rollout:
+    """Return an explanation without text, after which the student's view is the one before."""
+    completion = data.format.completion_from_trace(problem, "")
+    # None of its tokens counts in r_KL, so these log-probs enter nothing, and no teacher is asked for them.
+    return data.rollout(problem, replace(completion, log_probs=[0.0] * len(completion.token_ids)))
+
+
+def students_view(before: Tensor, after: Tensor) -> Row:
+    """Return the student's probability of the solution, before and after an explanation.
+
+    Args:
+        before: Log-probs of the solution's tokens after an empty explanation, (S,), nats.
+        after: The same after the explanation.
+
+    Returns:
+        student_prob_*: exp(mean log-prob), the geometric mean of the tokens' probabilities.
+        student_log_prob_*: The sum of the log-probs, nats.
+    """
+    pairs = {"before": before.double(), "after": after.double()}
+    probs = {f"student_prob_{name}": float(values.mean().exp()) for name, values in pairs.items()}
+    return probs | {f"student_log_prob_{name}": float(values.sum()) for name, values in pairs.items()}
+
+
+def lesson(taught: Taught, top: int, terminal: Terminal) -> list[str]:
+    """Return the lines that a terminal shows: the problem, the explanations, and what the best is worth.
+
+    Args:
+        taught: The explanations of one problem.
+        top: Number of the explanation's tokens in the table; 0 for all.
+        terminal: What the lines are for.
+    """
+    rows, best = taught.rows, taught.best
+    student = f", student {taught.student}" if taught.student else ""
+    lines = [*hanging("", f"teacher {taught.teacher}{student}", terminal), ""]
+    for name in ("question", "solution"):
+        lines += plain(f"{name.capitalize()}: {rows[0][name].strip()}", terminal)
+    for number, row in enumerate(rows):
+        lines += ["", *hanging("", heading(row, number, len(rows), number == best), terminal)]
+        if taught.empty is None:
+            lines += plain(row["explanation"], terminal)
+        else:
+            lines.append(shaded(row["thought_tokens"], row["thought_kl"], terminal))
+    if isinstance(taught.reward, NoReward):
+        return [
+            *lines,
+            "",
+            *hanging("", "Without a student (model.student null) there is no reward.", terminal),
+        ]
+    if taught.empty is not None:
+        lines += legend("KL of teacher from student", terminal)
+    if len(rows) > 1:
+        lines += ["", f"The best, {best + 1} of {len(rows)}:"]
+    row, parts = rows[best], taught.parts[best]
+    if taught.empty is None or not isinstance(taught.reward, RLTReward):
+        return [*lines, "", *term_lines(row["reward"], parts, {}, terminal)]
+    return [
+        *lines,
+        "",
+        *view_lines(row, taught.reward, terminal),
+        "",
+        *terms_in_words(row, taught.empty, parts, taught.reward, terminal),
+        "",
+        *hanging("", f"KL of teacher from student ({taught.reward.kl_estimator}) by token, nats", terminal),
+        *table_of_kl(row, top),
+        "",
+        *solution_heat(row, taught.empty, terminal),
+        *caveats(taught.reward, terminal),
+    ]
+
+
+def heading(row: Row, number: int, num_rows: int, best: bool) -> str:
+    """Return the line above an explanation."""
+    size = f"{row['num_tokens']} tokens, {format_of(row)}"
+    if num_rows == 1:
+        return f"Explanation ({size}):"
+    if "reward" not in row:
+        return f"Explanation {number + 1} of {num_rows} ({size}):"
+    figures = [f"reward {row['reward']:+.4f}"]
+    if "student_prob_after" in row:
+        before, after = (probability(row[f"student_prob_{name}"]) for name in ("before", "after"))
+        figures.append(f"student's probability {before} -> {after}")
+    figures += [] if row["finish_reason"] == "stop" else [format_of(row)]
+    return f"Explanation {number + 1} of {num_rows}{', the best' if best else ''} ({', '.join(figures)}):"
+
+
+def probability(value: float) -> str:
+    """Return a probability in four digits after the point, or as a power of ten if it is small."""
+    return f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.1e}"
+
+
+def view_lines(row: Row, reward: RLTReward, terminal: Terminal) -> list[str]:
+    """Return the student's probability of the solution before and after the explanation, and what that is."""
+    lines = ["The student's probability of the solution, per token:"]
+    for name in ("before", "after"):
+        log_prob = row[f"student_log_prob_{name}"]
+        lines.append(f"  {name:<8}{probability(row[f'student_prob_{name}']):<9} log-prob {log_prob:.4f}")
+    count = len(row["solution_tokens"])
+    words = (
+        f"Before: after an empty explanation. Per token: exp of the mean log-prob of the {count} "
+        f"token{'s' if count > 1 else ''}. log-prob: their sum, nats. At temperature "
+        f"{reward.student_temperature:g}."
+    )
+    return [*lines, *hanging("  ", words, terminal)]
+
+
+def plain(text: str, terminal: Terminal) -> list[str]:
+    """Return a text without characters that control a terminal, folded at its width."""
+    return folded([text.translate(CONTROLS)], terminal)
