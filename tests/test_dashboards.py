@@ -31,9 +31,9 @@ from rlt_lightning.types import InputError
 
 OVERLAYS = [f"--config=configs/overlays/{name}.yaml" for name in ("wandb", "tensorboard")]
 COMPLETIONS = 3  # shown of each iteration's 8
-OTHER_MODULES = {"policy/val_loss"} | {
+OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
     f"reward/{part}{name}" for part in ("", "val_") for name in ("correct", "formatted", "timed_out")
-}  # panels of SFT and of traditional RL
+}  # panels of SFT, of traditional RL and of EvaluateEvery
 
 
 def nested(items: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.callbacks import (
+    EvaluateEvery,
     EvaluationWriter,
     MetricsCSV,
     ResponseCallback,
@@ -72,11 +73,14 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
     own_answers = data(tiny_model, task="student_rl", val_rows=1)
-    trainer(answers, RolloutCallback(sampling=rollouts.sampling), RolloutRecorder()).fit(student, own_answers)
+    questions = EvaluateEvery(1, {"arithmetic": None}, rollouts.sampling, max_rows=2)
+    sampler = RolloutCallback(sampling=rollouts.sampling)
+    trainer(answers, questions, sampler, RolloutRecorder()).fit(student, own_answers)
     trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
 
-    sections = ("Columns", "reward/", "student/", "policy/", "rollout/", "perf/", "data/")
+    sections = ("Columns", "reward/", "student/", "policy/", "rollout/", "perf/", "data/", "eval/")
     found, named = logged(rlt) | logged(answers) | logged(sft), names_of(*sections)
+    found = {name.replace("eval/arithmetic", "eval/SET") for name in found}
     assert found - named == set(), "logged, but not in docs/metrics.md"
     assert named - found == set(), "in docs/metrics.md, but not logged"
     for prefix in sections[1:]:

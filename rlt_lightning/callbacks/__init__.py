@@ -1,13 +1,14 @@
 """Lightning callbacks.
 
 `RolloutCallback` and `ResponseCallback` bring what is judged, `ReferenceSync` moves the reference; the others
-only observe.
+only observe, `EvaluateEvery` with answers of its own.
 """
 
 from rlt_lightning.callbacks.alarms import Alarms
 from rlt_lightning.callbacks.checkpoint import Checkpoint
 from rlt_lightning.callbacks.completions import CompletionsTable
 from rlt_lightning.callbacks.distillation import DistillationWriter
+from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
 from rlt_lightning.callbacks.evaluation import EvaluationWriter
 from rlt_lightning.callbacks.export import ModelExporter
 from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
@@ -23,6 +24,7 @@ __all__ = [
     "Checkpoint",
     "CompletionsTable",
     "DistillationWriter",
+    "EvaluateEvery",
     "EvaluationWriter",
     "MetricsCSV",
     "ModelExporter",

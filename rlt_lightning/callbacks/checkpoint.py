@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
 from rlt_lightning.checkpoints.choices import checkpoint_of, read_best, write_best
 from rlt_lightning.checkpoints.folder import discard, discard_unfinished
 from rlt_lightning.datamodules.stratos import stratos_of
@@ -25,13 +26,14 @@ from rlt_lightning.types import InputError
 class Checkpoint(ModelCheckpoint):
     """Keep the newest checkpoints and the best: weights, optimizer, schedule and data position.
 
-    `best.json` beside them names the best. A validation score counts only if its step has a checkpoint.
+    `best.json` beside them names the best. A score counts only if its step has a checkpoint.
 
     Args:
         every_n_train_steps: Optimizer steps between checkpoints; a crash costs at most so many.
         save_top_k: How many of the newest to keep; -1 keeps all.
         train_time_interval: Instead of steps, the time between checkpoints.
-        monitor: Validation metric that decides which is the best, such as reward/val_mean; None: no best.
+        monitor: Metric that decides which is the best: of the validation, such as reward/val_mean, or of
+            EvaluateEvery, such as eval/SET/pass_at_1; None: no best.
         mode: Whether the largest or the smallest value is the best.
     """
 
@@ -55,6 +57,8 @@ class Checkpoint(ModelCheckpoint):
             enable_version_counter=False,  # a run that went back replaces the later checkpoints
         )
         self.superseded: list[Path] = []
+        # The metrics of the step that training resumes from.
+        self.resumed_metrics: dict[str, float] = {}
         self.best_metric = monitor
         self.best_mode = mode
         self.best: dict[str, Any] = {}  # what best.json holds
@@ -64,6 +68,8 @@ class Checkpoint(ModelCheckpoint):
         """Write into the run folder, where `last` and `best` look for checkpoints."""
         self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
         super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.best_metric is not None:
+            self._require_scores(trainer, pl_module, self.best_metric)
 
     @property
     def folder(self) -> Path:
@@ -74,12 +80,6 @@ class Checkpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember what an earlier run left: `last` must not find it after this run's first checkpoint."""
         super().on_train_start(trainer, pl_module)
-        data = stratos_of(trainer)
-        if self.best_metric is not None and not data.val_items:
-            raise InputError(
-                f"checkpoint.monitor {self.best_metric} needs held-out rows, but there are none. Set "
-                "data.val_rows or data.val_source."
-            )
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
         self.best = read_best(self.folder)
@@ -87,6 +87,9 @@ class Checkpoint(ModelCheckpoint):
             self.best = {}
         keeps_all = self.save_top_k == -1
         self.superseded = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
+        if self.is_evaluated and self._is_written(trainer.global_step):
+            # A kill may have come between this checkpoint and best.json.
+            self._consider(trainer, self.resumed_metrics.get(str(self.best_metric), math.nan))
 
     @override
     def on_train_batch_end(
@@ -100,6 +103,15 @@ class Checkpoint(ModelCheckpoint):
                 if path.name not in kept:
                     discard(path)
             self.superseded = []
+        if self.is_evaluated and self.best_metric in pl_module.step_metrics:  # type: ignore[operator]
+            self._consider(trainer, float(trainer.callback_metrics[str(self.best_metric)]))
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Remember the score of the checkpoint that training resumes from."""
+        self.resumed_metrics = checkpoint.get("step_metrics", {})
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,21 +119,69 @@ class Checkpoint(ModelCheckpoint):
         super().on_validation_end(trainer, pl_module)
         if self.best_metric is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
+        if self.is_evaluated:
+            return
         if self.best_metric not in trainer.callback_metrics:
             names = ", ".join(sorted(name for name in trainer.callback_metrics if "/val" in name))
             raise InputError(
                 f"checkpoint.monitor must be a metric of the validation, but is {self.best_metric}. Set it "
                 f"to one of {names}."
             )
-        score = float(trainer.callback_metrics[self.best_metric])
+        self._consider(trainer, float(trainer.callback_metrics[self.best_metric]))
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Return whether EvaluateEvery brings the scores; otherwise a validation does."""
+        return self.best_metric is not None and self.best_metric.startswith("eval/")
+
+    def _is_written(self, step: int) -> bool:
+        return (self.folder / checkpoint_of(step)).is_dir()
+
+    def _require_scores(self, trainer: Trainer, module: Any, metric: str) -> None:
+        """Check, before any model is loaded, that the monitored metric will come.
+
+        Raises:
+            InputError: If nothing brings it, or it never comes in a step with a checkpoint.
+        """
+        if not self.is_evaluated:
+            if not stratos_of(trainer).val_items:
+                raise InputError(
+                    f"checkpoint.monitor {metric} needs held-out rows, but there are none. Set "
+                    "data.val_rows or data.val_source."
+                )
+            return
+        found = [c for c in trainer.callbacks if isinstance(c, EvaluateEvery)]  # type: ignore[attr-defined]
+        if not found:
+            raise InputError(
+                f"checkpoint.monitor {metric} needs EvaluateEvery in trainer.callbacks, but it is not there. "
+                "Add --config configs/overlays/evaluate_every.yaml (docs/evaluation.md)."
+            )
+        every = [callback.every_n_steps for callback in found if metric in callback.names]
+        if not every:
+            names = ", ".join(name for callback in found for name in callback.names if "pass_at_1" in name)
+            raise InputError(
+                f"checkpoint.monitor must be a metric that EvaluateEvery logs, but is {metric}. Set it to "
+                f"one of {names}."
+            )
+        written, total = self._every_n_train_steps or 1, module.total_steps()
+        if all(math.lcm(steps, written) > total for steps in every):
+            raise InputError(
+                f"checkpoint.monitor {metric} must come in a step with a checkpoint, but EvaluateEvery "
+                f"evaluates every {every[0]} steps, checkpoints are written every {written}, and the run has "
+                f"{total}. Let checkpoint.every_n_train_steps divide EvaluateEvery's every_n_steps."
+            )
+
+    def _consider(self, trainer: Trainer, score: float) -> None:
+        """Name this step's checkpoint as the best if its score is, then delete the former best."""
         previous, step = self.best, trainer.global_step
         sign = 1 if self.best_mode == "max" else -1
         if not math.isfinite(score) or (previous and sign * (score - previous["score"]) <= 0):
             return
-        if not (self.folder / checkpoint_of(step)).is_dir():
+        if not self._is_written(step):
+            interval = "EvaluateEvery's every_n_steps" if self.is_evaluated else "trainer.val_check_interval"
             rank_zero_warn(
                 f"{self.best_metric} is {score:g} at step {step}, the best so far, but no checkpoint was "
-                "written there. Let checkpoint.every_n_train_steps divide trainer.val_check_interval."
+                f"written there. Let checkpoint.every_n_train_steps divide {interval}."
             )
             return
         self.best = {"checkpoint": checkpoint_of(step), "step": step}

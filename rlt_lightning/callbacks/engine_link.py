@@ -16,8 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +24,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from rlt_lightning.callbacks.order import Order
+from rlt_lightning.callbacks.together import Together, waiting_for_ranks
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.engines.base import PROBE_TOKENS, Engine, EngineError, NamedTensor, require_context
+from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, require_context
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.models.lora import adapter_weights, merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 T = TypeVar("T")
@@ -40,25 +39,33 @@ Job = tuple[int, list[int], int]
 
 
 class EngineLink(ABC):
-    """What the rollout callback asks of its engine, on all ranks together."""
+    """What callbacks ask of an engine, on all ranks together."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        # The text by which workers are verified; always the same, so that earlier log-probs can be compared.
+        self.probe: list[int] = []
 
-    def start(self, trainer: Trainer, module: RLTModule, max_completion_length: int) -> None:
-        """Start the engine once the weights are where they are trained, a restored checkpoint included."""
+    def start(
+        self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]], max_completion_length: int
+    ) -> None:
+        """Start the engine once the weights are where they are trained, a restored checkpoint included.
+
+        A callback that shares another one's engine calls this too, so that its prompts are checked.
+        """
+        self.probe = self.probe or prompts[0][:PROBE_TOKENS]
 
         def start() -> None:
-            data = stratos_of(trainer)
-            self.engine.start(module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
-            longest = max(len(problem.teacher_prompt) for problem in data.problems)
+            tokenizer = stratos_of(trainer).format.tokenizer
+            self.engine.start(module.policy, tokenizer, Path(trainer.default_root_dir))
+            longest = max(map(len, prompts))
             require_context(longest + max_completion_length, self.engine.max_model_len)
 
         self._free_gpu_cache(trainer)
         self.call(trainer, start)
 
     def rollouts_of(
-        self, trainer: Trainer, module: RLTModule, problems: list[Problem], order: Order
+        self, trainer: Trainer, module: PolicyModule, problems: list[Problem], order: Order
     ) -> list[Rollout]:
         """Sample what an order misses, wait for it, and return this rank's part.
 
@@ -75,12 +82,7 @@ class EngineLink(ABC):
                 f"Completions were sampled for rows {order.rows}, but this batch has rows "
                 f"{[p.row for p in problems]}. The loader did not bring what it had announced."
             )
-        while not self._collect(trainer, module, order):
-            self.begin(trainer, module, order)
-        if self.engine.takes_turns:
-            with module.phase("generate"):
-                # No rank trains before all workers sleep.
-                self.call(trainer, self.engine.put_to_sleep)
+        self._finish(trainer, module, order)
         order.finished = self.call(trainer, lambda: order.finished)
         data = stratos_of(trainer)
         rollouts = [
@@ -91,7 +93,18 @@ class EngineLink(ABC):
         module.phase.phases["generate"].tokens += sum(len(r.completion.token_ids) for r in rollouts)
         return rollouts
 
-    def begin(self, trainer: Trainer, module: RLTModule, order: Order) -> None:
+    def completions_of(
+        self, trainer: Trainer, module: PolicyModule, order: Order
+    ) -> dict[int, list[Completion]]:
+        """Sample an order that all ranks have alike, and return what came to this rank, by `order.rows`.
+
+        The ranks' parts together are the whole. Ranks that sample in process may share some prompts.
+        """
+        part = self._part_of(trainer, order)
+        self._finish(trainer, module, part)
+        return {part.rows[position]: group for position, group in part.finished.items()}
+
+    def begin(self, trainer: Trainer, module: PolicyModule, order: Order) -> None:
         """Let the engine sample what an order misses, with the weights of this step."""
         self._free_gpu_cache(trainer)
         with module.phase("push"):
@@ -109,6 +122,7 @@ class EngineLink(ABC):
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()
+        self.probe = []
 
     @abstractmethod
     def call(self, trainer: Trainer, function: Callable[[], T]) -> T:
@@ -131,20 +145,33 @@ class EngineLink(ABC):
         """Return the position in an order of this rank's first problem."""
 
     @abstractmethod
-    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+    def _part_of(self, trainer: Trainer, order: Order) -> Order:
+        """Return this rank's part of an order that all ranks have alike."""
+
+    @abstractmethod
+    def _make_current(self, trainer: Trainer, module: PolicyModule) -> None:
         """Push the weights until the engine samples with those of this step."""
 
     @abstractmethod
     def _generate(
         self,
         trainer: Trainer,
-        module: RLTModule,
+        module: PolicyModule,
         order: Order,
         generate: Callable[[], list[list[Completion]]],
     ) -> None:
         """Call `generate`, now or in the background, and put its result into `order.future`."""
 
-    def _collect(self, trainer: Trainer, module: RLTModule, order: Order) -> bool:
+    def _finish(self, trainer: Trainer, module: PolicyModule, order: Order) -> None:
+        """Sample what an order misses, and wait for it."""
+        while not self._collect(trainer, module, order):
+            self.begin(trainer, module, order)
+        if self.engine.takes_turns:
+            with module.phase("generate"):
+                # No rank trains before all workers sleep.
+                self.call(trainer, self.engine.put_to_sleep)
+
+    def _collect(self, trainer: Trainer, module: PolicyModule, order: Order) -> bool:
         # On every rank: metrics must have the same names everywhere.
         with module.phase("generate"):
             return self.call(trainer, order.collect)
@@ -160,9 +187,11 @@ class EngineLink(ABC):
 class InProcessLink(EngineLink):
     """An engine in every process: each rank samples its own problems with the model that it trains."""
 
-    def start(self, trainer: Trainer, module: RLTModule, max_completion_length: int) -> None:
+    def start(
+        self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]], max_completion_length: int
+    ) -> None:
         """Start the engine; if weights are sharded, let all ranks call the model together."""
-        super().start(trainer, module, max_completion_length)
+        super().start(trainer, module, prompts, max_completion_length)
         if module.sharding.sharded:
             self.engine.share(module.run, module.on_any_rank)
 
@@ -180,13 +209,25 @@ class InProcessLink(EngineLink):
     def _first_position(self, trainer: Trainer, num_problems: int) -> int:
         return 0
 
-    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+    def _part_of(self, trainer: Trainer, order: Order) -> Order:
+        """Return every `world_size`-th prompt. All ranks get equally many, since sharded ranks meet."""
+        size, number = trainer.world_size, len(order.rows)
+        own = [(trainer.global_rank + i * size) % number for i in range(-(-number // size))]
+        return replace(
+            order,
+            rows=[order.rows[i] for i in own],
+            prompts=[order.prompts[i] for i in own],
+            seeds=[order.seeds[i] for i in own],
+            finished={},
+        )
+
+    def _make_current(self, trainer: Trainer, module: PolicyModule) -> None:
         push_until_current(self.engine, lambda: list(module.policy.named_parameters()), module.global_step)
 
     def _generate(
         self,
         trainer: Trainer,
-        module: RLTModule,
+        module: PolicyModule,
         order: Order,
         generate: Callable[[], list[list[Completion]]],
     ) -> None:
@@ -209,8 +250,7 @@ class RankZeroLink(EngineLink):
     def __init__(self, engine: Engine, verify_every_n_steps: int, deadline_s: float) -> None:
         super().__init__(engine)
         self.verify_every_n_steps = verify_every_n_steps
-        self.deadline_s = deadline_s
-        self.rank_zero_group: Any = None  # process group in which ranks wait for rank 0
+        self.together = Together(deadline_s)
         self.verified_at: int | None = None  # optimizer step of the last verification
         # The trainer's log-probs of the probe, by policy version: those of the last two verifications.
         self.probe_log_probs: dict[int, list[float]] = {}
@@ -222,25 +262,7 @@ class RankZeroLink(EngineLink):
 
     def call(self, trainer: Trainer, function: Callable[[], T]) -> T:
         """Call a function on rank 0 and return its result on all ranks, or raise its error there."""
-        if trainer.world_size == 1:
-            return function()
-        if self.rank_zero_group is None:
-            # The strategy's own group would give up before the engine does.
-            timeout = timedelta(seconds=self.deadline_s)
-            self.rank_zero_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        outcome: list[Any] = [None]
-        failure: EngineError | InputError | None = None
-        if trainer.is_global_zero:
-            try:
-                outcome = [(function(), None)]
-            except (EngineError, InputError) as error:
-                failure, outcome = error, [(None, (isinstance(error, InputError), str(error)))]
-        with waiting_for_ranks(trainer, "rank 0, which talks to the engine", "the other ranks"):
-            torch.distributed.broadcast_object_list(outcome, src=0, group=self.rank_zero_group)
-        result, problem = outcome[0]
-        if problem is not None:
-            raise failure or (InputError if problem[0] else EngineError)(problem[1])
-        return result
+        return self.together.on_rank_zero(trainer, function)
 
     def jobs_of_all(self, trainer: Trainer, jobs: list[Job]) -> list[Job]:
         """Gather the jobs of all ranks, in rank order."""
@@ -265,7 +287,11 @@ class RankZeroLink(EngineLink):
     def _first_position(self, trainer: Trainer, num_problems: int) -> int:
         return trainer.global_rank * num_problems
 
-    def _make_current(self, trainer: Trainer, module: RLTModule) -> None:
+    def _part_of(self, trainer: Trainer, order: Order) -> Order:
+        """Return the whole order: rank 0 asks for all of it, and gets all."""
+        return order
+
+    def _make_current(self, trainer: Trainer, module: PolicyModule) -> None:
         """Push until all workers that can be reached, at least one, hold the weights; then verify."""
         step, pushed = module.global_step, False
 
@@ -292,19 +318,18 @@ class RankZeroLink(EngineLink):
         tensors = dict(policy.named_parameters())
         return adapter_weights(tensors) if self.engine.takes_adapters else merged_weights(policy, tensors)
 
-    def _verify(self, trainer: Trainer, module: RLTModule) -> None:
+    def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""
-        text = stratos_of(trainer).problems[0].teacher_prompt[:PROBE_TOKENS]
-        log_probs = module.run(sequence_log_probs, text)
+        log_probs = module.run(sequence_log_probs, self.probe)
         self.verified_at = module.global_step
         latest = list(self.probe_log_probs.items())[-1:]
         self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
-        self.call(trainer, lambda: self.engine.verify(text, self.probe_log_probs))
+        self.call(trainer, lambda: self.engine.verify(self.probe, self.probe_log_probs))
 
     def _generate(
         self,
         trainer: Trainer,
-        module: RLTModule,
+        module: PolicyModule,
         order: Order,
         generate: Callable[[], list[list[Completion]]],
     ) -> None:
@@ -325,20 +350,3 @@ def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]],
     while engine.policy_version != step:
         engine.update_weights(weights(), step)
         engine.health()
-
-
-def waiting_for_ranks(
-    trainer: Trainer, what: str, on_rank_zero: str | None = None
-) -> AbstractContextManager[None]:
-    """Say that this process waits for other ranks, once on each machine.
-
-    Args:
-        trainer: Knows this process's rank.
-        what: What is waited for.
-        on_rank_zero: What rank 0 waits for, if that is something else.
-    """
-    if trainer.is_global_zero:
-        return waiting_for(on_rank_zero or what)
-    if trainer.local_rank == 0:
-        return waiting_for(what)
-    return nullcontext()

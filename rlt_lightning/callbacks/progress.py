@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -40,7 +41,7 @@ class IterationBar(ProgressBar):
         self.bar: tqdm[Any] | None = None
         self.enabled = True
         self.started = 0.0
-        # The batch of a validation or a prediction that is computed now; empty in training.
+        # What is computed now, such as a batch of a validation; empty in training.
         self.batch = ""
 
     @override
@@ -85,6 +86,15 @@ class IterationBar(ProgressBar):
             return nullcontext()
         batch = self.batch or f"iteration {self.trainer.global_step + 1}/{self.total}"
         return waiting_for(f"{WAITED_FOR.get(phase, phase)} of {batch}")
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show phases as those of `what`, not of the iteration, until the block ends."""
+        self.batch = what
+        try:
+            yield
+        finally:
+            self.batch = ""
 
     @override
     def on_train_batch_end(

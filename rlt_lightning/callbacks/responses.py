@@ -31,7 +31,7 @@ from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.tags import decode
-from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
+from rlt_lightning.types import EvaluationBatch, EvaluationProblem, FinishReason, InputError, Response
 
 
 class ResponseCallback(Callback):
@@ -95,15 +95,8 @@ class ResponseCallback(Callback):
         if self.fit_context:
             self._fit(trainer, context)
             return
-        longest = max(data.problems, key=lambda problem: len(problem.prompt))
-        needed = len(longest.prompt) + self._num_opening(trainer) + self.sampling.max_completion_length
-        if needed > context:
-            raise InputError(
-                f"Question and response must fit into the model's context of {context} tokens, but "
-                f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
-                f"{self.sampling.max_completion_length}. Lower rollouts.sampling.max_completion_length, or "
-                "set rollouts.fit_context."
-            )
+        advice = "Lower rollouts.sampling.max_completion_length, or set rollouts.fit_context."
+        require_responses_fit(data.problems, self._num_opening(trainer), self.sampling, context, advice)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,17 +197,13 @@ class ResponseCallback(Callback):
         chat_format = evaluation_of(trainer).chat_format
         tokenizer = chat_format.tokenizer
         prompts = [problem.prompt for problem in problems]
-        seeds = [mix_seed(self.seed, zlib.crc32(problem.id.encode())) for problem in problems]
+        seeds = [response_seed(self.seed, problem) for problem in problems]
         limits = self._limits(trainer, problems)
         if self.budget is None:
             sampling, number = self.sampling, self.num_samples
             groups = generate_patiently(self.engine, prompts, sampling, number, "", seeds, limits)
             return [
-                [
-                    Response(turn(tokenizer, c.token_ids, c.finish_reason), len(c.token_ids), c.finish_reason)
-                    for c in group
-                ]
-                for group in groups
+                [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups
             ]
         opening = chat_format.thought_opening
         budgeted = generate_with_budget(
@@ -241,6 +230,40 @@ class ResponseCallback(Callback):
             ]
             for group in budgeted
         ]
+
+
+def response_seed(seed: int, problem: EvaluationProblem) -> int:
+    """Return what decides the responses to a problem, whatever else is asked."""
+    return mix_seed(seed, zlib.crc32(problem.id.encode()))
+
+
+def sampled_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
+    """Return the response that consists of these tokens."""
+    return Response(turn(tokenizer, token_ids, finish_reason), len(token_ids), finish_reason)
+
+
+def require_responses_fit(
+    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, advice: str
+) -> None:
+    """Check that each question and a response of full length fit into a context, in tokens.
+
+    Args:
+        problems: The questions.
+        num_opening: Tokens that are put between question and response.
+        sampling: Limits the response.
+        context: The model's context.
+        advice: What to do if they do not fit.
+
+    Raises:
+        InputError: Naming the longest question, the lengths and the advice.
+    """
+    longest = max(problems, key=lambda problem: len(problem.prompt))
+    if len(longest.prompt) + num_opening + sampling.max_completion_length > context:
+        raise InputError(
+            f"Question and response must fit into the model's context of {context} tokens, but "
+            f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
+            f"{sampling.max_completion_length}. {advice}"
+        )
 
 
 def turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:

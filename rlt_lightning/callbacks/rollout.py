@@ -144,6 +144,11 @@ class RolloutCallback(Callback):
             )
         self.schedule = schedule
 
+    def wait_for_engine(self, trainer: Trainer) -> None:
+        """Wait for the next step's completions, since an engine does one thing at a time."""
+        if self.order is not None:
+            self.link.call(trainer, self.order.wait)
+
     def sampling_at(self, step: int) -> Sampling:
         """Return the settings of the completions that a step, from 0, trains on.
 
@@ -228,9 +233,7 @@ class RolloutCallback(Callback):
     ) -> None:
         if not isinstance(pl_module, RLTModule):
             return
-        if self.order is not None:
-            # The engine does one thing at a time.
-            self.link.call(trainer, self.order.wait)
+        self.wait_for_engine(trainer)
         order = self._order(trainer, pl_module, batch.problems, VALIDATION)  # the same each time
         order.sampling, order.num_completions = self.val_sampling, self.val_completions
         self._attach(trainer, pl_module, batch, order)
@@ -323,7 +326,8 @@ class RolloutCallback(Callback):
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, RLTModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-            self.link.start(trainer, pl_module, longest)
+            prompts = [problem.teacher_prompt for problem in stratos_of(trainer).problems]
+            self.link.start(trainer, pl_module, prompts, longest)
 
     def _order(self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int) -> Order:
         """Return what this step asks of the engine, nothing of it sampled yet."""

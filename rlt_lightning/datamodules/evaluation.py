@@ -117,7 +117,8 @@ class EvaluationDataModule(LightningDataModule):
         }
         self._compare_with_published(questions)
         if self.responses is None:
-            self.format = self._load_format()
+            # EvaluateEvery sets the format of the run that it evaluates.
+            self.format = self.format or self._load_format()
         else:
             self._read_responses(self.responses, [q.id for part in questions.values() for q in part])
         self.problems = [self._problem(name, q) for name, part in questions.items() for q in part]

@@ -13,7 +13,8 @@ there must raise in health. verify follows a push: the first, every `verify_ever
 engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`.
 
 callbacks/engine_link.py makes the calls from start on; callbacks/rollout.py calls it from Lightning's hooks
-of training, validation and prediction, callbacks/responses.py for `rlt test`.
+of training, validation and prediction, callbacks/evaluate_every.py while a student trains, and
+callbacks/responses.py for `rlt test`.
 
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -

@@ -83,7 +83,7 @@ class MetricsCSV(Logger):
                     number = int(row.pop("step"))
                     if number <= step:
                         self.rows[number] = {name: value for name, value in row.items() if value}
-        if step not in self.rows:
-            self.log_metrics(last_row, step)
+        # A kill may have come before Lightning logged the step, but after EvaluateEvery did.
+        self.log_metrics({n: v for n, v in last_row.items() if n not in self.rows.get(step, {})}, step)
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
         self.save()  # at once, since the next checkpoint will not hold this step's row

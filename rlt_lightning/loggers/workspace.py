@@ -60,7 +60,14 @@ def workspace(project: str, entity: str, name: str) -> Any:
     panels = {f"{prefix}/": [lines(names) for names in found] for prefix, found in line_panels().items()}
     phases = [metric.name for metric in metrics() if metric.drawn == "stack"]
     panels["perf/"].insert(0, lines(phases, title="seconds of an iteration", plot_type="stacked-area"))
-    panels["eval/"] = [bars(metric.name.rpartition("/")[2]) for metric in EVALUATION]
+    # A fit with EvaluateEvery has curves of any set, `rlt test` has bars.
+    evaluated = [metric.name.rpartition("/")[2] for metric in EVALUATION]
+    panels["eval/"] = [
+        lines([], title=f"{figure} while training", metric_regex=f"eval/.*/{figure}")
+        for figure in evaluated
+        if figure != "num_problems"
+    ]
+    panels["eval/"] += [bars(figure) for figure in evaluated]
     panels[TABLE] = [wr.WeavePanelSummaryTable(table_name=TABLE, layout=wr.Layout(w=24, h=12))]
     return ws.Workspace(
         entity=entity,

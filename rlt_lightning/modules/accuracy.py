@@ -1,4 +1,7 @@
-"""How often answers are right: pass@1 with its standard error, pass@k, maj@k."""
+"""How often answers are right: pass@1 with its standard error, pass@k, maj@k.
+
+One process counts all answers of a run, so the metrics do not wait for other ranks (`sync_on_compute`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class PassAt1(Metric):
     total_squares: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(sync_on_compute=False)
         for name in ("count", "total", "total_squares"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -60,7 +63,7 @@ class PassAtK(Metric):
     total: Tensor
 
     def __init__(self, k: int) -> None:
-        super().__init__()
+        super().__init__(sync_on_compute=False)
         self.k = k
         for name in ("count", "total"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -89,7 +92,7 @@ class MajorityAtK(Metric):
     total: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(sync_on_compute=False)
         for name in ("count", "total"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 

@@ -95,30 +95,7 @@ class EvaluationModule(LightningModule):
                 "or give data.responses."
             )
         assert self.judge is not None
-        pairs = [
-            (response.text, problem.reference)
-            for problem, responses in zip(batch.problems, batch.responses or [], strict=True)
-            for response in responses
-        ]
-        with waiting_for(f"the judge of {len(pairs)} responses"):
-            verdicts = iter(self.judge.judge_all(pairs))
-        for problem, responses in zip(batch.problems, batch.responses or [], strict=True):
-            own = [next(verdicts) for _ in responses]
-            answers = self.judge.same_answers(own, problem.reference["kind"])
-            records = [
-                {
-                    "id": problem.id,
-                    "set": problem.set_name,
-                    "sample": number,
-                    **({} if problem.private else {"response": response.text}),
-                    **vars(verdict),
-                    "same_answer": same,
-                    "num_tokens": response.num_tokens,
-                    "num_thinking_tokens": response.num_thinking_tokens,
-                    "finish_reason": response.finish_reason,
-                }
-                for number, (response, verdict, same) in enumerate(zip(responses, own, answers, strict=True))
-            ]
+        for records in judged_records(self.judge, batch):
             self.count(records)
             batch.records += records
 
@@ -128,23 +105,14 @@ class EvaluationModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log what docs/metrics.md lists under eval/."""
-        for name, figures in self.figures().items():
-            self.log_dict({f"eval/{name}/{figure}": value for figure, value in figures.items()})
+        self.log_dict(metrics_of(self.figures()))
         # Otherwise Lightning adds the epoch.
         self.log("step", 0.0)
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Return the logged figures by set; several sets get "overall", the plain mean, as in the paper."""
-        found = {name: metrics.figures() for name, metrics in self.sets.items()}  # type: ignore[operator]
-        if len(found) > 1:
-            parts = list(found.values())
-            overall = {
-                name: sum(part[name] for part in parts) / len(parts)
-                for name in ("pass_at_1", "pass_at_k", "maj_at_k")
-            }
-            squares = sum(part["standard_error"] ** 2 for part in parts)
-            found["overall"] = overall | {"standard_error": math.sqrt(squares) / len(parts)}
-        return found
+        """Return the logged figures by set; see `figures_of`."""
+        sets: Any = self.sets
+        return figures_of(dict(sets.items()))
 
     def teardown(self, stage: str) -> None:
         """End the judge's processes."""
@@ -171,7 +139,7 @@ class SetMetrics(nn.Module):
         self.majority = MajorityAtK()
         self.means = nn.ModuleDict(
             {
-                name: MeanMetric(nan_strategy="error")
+                name: MeanMetric(nan_strategy="error", sync_on_compute=False)
                 for name in ("formatted", "timed_out", "truncated", "tokens")
             }
         )
@@ -211,3 +179,57 @@ class SetMetrics(nn.Module):
     def pass_at_k(self) -> dict[int, float]:
         """Return pass@k by k."""
         return {int(k): float(metric.compute()) for k, metric in self.pass_at.items()}  # type: ignore[operator]
+
+
+# `rlt test` and EvaluateEvery judge and count with these.
+
+
+def judged_records(judge: Judge, batch: EvaluationBatch) -> list[list[Row]]:
+    """Judge the responses of a batch, and return the records of each problem."""
+    pairs = [
+        (response.text, problem.reference)
+        for problem, responses in zip(batch.problems, batch.responses or [], strict=True)
+        for response in responses
+    ]
+    with waiting_for(f"the judge of {len(pairs)} responses"):
+        verdicts = iter(judge.judge_all(pairs))
+    found: list[list[Row]] = []
+    for problem, responses in zip(batch.problems, batch.responses or [], strict=True):
+        own = [next(verdicts) for _ in responses]
+        answers = judge.same_answers(own, problem.reference["kind"])
+        found.append(
+            [
+                {
+                    "id": problem.id,
+                    "set": problem.set_name,
+                    "sample": number,
+                    **({} if problem.private else {"response": response.text}),
+                    **vars(verdict),
+                    "same_answer": same,
+                    "num_tokens": response.num_tokens,
+                    "num_thinking_tokens": response.num_thinking_tokens,
+                    "finish_reason": response.finish_reason,
+                }
+                for number, (response, verdict, same) in enumerate(zip(responses, own, answers, strict=True))
+            ]
+        )
+    return found
+
+
+def figures_of(sets: dict[str, SetMetrics]) -> dict[str, dict[str, float]]:
+    """Return the figures by set; several sets get "overall", the plain mean, as in the paper."""
+    found = {name: metrics.figures() for name, metrics in sets.items()}
+    if len(found) > 1:
+        parts = list(found.values())
+        overall = {
+            name: sum(part[name] for part in parts) / len(parts)
+            for name in ("pass_at_1", "pass_at_k", "maj_at_k")
+        }
+        squares = sum(part["standard_error"] ** 2 for part in parts)
+        found["overall"] = overall | {"standard_error": math.sqrt(squares) / len(parts)}
+    return found
+
+
+def metrics_of(figures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return the figures by the names under which they are logged."""
+    return {f"eval/{name}/{figure}": value for name, own in figures.items() for figure, value in own.items()}

@@ -61,7 +61,7 @@ def read_setup(
     device = read_device(options, processes, notes)
     step = read_step(module, data, rollouts, options, processes.number, notes)
     policy = read_model(module.pretrained, module.dtype_name, module.lora, module, processes, step)
-    syncs_reference = any("ReferenceSync" in str(callback.class_path) for callback in trainer.callbacks or [])
+    callbacks = read_callbacks(trainer, notes)
     # An adapter's matrices are in fp32, whatever type the model's weights have.
     trained_bytes = policy.weight_bytes if module.lora is None else 4
     setup = Setup(
@@ -72,7 +72,7 @@ def read_setup(
         policy=policy,
         student=None,
         with_reference=False,
-        shares_base=module.lora is not None and not syncs_reference,
+        shares_base=module.lora is not None and "ReferenceSync" not in callbacks,
         forwards_per_step=module.forwards_per_step,
         master_bytes=4 if processes.use_deepspeed else trained_bytes,
         grad_bytes=4 if processes.use_deepspeed and processes.mixed else trained_bytes,
@@ -97,6 +97,14 @@ def read_setup(
         worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
         setup = replace(with_rollouts(setup, module, rollouts, processes), worker=worker)
     return replace(setup, notes=[*model_notes(setup), *notes])
+
+
+def read_callbacks(trainer: Any, notes: list[str]) -> str:
+    """Return the paths of all callbacks, and note what is left out of the plan."""
+    callbacks = " ".join(str(callback.class_path) for callback in trainer.callbacks or [])
+    if "EvaluateEvery" in callbacks:
+        notes.append("evaluations while training are left out: their time, and memory of answers in process")
+    return callbacks
 
 
 def with_rollouts(setup: Setup, module: RLTModule, rollouts: RolloutCallback, processes: Processes) -> Setup:

@@ -16,6 +16,11 @@ from rlt_lightning.report.completions import Spread
 
 Chart = dict[str, Any]
 OTHERS = "All other figures"
+# Figures of EvaluateEvery that get a chart; the standard error is the band of the first.
+ACCURACY = (
+    *("pass_at_1", "pass_at_k", "maj_at_k"),
+    *("formatted_frac", "truncated_frac", "timed_out_frac", "tokens_mean"),
+)
 
 
 def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
@@ -32,7 +37,7 @@ def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     known = [metric for metric in metrics() if metric.name in names]
     unknown = [metric_of(name) for name in sorted(names - {metric.name for metric in known})]
     shown = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
-    sections: list[dict[str, Any]] = []
+    sections: list[dict[str, Any]] = [{"title": "Accuracy while training", "charts": accuracy_curves(runs)}]
     for title in dict.fromkeys(metric.section for metric in metrics() if metric.section):
         charts = list(stacks(runs)) if title == "Time and memory" else []
         charts += [metric_chart(runs, metric) for metric in shown if metric.section == title]
@@ -41,6 +46,45 @@ def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     charts = [metric_chart(runs, metric) for metric in others]
     sections.append({"title": OTHERS, "charts": charts, "folded": True})
     return [section for section in sections if section["charts"]]
+
+
+def accuracy_curves(runs: list[Run]) -> list[Chart]:
+    """Return the charts of what EvaluateEvery has logged, each with all sets."""
+    charts = [accuracy_curve(runs, figure) for figure in ACCURACY]
+    # With one answer to each problem, pass@k and maj@k are pass@1; with two, maj@k is.
+    drawn = [chart for chart in charts[1:] if values_of(chart) != values_of(charts[0])]
+    shown = [chart for chart in (charts[0], *drawn) if chart["series"]]
+    return [chart for chart in shown if "timed_out" not in chart["name"] or any(map(any, values_of(chart)))]
+
+
+def accuracy_curve(runs: list[Run], figure: str) -> Chart:
+    """Return the chart of one figure of EvaluateEvery. The figures of `rlt test` have other charts."""
+    metric, series = metric_of(f"eval/SET/{figure}"), []
+    scale = 100 if metric.unit == "fraction" else 1
+    for number, run in enumerate(runs):
+        of_fit = [name for name in run.metrics if name.startswith("eval/") and run.evaluation is None]
+        for name in (name for name in of_fit if name.endswith(f"/{figure}")):
+            errors = run.metrics.get(name.replace("pass_at_1", "standard_error"), ([], []))
+            deviations = dict(zip(*errors, strict=True)) if figure == "pass_at_1" else {}
+            curve = banded(run.metrics[name], deviations)
+            for part in curve.keys() - {"x"}:
+                curve[part] = [None if value is None else scale * value for value in curve[part]]
+            # Not the set's title: a part of a published set is another set.
+            series.append({"run": number, "label": name.split("/")[1], **curve})
+    return {
+        "kind": "lines",
+        "name": metric.name,
+        "title": metric.title[:1].upper() + metric.title[1:],
+        "unit": "%" if scale == 100 else metric.unit,
+        "about": metric.caption + (" Band: ± its standard error." if figure == "pass_at_1" else ""),
+        "x_title": "iteration",
+        "series": series,
+    }
+
+
+def values_of(chart: Chart) -> list[list[float | None]]:
+    """Return the values of all curves of a chart."""
+    return [series["y"] for series in chart["series"]]
 
 
 def metric_chart(runs: list[Run], metric: Metric) -> Chart:

@@ -1,4 +1,4 @@
-"""The figures of an evaluation, and the names of the sets."""
+"""The figures of an evaluation, after training or while a student trains, and the names of the sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVALUATION = (
         "s.e.",
         "fraction",
         "standard error of `pass_at_1` over problems; NaN for a single problem",
-        "small compared with the differences that you want to see; otherwise raise `rollouts.num_samples`",
+        "small compared with the differences that you want to see; otherwise raise `num_samples`",
         "0 to 1",
     ),
     Metric(
@@ -65,7 +65,7 @@ EVALUATION = (
         "broken off",
         "fraction",
         "fraction of the responses whose judging was stopped; they count as wrong",
-        "near 0. Above: raise `model.judge_deadline_s` on a slow machine",
+        "near 0. Above: raise `judge_deadline_s` on a slow machine",
         "0 to 1",
     ),
     Metric(
@@ -73,7 +73,7 @@ EVALUATION = (
         "cut off",
         "fraction",
         "fraction of the responses that reached the token limit; not for given responses",
-        "near 0. High: raise `rollouts.sampling.max_completion_length`, or force a budget",
+        "near 0. High: raise `sampling.max_completion_length` or, in `rlt test`, force a budget",
         "0 to 1",
     ),
     Metric(

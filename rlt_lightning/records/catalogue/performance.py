@@ -43,6 +43,16 @@ PERFORMANCE = (
         drawn="stack",
     ),
     Metric(
+        "perf/evaluate_s",
+        "Time of an evaluation",
+        "seconds",
+        "an evaluation of the model while it trains; no part of the step's other times",
+        "small compared with the steps between two evaluations. Large: lower `max_rows` or `num_samples`, or "
+        "raise `every_n_steps`",
+        section="Time and memory",
+        logged_by="`EvaluateEvery`",
+    ),
+    Metric(
         "perf/generate_peak_gib",
         "Memory while sampling",
         "GiB",

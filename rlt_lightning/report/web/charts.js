@@ -44,9 +44,9 @@ function band(series, paint) {
 
 function layout(chart) {
   const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zeroline: false, automargin: true };
-  const few = new Set(chart.series.flatMap((series) => series.x)).size <= 10;
+  const places = [...new Set(chart.series.flatMap((series) => series.x))];
   const xaxis = { ...axis, title: { text: chart.x_title, standoff: 8 } };
-  if (chart.kind !== "bars") Object.assign(xaxis, { tickformat: "d" }, few ? { dtick: 1 } : { nticks: 8 });
+  if (chart.kind !== "bars") Object.assign(xaxis, { tickformat: "d" }, places.length <= 10 ? { tickvals: places } : { nticks: 8 });
   const yaxis = { ...axis, title: { text: chart.unit, standoff: 6 }, exponentformat: "power", nticks: 6 };
   if (chart.kind !== "lines") yaxis.rangemode = "tozero";
   const seen = new Set(chart.series.flatMap((series) => [series.y, series.low || [], series.high || []].flat()));

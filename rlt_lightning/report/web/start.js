@@ -17,8 +17,11 @@ function runTable() {
 }
 
 function curves() {
-  const banded = data.sections.some((section) => section.charts.some((chart) => chart.series.some((series) => series.low)));
-  const note = banded ? [el("p", { class: "soft" }, "Bands: ± one standard deviation over the completions of an iteration.")] : [];
+  // The charts of accuracies say themselves what their bands are.
+  const banded = data.sections.some((section) => section.charts.some((chart) =>
+    !chart.name.startsWith("eval/") && chart.series.some((series) => series.low)));
+  const note = banded ? [el("p", { class: "soft" },
+    "Bands, where a chart says nothing else: ± one standard deviation over the completions of an iteration.")] : [];
   return note.concat(data.sections.flatMap((section) => {
     const figures = el("div", { class: "charts" }, section.charts.map((chart) => chartFigure(chart, "h4")));
     if (!section.folded) return [el("h3", {}, section.title), figures];

@@ -1,0 +1,309 @@
+"""Accuracy while training: what `rlt test` would find, every n optimizer steps.
+
+One evaluation, after the optimizer step and before the step's checkpoint:
+
+    EvaluateEvery (every rank)           engine of the run, or its own         rank 0
+      one order of all problems, prompts and seeds as in `rlt test`
+      wait for completions in flight
+      weights, if they changed ────────▶ hold them, be verified
+      prompts, seeds ──────────────────▶ generate
+      completions of all ranks ──────────────────────────────────────────────▶ judge, count
+      eval/SET/pass_at_1, … ◀─────────────────────────────────────────────────┘
+      callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
+      metrics.csv and the other loggers
+
+`callbacks/responses.py`, `modules/evaluation.py` and `datamodules/evaluation.py` have what this shares with
+`rlt test`; `engine_link.py` has how ranks share an engine.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from tqdm import tqdm
+from typing_extensions import override
+
+from rlt_lightning.callbacks.engine_link import EngineLink, make_link
+from rlt_lightning.callbacks.order import Order
+from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.callbacks.responses import require_responses_fit, response_seed, sampled_response
+from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import require_gathering
+from rlt_lightning.callbacks.together import Together
+from rlt_lightning.datamodules.evaluation import EvaluationDataModule
+from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.evaluation import SetMetrics, figures_of, judged_records, metrics_of
+from rlt_lightning.pretrained import context_length
+from rlt_lightning.records.catalogue.evaluation import EVALUATION, OVERALL_FIGURES
+from rlt_lightning.records.results import accuracy
+from rlt_lightning.types import EvaluationBatch, InputError, Problem, Response, SFTExample
+
+SECONDS = "perf/evaluate_s"
+
+
+class EvaluateEvery(Callback):
+    """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
+
+    Only for students (`data.task` student_sft or student_rl). Training is the same with and without it.
+
+    Args:
+        every_n_steps: Optimizer steps between evaluations.
+        sets: The sets, as `data.sets` of `rlt test` names them.
+        sampling: Temperature and limits of the answers.
+        num_samples: Answers to each problem, k.
+        seed: Decides the sampling, and the rows of embedded sets: `--seed` of `rlt test`.
+        max_rows: Most problems of each set, from its start.
+        at_start: Whether to evaluate the model before the first step too.
+        engine: Where answers come from; None: the run's `rollouts.engine`, which by default is HFEngine(), in
+            process. Another engine gets the weights pushed before each evaluation.
+        judge_deadline_s: Seconds for judging one answer; an answer that takes longer counts as wrong.
+        deadline_s: How long ranks wait for each other; see RolloutCallback.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int,
+        sets: dict[str, SetSettings],
+        sampling: Sampling = Sampling(),
+        num_samples: int = 1,
+        seed: int = 0,
+        max_rows: int | None = None,
+        at_start: bool = True,
+        engine: Engine | None = None,
+        judge_deadline_s: float = 10.0,
+        deadline_s: float = 14400.0,
+    ) -> None:
+        if every_n_steps < 1:
+            raise InputError(
+                f"EvaluateEvery's every_n_steps must be at least 1, but is {every_n_steps}. Raise it."
+            )
+        self.every_n_steps = every_n_steps
+        self.sets = sets
+        self.sampling = sampling
+        self.num_samples = num_samples
+        self.seed = seed
+        self.max_rows = max_rows
+        self.at_start = at_start
+        self.engine = engine
+        self.judge_deadline_s = judge_deadline_s
+        self.deadline_s = deadline_s
+        self.together = Together(deadline_s)
+        # Each fit sets these four.
+        self.questions = self._questions()
+        self.own_link: EngineLink | None = None
+        self.link: EngineLink | None = None
+        self.judge: Judge | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the figures that this logs, pass@1 first."""
+        figures = [metric.name.removeprefix("eval/SET/") for metric in EVALUATION]
+        found = [f"eval/{name}/{figure}" for figure in figures for name in self.sets]
+        if len(self.sets) > 1:
+            found += [f"eval/{OVERALL}/{figure}" for figure in OVERALL_FIGURES]
+        return sorted(found, key=lambda name: not name.endswith("/pass_at_1"))
+
+    # Lightning's hooks
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read the sets and check, before any model is loaded, that answers fit."""
+        if stage != "fit":
+            return
+        data, module = stratos_of(trainer), pl_module
+        assert isinstance(module, PolicyModule)
+        require_student_task(data.task)
+        self.questions = self._questions(data)
+        context = context_length(module.pretrained, module.trust_remote_code)
+        advice = "Lower EvaluateEvery's sampling.max_completion_length."
+        require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
+        self.link = self.own_link = None
+        if self.engine is not None or rollouts_of(trainer) is None:
+            self.own_link = make_link(self.engine or HFEngine(), 1, self.deadline_s)
+            require_gathering(self.own_link.engine, trainer)
+        if self.every_n_steps > module.total_steps():
+            rank_zero_warn(
+                f"EvaluateEvery evaluates every {self.every_n_steps} optimizer steps, but the run has only "
+                f"{module.total_steps()}. Lower its every_n_steps."
+            )
+        if known := num_known(self.questions, data):
+            rank_zero_warn(
+                f"EvaluateEvery should ask what training does not show, but {known} of its "
+                f"{len(self.questions.problems)} problems are in the training rows, word for word. Remove "
+                "them there, or do not take the accuracy for one on unseen problems."
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Evaluate the model that training starts with; by now all engines have started."""
+        if trainer.global_step == 0 and self.at_start:
+            self._log(trainer, self.evaluate(trainer, pl_module))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Evaluate, and let the checkpoint of this step see the figures."""
+        if trainer.global_step % self.every_n_steps:
+            return
+        figures = self.evaluate(trainer, pl_module)
+        pl_module.log_dict(figures, logger=False, on_step=True, on_epoch=False, batch_size=1)
+        # These go into the checkpoint.
+        pl_module.step_metrics = {**pl_module.step_metrics, **figures}  # type: ignore[dict-item, assignment]
+        self._log(trainer, figures)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the judge's processes, and close an engine that nobody else uses; safe to call twice."""
+        if self.judge is not None:
+            self.judge.close()
+        if self.link is not None and self.link is self.own_link:
+            self.link.close()
+        self.link = self.judge = None
+
+    # Evaluation
+
+    def evaluate(self, trainer: Trainer, module: Any) -> dict[str, float]:
+        """Return the figures of the current weights by name, the same on all ranks; all ranks call this."""
+        begin = time.monotonic()
+        bar = trainer.progress_bar_callback
+        what = f"the evaluation after iteration {trainer.global_step}"
+        with isolate_rng(), bar.doing(what) if isinstance(bar, IterationBar) else nullcontext():
+            own = self._responses(trainer, module)
+            parts = self.together.gather(trainer, own, "all ranks to answer their problems")
+            responses = {number: found for part in parts for number, found in part.items()}
+            figures = self.together.on_rank_zero(
+                trainer,
+                lambda: self._judged(responses) | {SECONDS: time.monotonic() - begin},
+                "rank 0, which judges the answers",
+            )
+        # What this took is no part of the next step's phases.
+        module.phase.lap()
+        return figures
+
+    def _responses(self, trainer: Trainer, module: PolicyModule) -> dict[int, list[Response]]:
+        """Sample this rank's part of all answers; return them by the number of their problem."""
+        problems, tokenizer = self.questions.problems, self.questions.chat_format.tokenizer
+        prompts = [problem.prompt for problem in problems]
+        seeds = [response_seed(self.seed, problem) for problem in problems]
+        link = self._ready_link(trainer, module, prompts)
+        rows, step = list(range(len(problems))), module.global_step
+        order = Order(rows, prompts, seeds, step, self.sampling, self.num_samples, stop="")
+        return {
+            number: [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group]
+            for number, group in link.completions_of(trainer, module, order).items()
+        }
+
+    def _ready_link(self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]) -> EngineLink:
+        """Return the link to the engine, which is started and samples nothing else."""
+        rollouts = rollouts_of(trainer)
+        if self.link is None:
+            assert self.own_link is not None or rollouts is not None
+            self.link = self.own_link or rollouts.link  # type: ignore[union-attr]
+            self.link.start(trainer, module, prompts, self.sampling.max_completion_length)
+        if rollouts is not None and self.link is rollouts.link:
+            rollouts.wait_for_engine(trainer)
+        return self.link
+
+    def _judged(self, responses: dict[int, list[Response]]) -> dict[str, float]:
+        """Judge all answers and return their figures by name, except those that are not finite."""
+        if self.judge is None:
+            self.judge = Judge(self.questions.tags, self.judge_deadline_s)
+        problems = self.questions.problems
+        batch = EvaluationBatch(problems, [responses[number] for number in range(len(problems))])
+        sets = {name: SetMetrics(self.num_samples) for name in self.sets}
+        for records in judged_records(self.judge, batch):
+            sets[records[0]["set"]].update(records)
+        return {name: value for name, value in metrics_of(figures_of(sets)).items() if math.isfinite(value)}
+
+    def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        """Write the figures to all loggers and to the terminal."""
+        step = trainer.global_step
+        for logger in trainer.loggers:
+            # Not with the step's other metrics, which Lightning may log less often.
+            logger.log_metrics(figures, step=step)
+            logger.save()
+        if trainer.is_global_zero:
+            found = {name: value for name, value in figures.items() if name.endswith("/pass_at_1")}
+            parts = []
+            for name, value in found.items():
+                error = figures.get(name.replace("pass_at_1", "standard_error"))
+                parts.append(
+                    f"{name.split('/')[1]} {accuracy({'pass_at_1': value, 'standard_error': error})} %"
+                )
+            text = f"accuracy after iteration {step}: {', '.join(parts)} ({figures[SECONDS]:.1f} s)"
+            tqdm.write(text, file=sys.stderr)
+
+    def _questions(self, data: StratosDataModule | None = None) -> EvaluationDataModule:
+        """Return the problems, as a run with these data asks them; without data, only check the settings."""
+        try:
+            questions = EvaluationDataModule(
+                self.sets, max_rows=self.max_rows, seed=self.seed, num_samples=self.num_samples
+            )
+            if data is not None:
+                questions.format = asked_format(data)
+                questions.setup("test")
+        except InputError as error:
+            raise InputError(f"EvaluateEvery takes its settings as `rlt test` does: {error}") from error
+        return questions
+
+
+def rollouts_of(trainer: Trainer) -> RolloutCallback | None:
+    """Return the trainer's RolloutCallback, which every run of the command line has."""
+    found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
+    return next(found, None)
+
+
+def asked_format(data: StratosDataModule) -> ChatFormat:
+    """Return the format in which `rlt test` asks the model that this run exports: the one that it trains."""
+    trained = data.trained_format()
+    tokenizer = data.format.tokenizer
+    return ChatFormat(tokenizer, trained.tags, student_system_prompt=trained.system_prompt)
+
+
+def require_student_task(task: str) -> None:
+    """Check that the trained model answers questions.
+
+    Raises:
+        InputError: If it is a teacher.
+    """
+    if task not in ("student_sft", "student_rl"):
+        raise InputError(
+            f"EvaluateEvery asks a student, but data.task is {task}: a teacher explains given solutions and "
+            "answers no question. Remove it from trainer.callbacks, and watch a teacher by held-out rows: "
+            "data.val_rows, trainer.val_check_interval and checkpoint.monitor (reward/val_mean, or "
+            "policy/val_loss with checkpoint.mode min)."
+        )
+
+
+def num_known(questions: EvaluationDataModule, data: StratosDataModule) -> int:
+    """Return the number of problems whose prompt, system prompt included, is a training row's."""
+    shown: set[tuple[int, ...]] = set()
+    for item in data.items:
+        if isinstance(item, SFTExample):
+            shown.add(tuple(item.token_ids[: item.loss_mask.index(True)]))
+        elif isinstance(item, Problem):
+            shown.add(tuple(item.teacher_prompt))
+    return sum(tuple(problem.prompt) in shown for problem in questions.problems)
