@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, FilterReason
-from rlt_lightning.datamodules.evaluation_sets import NUM_EMBEDDED_ROWS, evaluation_set, question_of
+from rlt_lightning.datamodules.evaluation_sets import SetSettings, chosen_rows, evaluation_set, question_of
 from rlt_lightning.datamodules.rows import ParsedRow, require_judgeable
-from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.tags import TagStyle
@@ -40,8 +39,8 @@ class Filters:
         max_trace_chars: Most characters of a trace.
         max_repetition: Most of a trace's n-grams that may repeat an earlier one, in [0, 1].
         repetition_ngram: Words of these n-grams.
-        overlap_with: Evaluation sets, each with null or a source, as in `data.sets` of `rlt test`. A question
-            is left out that has `overlap_ngram` words in a row with one of theirs, or all words of a shorter.
+        overlap_with: Evaluation sets with what `data.sets` of `rlt test` takes for them. A question is left
+            out that has `overlap_ngram` words in a row with one of theirs, or all words of a shorter one.
         overlap_ngram: Words of these n-grams.
         right_only: Leave out rows whose solution does not have the row's right `answer`.
         duplicates: "question" keeps one row of a question, "trace" all its different traces.
@@ -53,7 +52,7 @@ class Filters:
     max_trace_chars: int | None = None
     max_repetition: float | None = None
     repetition_ngram: int = 10
-    overlap_with: dict[str, str | None] | None = None
+    overlap_with: dict[str, SetSettings] | None = None
     overlap_ngram: int = 13
     right_only: bool = False
     duplicates: Literal["question", "trace"] | None = None
@@ -194,15 +193,15 @@ class Overlaps:
     """Find questions that overlap with those of evaluation sets, by runs of words.
 
     Args:
-        sets: Names of sets, each with null or a source.
+        sets: Names of sets, each with what `evaluation_set` takes.
         size: Words of a run. All words of a shorter evaluation question are a run.
     """
 
-    def __init__(self, sets: dict[str, str | None], size: int) -> None:
+    def __init__(self, sets: dict[str, SetSettings], size: int) -> None:
         # Run of words -> the set that it is of.
         self.runs: dict[tuple[str, ...], str] = {}
-        for name, source in sets.items():
-            for question in evaluation_questions(name, source):
+        for name, settings in sets.items():
+            for question in evaluation_questions(name, settings):
                 words = words_of(question)
                 for run in ngrams(words, min(size, len(words))):
                     self.runs.setdefault(run, name)
@@ -215,11 +214,9 @@ class Overlaps:
         return next((name for name in found if name is not None), None)
 
 
-def evaluation_questions(name: str, source: str | None) -> list[str]:
+def evaluation_questions(name: str, settings: SetSettings) -> list[str]:
     """Read the questions of a set as they are published, without what `rlt test` puts around them."""
-    spec = evaluation_set(name, source)
-    split = spec.split if source is None else "test"
-    rows = read_rows(source or spec.source, split, NUM_EMBEDDED_ROWS)
+    rows = chosen_rows(name, evaluation_set(name, settings), None, seed=0)
     try:
         return [question_of(row) for _, row in rows if isinstance(row, dict)]
     except BadRowError as error:
