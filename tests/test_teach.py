@@ -25,10 +25,12 @@ from rlt_lightning.datamodules.sources import EMBEDDED
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.engines.weights import free_port
+from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.report.heat import Terminal, folded, hanging, shaded
 from rlt_lightning.report.taught import Taught, heading, probability
 from rlt_lightning.report.teach import TeachOptions, given_row
+from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
 ROWS = EMBEDDED["chains"](4, 9, "train")
@@ -180,6 +182,19 @@ def test_a_bespoke_stratos_row_is_explained(shared: Path, tiny_model: str) -> No
     given = json.loads(path.read_text())[1]
     assert row["question"] == given["conversations"][0]["value"]
     assert row["system"] == given["system"]
+
+
+def test_a_recorded_teacher_without_its_run_has_no_student(miniature: str, run: Path, tmp_path: Path) -> None:
+    # A folder model/ in a run is that run's.
+    assert settings_of(str(run / "model"))["data"] == settings_of(str(run))["data"]
+    folder = tmp_path / "moved"
+    shutil.copytree(miniature, folder)
+    assert settings_of(str(folder))["model"]["init_args"]["student"] == str(folder)
+    write_format(ModelFormat("teacher", R1, ""), folder)
+    assert settings_of(str(folder))["model"]["init_args"]["student"] is None
+    # Tags and prompts are those of its training.
+    [row] = teach(str(folder), "--question=1?", "--solution=1", "--max_tokens=4")
+    assert "reward" not in row
 
 
 # What the student makes of it
