@@ -344,6 +344,21 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
 
 
 @pytest.mark.full
+def test_ranks_of_fine_tuning_share_the_workers_of_an_overlay(tiny_model: str, tmp_path: Path) -> None:
+    command = ["fit", "--config=configs/miniature_student_sft.yaml", f"--model.pretrained={tiny_model}"]
+    command += ["--config=configs/overlays/evaluate_every.yaml", "--config=configs/overlays/vllm.yaml"]
+    command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.callbacks.init_args.max_rows=5"]
+    command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush", "--trainer.devices=2"]
+    command += ["--trainer.strategy=ddp", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
+    with worker_of(tiny_model) as worker:
+        urls = f"--rollouts.engine.init_args.urls=[{worker.url}]"
+        result = rlt(*command, urls, f"--output_dir={tmp_path / 'run'}")
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert len(worker.bodies) == 10  # each problem once at steps 0 and 2, whatever the number of ranks
+    assert list(rows_of(tmp_path / "run")) == [0, 2]
+
+
+@pytest.mark.full
 def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) -> None:
     run, model, test = (tmp_path / name for name in ("run", "model", "test"))
     command = ["fit", "--config=configs/miniature_student_sft.yaml", f"--model.pretrained={miniature}"]
