@@ -1,6 +1,6 @@
 """`rlt teach RUN_OR_FOLDER`: let a teacher explain one problem, as `rlt predict` does.
 
-What the parser of `rlt predict` reads, later settings before earlier ones:
+What the parser of `rlt predict` reads, from top to bottom; a later setting overrides an earlier one:
 
     the settings of the run, or the model as its own student    `settings_of`
     --config files of the command line
@@ -67,9 +67,10 @@ class TeachCommandLine(OneProblemCommandLine):
                 f"rlt teach takes one teacher, but got {', '.join(bare)}. Put question and "
                 "solution, each between quotes, after --question and --solution."
             )
-        configs = [option for option in options if option[0].partition("=")[0] == "--config"]
-        others = [option for option in options if option not in configs]
-        names = {option[0].partition("=")[0] for option in options}
+        named = [(option[0].partition("=")[0], option) for option in options]
+        names = {name for name, _ in named}
+        configs = [option for name, option in named if name in ("--config", "-c")]
+        others = [option for name, option in named if name not in ("--config", "-c")]
         if not (bare or configs or names & {"--help", "-h", "--model"}):
             raise InputError(
                 f"rlt teach needs a teacher: {USAGE}. It is a run, a model folder, a hub id, miniature or "
@@ -81,9 +82,9 @@ class TeachCommandLine(OneProblemCommandLine):
             teacher = settings["model"]["init_args"]["teacher"]
             words = ["--config", json.dumps(settings), *words, f"--model.teacher={teacher}"]
         urls = [
-            word.partition("=")[2] or value[0] for word, *value in others if word.partition("=")[0] == "--url"
+            "".join(value) or word.partition("=")[2] for word, *value in others if word.startswith("--url")
         ]
-        if urls:
+        if any(urls):
             words += [f"--rollouts.engine={ENGINE}", f"--rollouts.engine.urls={json.dumps(urls[-1:])}"]
             words += [f"--rollouts.engine.push={NO_PUSH}", "--rollouts.engine.launch=null"]
         return words + [word for option in others for word in option]

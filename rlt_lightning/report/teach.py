@@ -223,7 +223,9 @@ class TeachPrinter(Callback):
         assert batch.scores is not None
         module: Any = pl_module
         data = stratos_of(trainer)
-        taught = Taught.of(module, batch, data)
+        # In the precision in which RLTModule scored the explanations.
+        with trainer.precision_plugin.forward_context():
+            taught = Taught.of(module, batch, data)
         rows = taught.json_rows(trace_rows(batch, data, module.pretrained))
         self.waiting.close()
         if self.options.json is True:
