@@ -74,6 +74,7 @@ def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: list[
     print(f"See it: {program()} report {shlex.quote(str(folder))}")
     if not (folder / "model").exists() or adapter:
         return
+    print(f"Try it: {propose_trial(config)}")
     if following := propose_after_fit(config, on_cpu, examples):
         print(f"Next: {following}")
 
@@ -119,6 +120,13 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> s
         options = {"model.pretrained": model, **sampling}
         return f"evaluate it (docs/evaluation.md):\n  {command('test', path, options, data, STUDENT_FORMAT)}"
     return None
+
+
+def propose_trial(config: Namespace) -> str:
+    """Return the command by which a trained teacher explains a row of its run, or a student answers."""
+    if config.data.init_args.task in ("teacher_sft", "rlt"):
+        return shlex.join([program(), "teach", str(config.output_dir), "--row", "1"])
+    return shlex.join([program(), "chat", "--model.path", f"{config.output_dir}/model"])
 
 
 def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:
