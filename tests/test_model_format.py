@@ -27,6 +27,7 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat, encode
 from rlt_lightning.models.format import (
+    END,
     FORMAT_FILE,
     ModelFormat,
     with_default_system,
@@ -292,10 +293,7 @@ def test_a_servers_chat_route_asks_as_stage_4_trained(
 
 
 def test_the_commonest_prompt_is_recorded_with_its_share(tiny_model: str, tmp_path: Path) -> None:
-    turn = STRATOS.thought_open + "\n\nSo.\n\n" + STRATOS.thought_close + "\n\n"
-    turn += STRATOS.solution_open + "\n\n12\n\n" + STRATOS.solution_close
-    turns = [{"from": "user", "value": QUESTION}, {"from": "assistant", "value": turn}]
-    rows = [{"system": system, "conversations": turns} for system in ("A", "B", "A", "A")]
+    rows = [bespoke_row(system) for system in ("A", "B", "A", "A")]
     data = StratosDataModule(
         write(tmp_path / "rows.jsonl", rows), task="student_sft", tokenizer=tiny_model, prompts_per_step=1
     )
@@ -305,6 +303,38 @@ def test_the_commonest_prompt_is_recorded_with_its_share(tiny_model: str, tmp_pa
     mixed = trained(tmp_path / "mixed", tiny_model, system_prompt="A", share=0.75)
     chosen = choose_format(FormatOptions(), None, mixed)
     assert (chosen.student_system_prompt, chosen.keeps_row_prompts) == ("A", True)
+
+
+def bespoke_row(system: str) -> dict[str, Any]:
+    """A row in Bespoke-Stratos' form with this system prompt."""
+    turn = STRATOS.thought_open + "\n\nSo.\n\n" + STRATOS.thought_close + "\n\n"
+    turn += STRATOS.solution_open + "\n\n12\n\n" + STRATOS.solution_close
+    turns = [{"from": "user", "value": QUESTION}, {"from": "assistant", "value": turn}]
+    return {"system": system, "conversations": turns}
+
+
+def test_held_out_rows_do_not_decide_the_record(tiny_model: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "train.jsonl", [bespoke_row("A")] * 2)
+    others = write(tmp_path / "val.jsonl", [bespoke_row("B")] * 5)
+    data = StratosDataModule(
+        source, task="student_sft", tokenizer=tiny_model, prompts_per_step=1, val_source=others
+    )
+    data.setup("fit")
+    assert len(data.val_items) == 5
+    assert data.trained_format() == ModelFormat("student", STRATOS, "A", 1.0)
+
+
+@pytest.mark.parametrize("system", ["", "Use {thought_open} and <|end_of_thought|> as they are."])
+def test_a_rows_prompt_stays_as_it_is_in_every_stage(system: str, tiny_model: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [bespoke_row(system)])
+    expected = trained_prompts(source, tiny_model)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    data = StratosDataModule(source, task="student_sft", tokenizer=tiny_model, prompts_per_step=1)
+    data.setup("fit")
+    write_format(data.trained_format(), tmp_path / "model")
+    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "model")) == expected
+    if not system:
+        assert "Answer the question" not in data.format.tokenizer.decode(next(iter(expected.values())))
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -340,6 +370,10 @@ def test_a_template_has_the_trained_prompt_as_default(smollm2: str, shared: Path
         tokenizer.chat_template = with_default_system(before, prompt)
         assert text(question) == ours
         assert text({"role": "system", "content": "Other."}, question) == other
+        # A prompt that holds our comments ends nothing.
+        tokenizer.chat_template = with_default_system(before, END)
+        assert text(question) == text({"role": "system", "content": END}, question)
+        tokenizer.chat_template = with_default_system(before, prompt)
         # A model that is trained again gets the new default in place of the old one.
         assert without_default_system(tokenizer.chat_template) == before
         assert with_default_system(tokenizer.chat_template, "New") == with_default_system(before, "New")
@@ -388,7 +422,7 @@ def test_settings_fill_in_for_models_from_outside(tiny_model: str, bespoke: str,
     assert (from_rows.student_tags, from_rows.guessed) == (STRATOS, {})
     assert from_rows.student_system_prompt == rows_of(bespoke)[0]["system"]
     with pytest.raises(
-        InputError, match=r"Either data.student_system_prompt or data.format_from.*'X'.*1312 char"
+        InputError, match=r"Either --data.student_system_prompt or --data.format_from.*'X'.*1312 char"
     ):
         choose_format(FormatOptions(None, None, "X", bespoke), None, tiny_model)
     with pytest.raises(InputError, match="must name a readable text file after @, but '/no/file' is not"):
@@ -402,12 +436,12 @@ def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Pa
     known = trained(tmp_path / "known", tiny_model)
     rows = write(tmp_path / "rows.jsonl", [{"question": QUESTION, "solution": "12", "answer": "12"}] * 2)
     cases: list[tuple[Any, list[str]]] = [
-        (StratosDataModule(rows, tokenizer=tiny_model, student_tokenizer=known), ["As the teacher"]),
-        (StratosDataModule(rows, task="student_rl", tokenizer=tiny_model), ["As the student"]),
+        (StratosDataModule(rows, tokenizer=tiny_model, student_tokenizer=known), ["as the teacher"]),
+        (StratosDataModule(rows, task="student_rl", tokenizer=tiny_model), ["as the student"]),
         # Its rows say how the student is asked.
         (StratosDataModule(bespoke, task="student_rl", tokenizer=tiny_model, max_bad_frac=1.0), []),
         (StratosDataModule(bespoke, task="student_sft", tokenizer=tiny_model), []),
-        (EvaluationDataModule({"own": rows}, tokenizer=tiny_model), ["As the student"]),
+        (EvaluationDataModule({"own": rows}, tokenizer=tiny_model), ["as the student"]),
         (EvaluationDataModule({"own": rows}, tokenizer=known), []),
         (EvaluationDataModule({"own": rows}, tokenizer=tiny_model, student_system_prompt=""), []),
     ]
@@ -465,10 +499,10 @@ def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, 
     result = rlt(*words, *models.get(verb, both), *output, text=QUESTION)
     assert result.returncode == 2, result.stderr
     [line] = result.stderr.strip().splitlines()
-    assert "must be used with the" in line
-    assert "force_format to true" in line
-    assert ("r1, but" in line and "gives stratos" in line) or (
-        "none, but" in line and "gives 'Other.'" in line
+    assert "was trained with" in line
+    assert "force_format true" in line
+    assert ("the tags r1, but" in line and "gives stratos" in line) or (
+        "no system prompt, but" in line and "gives 'Other.'" in line
     )
     assert not (tmp_path / "run").exists()
 
@@ -476,7 +510,8 @@ def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, 
 def test_force_overrides_what_a_model_records(tiny_model: str, tmp_path: Path) -> None:
     known = trained(tmp_path / "known", tiny_model)
     with pytest.raises(
-        InputError, match=r"trained with, 'Think\.', but data\.student_system_prompt gives 'X'"
+        InputError,
+        match=r"trained with the system prompt 'Think\.', but --data\.student_system_prompt gives 'X'",
     ):
         choose_format(FormatOptions(student_system_prompt="X"), None, known)
     chosen = choose_format(FormatOptions("r1", None, "X", force_format=True), None, known)
@@ -497,7 +532,7 @@ def test_a_student_learns_in_its_own_format_unless_forced(
     known = trained(tmp_path / "known", tiny_model)
     data = {"task": "student_sft", "tokenizer": known, "prompts_per_step": 2}
     with pytest.raises(
-        InputError, match=rf"before, 'Think\.', but {ROWS} of {ROWS} rows have another, such as 'Your"
+        InputError, match=rf"'Think\.', but {ROWS} of {ROWS} rows have another, such as 'Your"
     ):
         StratosDataModule(bespoke, **data).setup("fit")  # type: ignore[arg-type]
     own = StratosDataModule(bespoke, **data, student_system_prompt="Think.")  # type: ignore[arg-type]
@@ -512,3 +547,22 @@ def test_our_prompt_stays_the_default(tiny_model: str) -> None:
     assert chosen.chat_format(load_tokenizer(tiny_model)).student_system_prompt == STRATOS.fill(
         STUDENT_SYSTEM_PROMPT
     )
+
+
+@pytest.mark.full
+def test_a_proposed_student_gets_the_format_of_the_run(miniature: str, tmp_path: Path) -> None:
+    teacher = trained(tmp_path / "teacher", miniature, "teacher", R1, system_prompt="")
+    student = trained(tmp_path / "student", miniature, "student", R1, system_prompt="Think.")
+    words = ["predict", "--config=configs/miniature_generate.yaml", f"--model.teacher={teacher}"]
+    words += ["--data.num_embedded_rows=4", "--data.prompts_per_step=4", "--data.teacher_system_prompt=null"]
+    # Its tags are those of the teacher's record, since no setting names any.
+    recorded = [*words, "--data.tags=null", f"--output_dir={tmp_path / 'recorded'}"]
+    following = proposed(rlt(*recorded).stdout)
+    assert following[following.index("--data.tags") + 1] == "r1"
+    forced = [*words, f"--model.student={student}", "--data.student_system_prompt=Other."]
+    forced += ["--data.force_format=true", f"--output_dir={tmp_path / 'forced'}"]
+    following = proposed(rlt(*forced).stdout)
+    assert following[following.index("--data.force_format") + 1] == "true"
+    result = rlt(*following, "--trainer.max_steps=1", f"--output_dir={tmp_path / 'student_sft'}")
+    assert result.returncode == 0, result.stderr
+    assert load_format(str(tmp_path / "student_sft/model")) == ModelFormat("student", R1, "Other.")

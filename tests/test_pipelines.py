@@ -233,7 +233,7 @@ def test_selections_of_answers_take_what_they_say() -> None:
     ("options", "expected"),
     [
         (["--rollouts.max_resamples=2"], "rollouts.max_resamples must be 0, since pass_rate counts every"),
-        (["--data.filters.max_repetition=0.5"], "Where data.task reads no traces, filters of traces must be"),
+        (["--data.filters.max_repetition=0.5"], "data.filters may set no filter of traces"),
         (["--data.filters.min_pass_rate=0.5"], "need rows with pass_rate, which `rlt predict` writes"),
     ],
 )
@@ -398,6 +398,8 @@ def custom(question: str, trace: str = "Count.", **columns: Any) -> dict[str, An
                 custom("b", pass_rate=0.0),
                 custom("c", pass_rate=1.0),
                 custom("d"),
+                custom("e", pass_rate="0.3"),
+                custom("f", pass_rate=True),
             ],
             {"pass_rate": [2, 3, 4]},
         ),

@@ -228,7 +228,7 @@ class EvaluateEvery(Callback):
         return self.link
 
     def _judged(self, responses: dict[int, list[Response]]) -> dict[str, float]:
-        """Judge all answers and return their figures by name, except those that are not finite."""
+        """Judge all answers and return their figures by name, except figures that are not finite."""
         if self.judge is None:
             self.judge = Judge(self.questions.tags, self.judge_deadline_s)
         problems = self.questions.problems
@@ -280,7 +280,8 @@ def asked_format(data: StratosDataModule) -> ChatFormat:
     """Return the format in which `rlt test` asks the model that this run exports: the one that it trains."""
     trained = data.trained_format()
     tokenizer = data.format.tokenizer
-    return ChatFormat(tokenizer, trained.tags, student_system_prompt=trained.system_prompt)
+    prompt = trained.system_prompt
+    return ChatFormat(tokenizer, trained.tags, student_system_prompt=prompt, fills=False)
 
 
 def require_student_task(task: str) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from jsonargparse import auto_cli
@@ -132,6 +133,15 @@ def how_to_resume() -> str:
     return f"The newest checkpoint is {found[-1]}. To resume: --output_dir {folder} --resume true"
 
 
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as a line: ours without the place in the code, which says nothing to a user."""
+    if Path(__file__).parents[1] in Path(filename).parents:
+        return f"rlt: warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
 def quiet_third_parties() -> None:
     """Silence tips, hardware lists and warnings that say nothing about the user's run."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -139,6 +149,7 @@ def quiet_third_parties() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    warnings.formatwarning = format_warning
     for pattern in (
         # Our loaders make batches of lists and want no workers.
         ".*does not have many workers.*",

@@ -51,9 +51,16 @@ PREDICT_FILES = {
     "scores.jsonl": "every row with its reward and the terms of it",
     "groups.json": "groups of equal size by reward: rows in groups/, plot in groups.svg",
     "comparison.md": "where one trace beats the other most; all problems: comparison.jsonl",
-    "traces.jsonl": "every trace with every term of its reward, or every answer with its verdict",
+    "traces.jsonl": "every trace with every term of its reward",
     "distillation.jsonl": "the traces that were selected; also as distillation.parquet",
     "README.md": "the data card",
+}
+
+
+# The same for a model's own answers.
+ANSWER_FILES = {
+    "traces.jsonl": "every answer with its verdict",
+    "distillation.jsonl": "the right answers that were selected; also as distillation.parquet",
 }
 
 
@@ -83,7 +90,8 @@ def print_after_predict(config: Namespace, on_cpu: bool) -> None:
     """Print what a finished scoring or generation left, and the command of the next stage."""
     folder = Path(config.output_dir)
     print("\nDone:")
-    print_files(folder, PREDICT_FILES)
+    judged = config.data.init_args.task == "student_rl"
+    print_files(folder, PREDICT_FILES | (ANSWER_FILES if judged else {}))
     traces = folder / "distillation.jsonl"
     if traces.exists() and (following := propose_after_generation(config, on_cpu, traces)):
         print(f"Next: {following}")
@@ -103,13 +111,14 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> s
         path = config_path("teacher_rlt", on_cpu, config)
         options: Options = {"model.teacher": model, **this_model("model.student", models.pretrained, on_cpu)}
         options |= {"data.source": data.source, **completion_length(config, path, model, examples)}
+        options |= forced(data)
         words = command("fit", path, options, data, TEACHER_FORMAT)
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
         path = config_path("generate", on_cpu, config)
         options = {"model.teacher": model, "model.student": models.student, **sampling_of(config)}
         options |= at_most(path, "data.student_context", context_of(config, models.student))
-        options |= (new := new_questions(data))
+        options |= (new := new_questions(data)) | forced(data)
         words = command("predict", path, options, data, TEACHER_FORMAT)
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         return f"write data for students (docs/generating.md{which}):\n  {words}"
@@ -145,10 +154,16 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
     # A model that wrote its own answers is what a student of them starts from.
     student = config.model.init_args.student or config.model.init_args.teacher
     options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
+    options |= forced(data)
     options |= at_most(path, "data.prompts_per_step", num_rows)
     limit = data.student_context or context_of(config, student)
     options |= at_most(path, "data.max_length", limit)
     return f"train a student on them:\n  {command('fit', path, options, data, STUDENT_FORMAT)}"
+
+
+def forced(data: Namespace) -> Options:
+    """Return the option that uses a model in another format than its own, if this run has used it so."""
+    return {"data.force_format": True} if data.get("force_format") else {}
 
 
 def command(verb: str, path: str, options: Options, data: Namespace, format_settings: tuple[str, ...]) -> str:

@@ -233,9 +233,9 @@ class RLTCommandLine(LightningCLI):
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""
         config, chat_format = self.config[self.subcommand].clone(), self.datamodule.format
-        if chat_format.student_tags != chat_format.tags:
-            # The next stage trains a student, in the format of the one that scored.
-            config.data.init_args.tags = style_name(chat_format.student_tags)
+        # The next stage trains a student, in the tags of the one that scored.
+        style = style_name(chat_format.student_tags)
+        config.data.init_args.tags = None if style == "stratos" else style
         next_steps.print_after_predict(config, self.on_cpu)
 
     @property

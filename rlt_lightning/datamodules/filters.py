@@ -22,7 +22,8 @@ from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError
 
 # Words, and the operators that make two sums different questions.
-WORD = re.compile(r"\w+|[-+*/^=<>×÷·−]")
+# 3.5 is one word, and relations and operations are words.
+WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+|[-+*/^=<>≤≥≠×÷·−%!|]")
 Rejection = tuple[FilterReason, str]  # with a detail that quotes no evaluation set
 # A row's number, its columns as they were read, and its texts.
 Row = tuple[int, dict[str, Any], ParsedRow]
@@ -98,7 +99,7 @@ class Sieve:
         of_traces |= {"duplicates: trace"} if filters.duplicates == "trace" else set()
         if of_traces and not traces:
             raise InputError(
-                "Where data.task reads no traces, filters of traces must be off, but data.filters sets "
+                "This data.task reads no traces, so data.filters may set no filter of traces, but sets "
                 f"{', '.join(sorted(of_traces))}. Remove it."
             )
         self.filters = filters
@@ -135,8 +136,10 @@ class Sieve:
         """Return the first reason to leave a row out, as far as the row itself tells."""
         filters, traces = self.filters, [row.traces[name].strip() for name in self.traces]
         rate = columns.get("pass_rate")
+        # A text or a truth value is no rate.
+        rate = rate if isinstance(rate, int | float) and not isinstance(rate, bool) else None
         if not within(rate, filters.min_pass_rate, filters.max_pass_rate):
-            return FilterReason.PASS_RATE, f"pass_rate is {rate}"
+            return FilterReason.PASS_RATE, f"pass_rate is {columns.get('pass_rate')!r}"
         for trace in traces:
             if not within(len(trace), filters.min_trace_chars, None):
                 return (

@@ -3,9 +3,9 @@
 | | tags | system prompt |
 |---|---|---|
 | 1 | `tags` | `teacher_system_prompt`, `student_system_prompt` |
-| 2 | those that the model's folder records | the one that the folder records |
-| 3 | those of `format_from` | the student's: the one of `format_from` |
-| 4 | those of the other model of the run | the row's own, else ours |
+| 2 | what the model's folder records | what the folder records |
+| 3 | the tags of `format_from` | the student's: the one of `format_from` |
+| 4 | the tags of the other model of the run | the row's own, else ours |
 
 A setting that contradicts what a model was trained in is refused, unless `force_format` is true.
 """
@@ -21,7 +21,12 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
-from rlt_lightning.datamodules.formats import ChatFormat, student_prompt, teacher_prompt
+from rlt_lightning.datamodules.formats import (
+    STUDENT_SYSTEM_PROMPT,
+    TEACHER_SYSTEM_PROMPT,
+    ChatFormat,
+    prompt_of,
+)
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.format import ModelFormat, Role
@@ -51,7 +56,7 @@ class FormatOptions:
     student_system_prompt: str | None = None
     format_from: str | None = None
     force_format: bool = False
-    group: str = "data."
+    group: str = "--data."
 
     @staticmethod
     def of_settings(settings: Mapping[str, Any]) -> FormatOptions:
@@ -107,7 +112,8 @@ class ChosenFormat:
     def chat_format(self, tokenizer: Any) -> ChatFormat:
         """Return the format for a tokenizer."""
         prompts = (self.teacher_system_prompt, self.student_system_prompt)
-        return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags)
+        # What the user wrote is filled already. What a model records stays as rows have shown it.
+        return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags, fills=False)
 
     def check_rows(self, prompts: Counter[str]) -> None:
         """Compare the system prompts under which the student sees the rows, counted, with its training.
@@ -125,18 +131,24 @@ class ChosenFormat:
             prompts: The system prompts under which the student sees the rows, counted; None: the default.
         """
         name_of = self.options.name
-        default = student_prompt(None, self.student_tags)
-        for role, name in self.guessed.items():
-            if role == "student" and prompts is not None and default not in prompts:
-                continue
-            is_teacher = role == "teacher"
-            tags = self.tags if is_teacher else self.student_tags
-            prompt = (teacher_prompt if is_teacher else student_prompt)(None, tags)
-            source = "" if is_teacher else f", or {name_of('format_from')} to rows that it was trained on"
+        default = prompt_of(None, STUDENT_SYSTEM_PROMPT, self.student_tags)
+        prompt = shown(prompt_of(None, TEACHER_SYSTEM_PROMPT, self.tags))
+        said = {
+            "teacher": f"the tags {tags_text(self.tags)} and our system prompt, {prompt}",
+            "student": f"the tags {tags_text(self.student_tags)} and our system prompt, {shown(default)}",
+        }
+        guessed = dict(self.guessed)
+        if prompts is not None and default not in prompts:
+            guessed.pop("student", None)
+        for name in dict.fromkeys(guessed.values()):
+            roles = [role for role in guessed if guessed[role] == name]
+            found = " and ".join(f"as the {role} {said[role]}" for role in roles)
+            settings = [name_of("tags"), *(name_of(f"{role}_system_prompt") for role in roles)]
+            rows = f", or {name_of('format_from')} to rows that it was trained on"
             rank_zero_warn(
-                f"{name} does not record the format that it was trained in. As the {role} it gets the tags "
-                f"{tags_text(tags)} and our system prompt, {shown(prompt)}. If it was trained with another "
-                f"one, set {name_of(role + '_system_prompt')} (@FILE for the text of a file){source}."
+                f"{name} does not record the format that it was trained in. It gets {found}. If it was "
+                f"trained with others, set {' and '.join(settings)} ('' for none, @FILE for the text of a "
+                f"file){rows if 'student' in roles else ''}."
             )
 
 
@@ -165,8 +177,8 @@ def choose_format(
     student_tags = own_named or first_tags(known, seen) or tags
     teachers = options.teacher_system_prompt
     told = options.student_system_prompt
-    teachers = None if teachers is None else teacher_prompt(teachers, tags)
-    told = None if told is None else student_prompt(told, student_tags)
+    teachers = None if teachers is None else prompt_of(teachers, TEACHER_SYSTEM_PROMPT, tags)
+    told = None if told is None else prompt_of(told, STUDENT_SYSTEM_PROMPT, student_tags)
     if seen is not None:
         require_one_prompt(told, seen, options)
     if taught is not None and not options.force_format:
@@ -218,23 +230,23 @@ def first_tags(*formats: ModelFormat | None) -> TagStyle | None:
 def require_same(
     name: str, recorded: ModelFormat, value: TagStyle | str | None, options: FormatOptions, setting: str
 ) -> None:
-    """Check that tags or a system prompt, where they are set, are those that a model was trained with.
+    """Check that tags or a system prompt, where they are set, are the ones of a model's training.
 
     Raises:
         InputError: If they are others; it shows both.
     """
     if isinstance(value, TagStyle):
-        same, kind = value == recorded.tags, "tags"
-        theirs, ours = tags_text(recorded.tags), tags_text(value)
+        same = value == recorded.tags
+        theirs, ours = f"the tags {tags_text(recorded.tags)}", tags_text(value)
     else:
-        same, kind = value in (None, recorded.system_prompt), "system prompt"
-        theirs, ours = shown(recorded.system_prompt), shown(value or "")
+        same = value in (None, recorded.system_prompt)
+        theirs, ours = prompt_in_words(recorded.system_prompt), shown(value or "")
         theirs += "" if recorded.share == 1 else f" in {recorded.share:.0%} of its rows"
     if not same:
+        option = options.name(setting)
         raise InputError(
-            f"{name} must be used with the {kind} that it was trained with, {theirs}, but "
-            f"{options.name(setting)} gives {ours}. Leave {options.name(setting)} out (null) to use the "
-            f"former, or set {options.name('force_format')} to true to use the latter."
+            f"{name} was trained with {theirs}, but {option} gives {ours}. Leave {option} out (null) to use "
+            f"it as it was trained, or add {options.name('force_format')} true to use {option} all the same."
         )
 
 
@@ -252,7 +264,7 @@ def recorded_format(name: str, role: Role, options: FormatOptions, learns: bool)
     does = {"teacher": "explains given solutions", "student": "answers questions"}
     raise InputError(
         f"The {role} must be a model that {does[role]}, but {name} was trained as a {recorded.role}, which "
-        f"{does[recorded.role]}. Name another model, or set {options.name('force_format')} to true."
+        f"{does[recorded.role]}. Name another model, or add {options.name('force_format')} true."
     )
 
 
@@ -266,10 +278,9 @@ def require_rows_agree(recorded: ModelFormat, name: str, prompts: Counter[str]) 
     if recorded.share == 1 and others:
         [(other, _)] = others.most_common(1)
         raise InputError(
-            f"{name} must be trained with the system prompt that it was trained with before, "
-            f"{shown(recorded.system_prompt)}, but {others.total()} of {prompts.total()} rows have another, "
-            f"such as {shown(other)}. Set data.force_format to true to train it in the format of the rows, "
-            "or give its own as data.student_system_prompt to use that for all rows."
+            f"{name} was trained with {prompt_in_words(recorded.system_prompt)}, but {others.total()} of "
+            f"{prompts.total()} rows have another, such as {shown(other)}. Add --data.force_format true to "
+            "train it with those of the rows, or --data.student_system_prompt to use its own for all rows."
         )
 
 
@@ -281,7 +292,7 @@ def format_of_rows(source: str, options: FormatOptions) -> ModelFormat:
     """
     rows = [row for _, row in read_rows(source, max_rows=ROWS_READ) if isinstance(row, dict)]
     for tags in TAG_STYLES.values():
-        prompts = Counter(system for row in rows if (system := system_of(row, tags)))
+        prompts = Counter(system for row in rows if (system := system_of(row, tags)) is not None)
         if prompts:
             return ModelFormat.of_rows("student", tags, prompts)
     raise InputError(
@@ -344,6 +355,11 @@ def shown(prompt: str) -> str:
     if len(prompt) <= SHOWN:
         return repr(prompt)
     return f"{prompt[: SHOWN - 20]!r} … {prompt[-20:]!r} ({len(prompt)} characters)"
+
+
+def prompt_in_words(prompt: str) -> str:
+    """Return the system prompt of a training as a part of a sentence."""
+    return f"the system prompt {shown(prompt)}" if prompt else "no system prompt"
 
 
 def tags_text(tags: TagStyle) -> str:

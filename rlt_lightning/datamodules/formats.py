@@ -81,6 +81,7 @@ class ChatFormat:
             templates, such as Qwen2.5's, then insert their own.
         student_system_prompt: The same, for rows without a system prompt.
         student_tags: The tags of a student that was trained with others than the teacher; None: the same.
+        fills: Whether tags replace their names, such as {thought_open}, in the given prompts.
 
     Raises:
         InputError: If the tokenizer is slow, merges the separator with the text after it, or has no chat
@@ -94,12 +95,15 @@ class ChatFormat:
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
         student_tags: str | TagStyle | None = None,
+        fills: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.tags = tag_style(tags)
         self.student_tags = self.tags if student_tags is None else tag_style(student_tags)
-        self.teacher_system_prompt = teacher_prompt(teacher_system_prompt, self.tags)
-        self.student_system_prompt = student_prompt(student_system_prompt, self.student_tags)
+        self.teacher_system_prompt = prompt_of(teacher_system_prompt, TEACHER_SYSTEM_PROMPT, self.tags, fills)
+        self.student_system_prompt = prompt_of(
+            student_system_prompt, STUDENT_SYSTEM_PROMPT, self.student_tags, fills
+        )
         if tokenizer.eos_token_id is None:
             raise InputError(
                 "The tokenizer must have an end-of-sequence token, but has none. Set its eos_token."
@@ -384,14 +388,11 @@ class ChatFormat:
         return count
 
 
-def teacher_prompt(prompt: str | None, tags: TagStyle) -> str:
-    """Return a teacher's system prompt, ours for None, with the tags in place of their names."""
-    return tags.fill(TEACHER_SYSTEM_PROMPT if prompt is None else prompt)
-
-
-def student_prompt(prompt: str | None, tags: TagStyle) -> str:
-    """Return a student's system prompt, ours for None, with the tags in place of their names."""
-    return tags.fill(STUDENT_SYSTEM_PROMPT if prompt is None else prompt)
+def prompt_of(prompt: str | None, ours: str, tags: TagStyle, fills: bool = True) -> str:
+    """Return a system prompt, ours for None; tags replace their names in one that `fills`."""
+    if prompt is None:
+        return tags.fill(ours)
+    return tags.fill(prompt) if fills else prompt
 
 
 def masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -37,7 +36,7 @@ class ItemMaker:
         max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of a whole sequence.
         long_traces: Whether fine-tuning drops or truncates longer sequences.
-        system_prompts: The system prompts under which the student sees the items so far, counted.
+        system_prompts: The system prompt under which the student sees each row so far, by the row's number.
     """
 
     format: ChatFormat
@@ -48,7 +47,7 @@ class ItemMaker:
     max_solution_length: int | None
     max_length: int
     long_traces: LongTraces
-    system_prompts: Counter[str] = field(default_factory=Counter)
+    system_prompts: dict[int, str] = field(default_factory=dict)
 
     @property
     def needed_traces(self) -> list[str]:

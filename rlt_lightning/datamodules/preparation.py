@@ -15,7 +15,7 @@ from rlt_lightning.types import SFTExample
 def make_items(
     rows: list[NumberedRow], report: BadRowReport, maker: ItemMaker, sieve: Sieve | None
 ) -> list[Item]:
-    """Make the rows of a source into items, and report those that are not used.
+    """Make the rows of a source into items, and report the rows that are not used.
 
     Args:
         rows: Rows as they were read.
@@ -43,7 +43,7 @@ def make_items(
             report.add(number, error)
             continue
         items += made
-        maker.system_prompts[maker.system_prompt_of(row)] += len(made)
+        maker.system_prompts[report.first_row - 1 + number] = maker.system_prompt_of(row)
         if any(isinstance(item, SFTExample) and item.num_cut for item in made):
             report.truncated.append(number)
         if sieve is not None:

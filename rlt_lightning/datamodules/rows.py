@@ -172,6 +172,9 @@ def _trace(row: dict[str, Any], column: str, tags: TagStyle) -> str:
 def _parse_stratos(row: dict[str, Any], tags: TagStyle, student_tags: TagStyle) -> ParsedRow:
     own_system, question, answer = split_turns(_list(row["conversations"]))
     system = _text(row.get("system"), "system") or own_system
+    if system is None and row.get("system") == "":
+        # It was written without a system prompt.
+        system = ""
     completion = _text(row.get("completion"), "completion") or None
     own, stratos = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
     # The outer tags count: the thought may hold tags of the other style.

@@ -65,10 +65,8 @@ class StratosDataModule(LightningDataModule):
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
             a file. May hold placeholders such as {explanation_open}.
-        student_system_prompt: None: as the student was trained, else the row's own, else ours; '' and @FILE
-            as above.
-        format_from: Rows off which the tags and the system prompt of a student from outside are read: a file,
-            folder or hub id.
+        student_system_prompt: None: as the student was trained, else the row's, else ours; '' and @FILE too.
+        format_from: Source of rows off which tags and system prompt of a student from outside are read.
         force_format: Use these settings although a model records that it was trained in others.
         prompts_per_step: Rows per optimizer step, over all processes.
         max_prompt_length: Most tokens of a prompt; longer rows are left out.
@@ -208,6 +206,7 @@ class StratosDataModule(LightningDataModule):
         )
         sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
         self.reports, items = self._prepare(self.sources, self.split, sieve)
+        prompts = dict(self._item_maker.system_prompts)  # rows of val_source have the same numbers
         val_items: list[Item] = []
         if stage != "predict":
             if self.val_sources:
@@ -217,6 +216,7 @@ class StratosDataModule(LightningDataModule):
             elif self.val_rows:
                 items, val_items = self._hold_out(items)
         self.items: list[Item] = items
+        self.system_prompts = Counter(prompts[item.row] for item in items)  # of the student
         self.val_items: list[Item] = val_items
         path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
         if path and self._rank() == 0:
@@ -225,7 +225,7 @@ class StratosDataModule(LightningDataModule):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
-        self.chosen.check_rows(self._item_maker.system_prompts)
+        self.chosen.check_rows(self.system_prompts)
         if stage == "validate" and not val_items:
             raise InputError(
                 "rlt validate needs held-out rows, but has none. Set data.val_rows or data.val_source."
@@ -237,7 +237,7 @@ class StratosDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return shuffled batches of one optimizer step, resumable in the middle of an epoch."""
-        self.chosen.warn_of_guesses(self._item_maker.system_prompts)
+        self.chosen.warn_of_guesses(self.system_prompts)
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
@@ -251,7 +251,7 @@ class StratosDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
-        self.chosen.warn_of_guesses(self._item_maker.system_prompts)
+        self.chosen.warn_of_guesses(self.system_prompts)
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
@@ -318,7 +318,7 @@ class StratosDataModule(LightningDataModule):
         if self.task in ("rlt", "score", "teacher_sft"):
             prompts = Counter([self.format.teacher_system_prompt])
             return ModelFormat.of_rows("teacher", self.format.tags, prompts)
-        return ModelFormat.of_rows("student", self.format.student_tags, self._item_maker.system_prompts)
+        return ModelFormat.of_rows("student", self.format.student_tags, self.system_prompts)
 
     @property
     def problems(self) -> list[Problem]:

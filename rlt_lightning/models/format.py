@@ -138,4 +138,6 @@ def without_opened_thought(prompt: str) -> str:
 def jinja_string(text: str) -> str:
     """Return a text as a string literal of a Jinja template."""
     special = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r"}
-    return "'" + "".join(special.get(character, character) for character in text) + "'"
+    literal = "'" + "".join(special.get(character, character) for character in text) + "'"
+    # A text may hold the comments that end our addition.
+    return literal.replace("{#", "{' ~ '#")

@@ -110,7 +110,7 @@ def solution_heat(row: Row, empty: Row, terminal: Terminal) -> list[str]:
 
 
 def caveats(reward: RLTReward, terminal: Terminal) -> list[str]:
-    """Return what to know about the figures of tokens, if they are not those that enter the terms."""
+    """Return what to know about the figures of tokens, if other figures enter the terms."""
     normalised = (reward.normalise_log_probs, reward.normalise_kl) != ("none", "none")
     if (reward.clip_log_probs, reward.clip_kl) == (None, None) and not normalised:
         return []

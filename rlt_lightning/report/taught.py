@@ -195,7 +195,7 @@ def view_lines(row: Row, reward: RLTReward, terminal: Terminal) -> list[str]:
         lines.append(f"  {name:<8}{probability(row[f'student_prob_{name}']):<9} log-prob {log_prob:.4f}")
     count = len(row["solution_tokens"])
     words = (
-        f"Before: after an empty explanation. Per token: exp of the mean log-prob of the {count} "
+        f"Before: with an empty explanation. Per token: exp of the mean log-prob of the {count} "
         f"token{'s' if count > 1 else ''}. log-prob: their sum, nats. At temperature "
         f"{reward.student_temperature:g}."
     )
