@@ -401,7 +401,7 @@ def custom(question: str, trace: str = "Count.", **columns: Any) -> dict[str, An
                 custom("e", pass_rate="0.3"),
                 custom("f", pass_rate=True),
             ],
-            {"pass_rate": [2, 3, 4]},
+            {"pass_rate": [2, 3, 4, 5, 6]},
         ),
         (
             {"right_only": True},
