@@ -194,6 +194,21 @@ def test_a_model_folder_says_what_it_was_trained_on(student: tuple[Path, str], b
     assert len(found.system_prompt) == 1312  # the real one, not ours
 
 
+def test_true_rows_of_bespoke_stratos_are_asked_as_they_were_learnt(
+    shared: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    rows = json.loads((shared / "data/bespoke_stratos_rows/true_rows.json").read_text())
+    source = write(tmp_path / "rows.jsonl", rows)
+    expected = trained_prompts(source, tiny_model, max_length=2048, long_traces="truncate")
+    data = StratosDataModule(source, task="student_sft", tokenizer=tiny_model, long_traces="truncate")
+    data.prompts_per_step = 1
+    data.setup("fit")
+    shutil.copytree(tiny_model, tmp_path / "model")
+    write_format(data.trained_format(), tmp_path / "model")
+    assert len(expected) == len(rows) == 2
+    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "model")) == expected
+
+
 LORA = "--model.lora={rank: 2, alpha: 4.0}"
 
 
