@@ -11,7 +11,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.records.jsonl import Row
-from rlt_lightning.records.rows import score_rows
+from rlt_lightning.records.rows import completion_columns, score_rows
 from rlt_lightning.types import Problem, PromptBatch
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
@@ -30,7 +30,7 @@ def answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -> Iter
     for i, (rollout, scores) in enumerate(
         zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)
     ):
-        problem, completion, first = rollout.problem, rollout.completion, i - i % size
+        problem, first = rollout.problem, i - i % size
         turn = data.turn_of(rollout)
         thought, solution = turn or (rollout.text, "")
         own = replace(problem, solution=solution)
@@ -49,12 +49,7 @@ def answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -> Iter
             **scores,
             "pass_rate": fmean(correct[first : first + size]),
             "found_answer": terms.answers[i],
-            "closed": rollout.closed,
-            "finish_reason": completion.finish_reason,
-            "num_tokens": len(completion.token_ids),
-            "student_tokens": data.student_length(rollout),
-            "fits": data.fits_student(rollout),
-            "seed": completion.seed,
+            **completion_columns(rollout, data),
             "model": model,
         }
 

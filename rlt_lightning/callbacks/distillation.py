@@ -30,7 +30,7 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.records.data_card import ANSWERS, EXPLANATIONS, data_card
 from rlt_lightning.records.jsonl import Row, append_rows, rewrite, rows_in, to_line
-from rlt_lightning.records.rows import resume_rows, score_rows
+from rlt_lightning.records.rows import completion_columns, resume_rows, score_rows
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
@@ -187,7 +187,7 @@ def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
     assert batch.rollouts is not None
     assert batch.scores is not None
     for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
-        problem, completion = rollout.problem, rollout.completion
+        problem = rollout.problem
         kept = {name: value for name, value in problem.columns.items() if name != "completion"}
         yield {
             **kept,
@@ -198,12 +198,7 @@ def trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
             "reasoning_trace": rollout.text,
             **data.format.conversation(problem, rollout.text),
             **terms,
-            "closed": rollout.closed,
-            "finish_reason": completion.finish_reason,
-            "num_tokens": len(completion.token_ids),
-            "student_tokens": data.student_length(rollout),
-            "fits": data.fits_student(rollout),
-            "seed": completion.seed,
+            **completion_columns(rollout, data),
             "teacher": teacher,
         }
 

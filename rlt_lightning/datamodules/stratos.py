@@ -301,8 +301,10 @@ class StratosDataModule(LightningDataModule):
             return False
         if any(holds_tag(turn[0], tags) for tags in (self.format.tags, self.format.student_tags)):
             return False
+        if limit is None:
+            return True
         length = self.student_length(rollout)
-        return limit is None or (length is not None and length <= limit)
+        return length is not None and length <= limit
 
     def recipe(self) -> dict[str, Any]:
         """Return what the rows are and how they are presented, for a data card."""

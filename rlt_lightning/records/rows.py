@@ -48,6 +48,18 @@ def score_rows(scores: Scores) -> list[dict[str, float]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def completion_columns(rollout: Rollout, data: Any) -> Row:
+    """Return how a completion ended, and whether a student can learn from it in the format of the data."""
+    return {
+        "closed": rollout.closed,
+        "finish_reason": rollout.completion.finish_reason,
+        "num_tokens": len(rollout.completion.token_ids),
+        "student_tokens": data.student_length(rollout),
+        "fits": data.fits_student(rollout),
+        "seed": rollout.completion.seed,
+    }
+
+
 def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: Any) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
