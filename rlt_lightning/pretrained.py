@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from rlt_lightning.models.embedded import (
     resolve,
 )
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
-from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.models.waiting import waiting_for, without_hub_retries
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
 
@@ -228,15 +227,9 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_hub(kind: str, name: str) -> Iterator[None]:
-    """Name a wait for the hub, without the hub's own five warnings of retries, which say less."""
-    hub_log = logging.getLogger("huggingface_hub")
-    level = hub_log.level
-    hub_log.setLevel(logging.ERROR)
-    try:
-        with waiting_for_hub(kind, name):
-            yield
-    finally:
-        hub_log.setLevel(level)
+    """Name a wait for the hub, in place of the hub's own warnings."""
+    with without_hub_retries(), waiting_for_hub(kind, name):
+        yield
 
 
 def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[None]:

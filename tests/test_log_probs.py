@@ -159,6 +159,18 @@ def test_few_tokens_do_not_make_wide_blocks():
     assert sum(block.stop - block.start for block in blocks) == 100_000
 
 
+@pytest.mark.parametrize(("hidden_size", "num_words"), [(896, 152_064), (3584, 151_999), (64, 1100)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 100, 1000, 16_384, 100_003])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_rows_of_tiles_begin_at_multiples_of_16_bytes(num_tokens, hidden_size, num_words, num_heads):
+    rows, blocks = tiles(num_tokens, hidden_size, num_words, 512, num_heads)
+    widths = [block.stop - block.start for block in blocks]
+    assert not any(width % 128 for width in widths[:-1])
+    assert sum(widths) == num_words
+    assert sum(row.stop - row.start for row in rows) == num_tokens
+    assert max(row.stop - row.start for row in rows) * max(widths) * num_heads <= 512 * 2**18
+
+
 def test_no_tokens_give_no_log_probs_but_a_graph():
     hidden, weight, _, targets = example(num_tokens=0)
     log_probs, entropy = linear_log_probs(hidden, Head(weight), targets, with_entropy=True)
@@ -170,7 +182,10 @@ def test_no_tokens_give_no_log_probs_but_a_graph():
 
 @pytest.mark.parametrize("num_student_words", [VOCABULARY, VOCABULARY - 100, VOCABULARY + 100])
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_exact_kl_in_blocks_equals_all_at_once(num_student_words, cap):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_exact_kl_in_blocks_equals_all_at_once(num_student_words, cap, compiled):
+    if compiled and shutil.which("gcc") is None:
+        pytest.skip("torch.compile needs a C compiler on a CPU")
     hidden, weight, bias, _ = example()
     student_hidden = torch.randn(300, 3, dtype=torch.float64, requires_grad=True)
     student_weight = torch.randn(num_student_words, 3, dtype=torch.float64, requires_grad=True)
@@ -178,7 +193,7 @@ def test_exact_kl_in_blocks_equals_all_at_once(num_student_words, cap):
     logits = slow_logits(hidden, weight, bias, scales[0])
     expected = exact_kl(logits, student_hidden @ student_weight.t(), 0.7, 0.9)
     teacher, student = Head(weight, bias, scales[0]), Head(student_weight, None, scales[1])
-    kl = linear_exact_kl(hidden, teacher, student_hidden, student, logits_mib=1)
+    kl = linear_exact_kl(hidden, teacher, student_hidden, student, logits_mib=1, compiled=compiled)
     torch.testing.assert_close(kl, expected)
     inputs, weights = (hidden, weight, bias, student_hidden, student_weight), torch.randn_like(kl)
     torch.testing.assert_close(

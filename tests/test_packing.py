@@ -1,9 +1,11 @@
 """Rows of packed sequences, by hand; through tiny random models of several families, against one by one."""
 
+import random
 from importlib.util import find_spec
 
 import pytest
 import torch
+from tiny import StrictEntry
 from torch import Tensor
 from transformers import (
     BloomConfig,
@@ -46,7 +48,6 @@ from rlt_lightning.numerics import (
     to_padded,
 )
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import InputError
 
 FAMILIES = {
@@ -166,7 +167,7 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
 
 @pytest.mark.parametrize("family", OWN)
 def test_known_architectures_share_prefixes_without_a_warning(family, tiny_models, recwarn):
-    assert verified_layout(Entry(load_model(tiny_models[family])), family, "auto") == "auto"
+    assert verified_layout(StrictEntry(load_model(tiny_models[family])), family, "auto") == "auto"
     assert not [warning for warning in recwarn if "layout" in str(warning.message)]
 
 
@@ -174,7 +175,7 @@ def test_known_architectures_share_prefixes_without_a_warning(family, tiny_model
 def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(family, tiny_models):
     model = load_model(tiny_models[family])
     assert model.config._attn_implementation != SEGMENT_ATTENTION
-    assert verified_layout(Entry(model), family, "auto") == "packed"
+    assert verified_layout(StrictEntry(model), family, "auto") == "packed"
     torch.testing.assert_close(
         log_probs_in(model, "packed"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
@@ -184,13 +185,15 @@ def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(fa
 @pytest.mark.parametrize("family", ["bloom", "mamba", "lfm2"])
 def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
     with pytest.warns(UserWarning, match=r"runs with layout 'single'"):
-        assert verified_layout(Entry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
+        assert (
+            verified_layout(StrictEntry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
+        )
 
 
 @pytest.mark.parametrize("family", ["bloom", "codegen"])
 def test_models_that_mask_by_themselves_keep_their_attention(family, tiny_models):
     model, plain = load_model(tiny_models[family]), FAMILIES[family][1].from_pretrained(tiny_models[family])
-    layout = verified_layout(Entry(model), family, "auto")
+    layout = verified_layout(StrictEntry(model), family, "auto")
     ours = log_probs_in(model, layout)
     torch.testing.assert_close(ours, log_probs_one_by_one(plain), atol=1e-5, rtol=1e-5)
 
@@ -201,7 +204,7 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_model
     config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="'single', which is slower: with 'auto' the longest sequence"):
-        assert verified_layout(Entry(load_model(str(tmp_path))), "long", "auto") == "single"
+        assert verified_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
 
 
 def test_our_attention_is_refused_for_windows(tiny_models):
@@ -221,20 +224,20 @@ def test_attention_that_cannot_be_had_is_named_in_one_line(attention, tiny_model
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
     model = load_model(tiny_models["llama"], attn_implementation="sdpa")
     with pytest.raises(InputError, match=r"\('sdpa'\) does not share prefixes. Use model.layout"):
-        verified_layout(Entry(model), "llama", "shared_prefix", attention_chosen=True)
-    assert verified_layout(Entry(model), "llama", "auto", attention_chosen=True) == "packed"
+        verified_layout(StrictEntry(model), "llama", "shared_prefix", attention_chosen=True)
+    assert verified_layout(StrictEntry(model), "llama", "auto", attention_chosen=True) == "packed"
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
 def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
     model = load_model(tiny_models[family])
     with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single', which is slower"):
-        assert verified_layout(Entry(model), family, "auto") == "single"
+        assert verified_layout(StrictEntry(model), family, "auto") == "single"
     torch.testing.assert_close(
         log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
     with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
-        verified_layout(Entry(model), family, "shared_prefix")
+        verified_layout(StrictEntry(model), family, "shared_prefix")
 
 
 def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monkeypatch):
@@ -248,7 +251,7 @@ def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monke
 
     monkeypatch.setattr(type(model), "forward", doubled)
     with pytest.raises(InputError, match="with layout 'single' must equal its own"):
-        verified_layout(Entry(model), "llama", "auto")
+        verified_layout(StrictEntry(model), "llama", "auto")
 
 
 def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):
@@ -308,6 +311,47 @@ def test_packed_row_by_hand():
     plain = PackedSequences.from_sequences(sequences[:2])
     assert plain.input_ids.tolist() == [[10, 11, 12, 20, 21]]
     assert plain.segments == Segments((0, 3, 5))
+
+
+def token_by_token(sequences, families):
+    """The obvious way to pack a row."""
+    tokens, positions, predictors, targets, owners = [], [], [], [], []
+    for family in families:
+        prefix = sequences[family[0]].prefix
+        start = len(tokens)
+        for position, token in enumerate(prefix):
+            tokens.append(token)
+            positions.append(position)
+        for i in family:
+            places = list(range(start, start + len(prefix)))
+            for token in sequences[i].rest:
+                positions.append(len(places))
+                places.append(len(tokens))
+                tokens.append(token)
+            for t, is_scored in enumerate(sequences[i].scored):
+                if is_scored:
+                    predictors.append(places[t - 1])
+                    targets.append(tokens[places[t]])
+                    owners.append(i)
+    return [tokens, positions, predictors, targets, owners]
+
+
+def test_rows_equal_those_built_token_by_token():
+    numbers = random.Random(0)
+    for _ in range(50):
+        sequences, families = [], []
+        for _ in range(numbers.randint(1, 4)):
+            prefix = [numbers.randrange(99) for _ in range(numbers.choice([0, 1, 5]))]
+            family = tuple(range(len(sequences), len(sequences) + (numbers.randint(1, 3) if prefix else 1)))
+            for _ in family:
+                rest = [numbers.randrange(99) for _ in range(numbers.randint(not prefix, 6))]
+                scored = [False, *(numbers.random() < 0.6 for _ in (prefix + rest)[1:])]
+                sequences.append(ScoredSequence(prefix, rest, scored))
+            families.append(family[::-1])
+        packed = PackedSequences.from_sequences(sequences, tuple(families))
+        ours = [packed.input_ids[0], packed.position_ids[0], packed.predictors, packed.targets]
+        ours = [tensor.tolist() for tensor in (*ours, packed.sequence_of_scored)]
+        assert ours == token_by_token(sequences, families)
 
 
 @pytest.mark.parametrize(

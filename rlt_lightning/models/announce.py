@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from rlt_lightning.models.weights import full_shape
 
 LARGE_BYTES = 10**9  # smaller weights are checked and written within a second or two
 LARGE_FILE_BYTES = 5 * 10**7
-MANY_ROWS = 5000
 COUNT_EVERY_S = 10.0
 T = TypeVar("T")
 
@@ -77,14 +76,12 @@ def announce_reading(path: Path) -> None:
         announce(f"reading {path} ({size_text(num_bytes)})")
 
 
-def counted(rows: Sequence[T], what: str) -> Iterator[T]:
-    """Yield rows; if there are many, announce them and then say every few seconds how many are done."""
-    if len(rows) >= MANY_ROWS:
-        announce(f"{what}: {len(rows):,} rows")
+def counted(rows: Iterable[T], what: str) -> Iterator[T]:
+    """Yield rows as they are read, and say every few seconds how many are done."""
     said_at = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() > said_at + COUNT_EVERY_S:
-            announce(f"{what}: {number:,} of {len(rows):,} rows")
+            announce(f"{what}: {number:,} rows so far")
             said_at = time.monotonic()
         yield row
 

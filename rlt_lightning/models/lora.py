@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from rlt_lightning.models.quantised import dequantised_weights, quantise
 from rlt_lightning.models.weights import NamedTensor, Read, full_shape, whole_tensors
 from rlt_lightning.types import InputError
 
@@ -38,11 +39,14 @@ class LoRA:
         rank: Rows of A and columns of B.
         alpha: Updates are scaled by alpha / rank.
         targets: Names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear: all but the head.
+        base: How the frozen weights are stored: full, in the model's type; 4bit: the linear layers in 4 bits
+            (QLoRA), for one process or DDP.
     """
 
     rank: int = 32
     alpha: float = 64.0
     targets: list[str] | str = "all-linear"
+    base: Literal["full", "4bit"] = "full"
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0 or not self.targets:
@@ -68,6 +72,9 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         InputError: If a target is no linear layer of the model, or its head.
     """
     empty = next(model.parameters()).is_meta
+    # An empty model gives only names and shapes: of the original weights.
+    if lora.base == "4bit" and not empty:
+        quantise(model)
     inject_layers(model, lora, empty)
     shapes = {}
     for name, parameter in model.named_parameters():
@@ -179,6 +186,9 @@ def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTenso
         tensors: Its weights by name, or placeholders for them.
     """
     layers: dict[str, Any] = dict(model.named_modules())
+    # Codes of 4 bits mean nothing to others; placeholders for original weights stay.
+    whole = dequantised_weights(model)
+    tensors = {n: whole.get(n, t) if isinstance(t, Tensor) else t for n, t in tensors.items()}
     merged: list[NamedTensor] = []
     for name, tensor in tensors.items():
         layer_name, is_adapted, rest = name.partition(".base_layer.")

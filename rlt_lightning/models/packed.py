@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.kl import linear_exact_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -23,11 +23,12 @@ class HeadOptions:
 
     Args:
         logits_mib: Memory for logits at a time, MiB; None: 8 on a CPU, else 512.
-        compiled: Fuse the head's arithmetic with torch.compile.
+        compiled: Fuse the head's arithmetic with torch.compile; None: on a GPU, if it equals the
+            head as it is.
     """
 
     logits_mib: int | None = None
-    compiled: bool = False
+    compiled: bool | None = None
 
 
 def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
@@ -41,7 +42,7 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
             # transformers takes a mask of four dimensions as it is, and nobody reads this one: without it,
             # transformers would build a dense L x L mask from the positions.
             no_mask = torch.empty(1, 1, 1, 0, device=packed.input_ids.device)
-            options |= {"segments": packed.segments, "attention_mask": no_mask}
+            options |= {"packed_row": PackedRow(packed.segments), "attention_mask": no_mask}
     return model.base_model(**options).last_hidden_state[0, packed.predictors]
 
 
@@ -84,7 +85,9 @@ def head_log_probs(
     """Return log-probs of the targets and, if asked for, entropies, (M,) each, from hidden states (M, H)."""
 
     def log_probs(head: Head, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return linear_log_probs(hidden, head, targets, options.logits_mib, options.compiled, with_entropy)
+        return linear_log_probs(
+            hidden, head, targets, options.logits_mib, bool(options.compiled), with_entropy
+        )
 
     return ModelHead(model, temperature).run(log_probs, hidden)
 
@@ -131,7 +134,7 @@ def head_exact_kl(
     def with_teacher(teacher_head: Head, teacher_hidden: Tensor) -> Tensor:
         def with_student(student_head: Head, student_hidden: Tensor) -> Tensor:
             heads = teacher_hidden, teacher_head, student_hidden, student_head
-            return linear_exact_kl(*heads, options.logits_mib)
+            return linear_exact_kl(*heads, options.logits_mib, bool(options.compiled))
 
         return student.run(with_student, student_hidden)
 
@@ -145,6 +148,21 @@ def logit_scale(model: Any, temperature: float) -> LogitScale:
     divisor = getattr(config, "logits_scaling", None)  # Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     return LogitScale(temperature, scale or 1 / (divisor or 1), cap)
+
+
+def ask(run: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(model, *arguments)`, called through `run`; the result need not be a tensor.
+
+    The hooks of ZeRO-3 look for tensors in what a forward returns, and fail on a plain string or function.
+    """
+    return run(lambda model: (function(model, *arguments),))[0]
+
+
+def computing_dtype(model: Any) -> torch.dtype:
+    """Return the type in which a model's layers multiply, with regard to autocast."""
+    parameter = next(model.parameters())
+    device = parameter.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
 
 
 def disable_dropout(model: nn.Module) -> None:

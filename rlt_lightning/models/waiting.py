@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -66,3 +67,15 @@ def waiting_for(
         over.set()
         thread.join()
         waits.remove(over)
+
+
+@contextmanager
+def without_hub_retries() -> Iterator[None]:
+    """Leave out the hub's own five warnings of retries, which say less than the error that follows."""
+    hub_log = logging.getLogger("huggingface_hub")
+    level = hub_log.level
+    hub_log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_log.setLevel(level)

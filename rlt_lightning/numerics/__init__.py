@@ -9,6 +9,7 @@ from rlt_lightning.numerics.advantages import (
     zero_std_groups,
 )
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
+from rlt_lightning.numerics.balance import divide, imbalance
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.kl import exact_kl, linear_exact_kl, log_ratio_kl, schulman_kl
@@ -41,6 +42,7 @@ from rlt_lightning.numerics.rewards import (
     student_kl_penalty,
     student_solution_reward,
 )
+from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel
 from rlt_lightning.types import RewardTerms
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "DAPOLoss",
     "DrGRPOLoss",
     "Extent",
+    "FlashAttnKernel",
     "GRPOLoss",
     "GSPOLoss",
     "GroupCenteredAdvantages",
@@ -70,8 +73,11 @@ __all__ = [
     "Segments",
     "SharedPrefix",
     "ShuffledAdvantages",
+    "TorchKernel",
     "TruncatedImportanceSampling",
+    "divide",
     "exact_kl",
+    "imbalance",
     "linear_exact_kl",
     "linear_log_probs",
     "log_ratio_kl",

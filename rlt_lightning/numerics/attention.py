@@ -8,13 +8,14 @@ keys and values of a part and the log-sum-exp of the whole, so each part's gradi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 class SharedPrefix(NamedTuple):
@@ -36,8 +37,8 @@ class Segments(NamedTuple):
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Return causal attention within segments and from segments to the prefix that they continue.
 
-    A CPU and, in half precision, an NVIDIA GPU use `MergedAttention`; others the slow and obvious
-    `looped_attention`.
+    A CPU and, in half precision, an NVIDIA GPU use `MergedAttention` with the device's kernel in `KERNELS`;
+    others the slow and obvious `looped_attention`.
 
     Args:
         query: (A, L, D): A heads of D dimensions, any strides.
@@ -50,11 +51,15 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         (A, L, D), of the queries' type, with gradient.
     """
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    if query.device.type == "cpu":
-        return MergedAttention.apply(query, key, value, segments, scale, LoopKernel())
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
-        return MergedAttention.apply(query, key, value, segments, scale, VarlenKernel())
-    return looped_attention(query, key, value, segments, scale)
+    kernel = KERNELS.get(query.device.type)
+    size = query.shape[-1]
+    if kernel is None or not kernel.supports(query.dtype, size):
+        return looped_attention(query, key, value, segments, scale)
+    if missing := -size % kernel.size_multiple:
+        # Zeros add nothing to a product of query and key, and zero columns to the result.
+        padded = (pad(tensor, (0, missing)) for tensor in (query, key, value))
+        return MergedAttention.apply(*padded, segments, scale, kernel)[..., :size]
+    return MergedAttention.apply(query, key, value, segments, scale, kernel)
 
 
 def looped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -76,21 +81,31 @@ def looped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
 class Part(NamedTuple):
     """Pairs of query and key ranges that attend to each other: both lists have one entry per pair."""
 
-    queries: list[tuple[int, int]]
-    keys: list[tuple[int, int]]
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
     causal: bool
 
 
-def parts(segments: Segments) -> list[Part]:
+@lru_cache(maxsize=64)
+def parts(segments: Segments) -> tuple[Part, ...]:
     """Divide the row's attention: every segment with itself, and continuations with their prefix."""
-    own = list(pairwise(segments.boundaries))
-    continued = [(s.split, s.end) for s in segments.shared]
-    prefixes = [(s.start, s.split) for s in segments.shared]
-    return [Part(own, own, causal=True)] + ([Part(continued, prefixes, causal=False)] if prefixes else [])
+    own = tuple(pairwise(segments.boundaries))
+    continued = tuple((s.split, s.end) for s in segments.shared)
+    prefixes = tuple((s.start, s.split) for s in segments.shared)
+    first = Part(own, own, causal=True)
+    return (first, Part(continued, prefixes, causal=False)) if prefixes else (first,)
 
 
 class Kernel(Protocol):
     """Attention of one part, forward and backward. Tensors are (heads, L, D), log-sum-exps (heads, L)."""
+
+    # What the kernel is called in a run's log.
+    name: str
+    # Sizes of heads are padded to a multiple of it.
+    size_multiple: int
+
+    def supports(self, dtype: torch.dtype, size: int) -> bool:
+        """Return whether the kernel computes in this type, with heads of this size."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
@@ -153,6 +168,13 @@ def merge_(output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor)
 class LoopKernel:
     """A CPU's flash attention, range by range."""
 
+    name = "PyTorch's flash attention for CPUs"
+    size_multiple = 1
+
+    def supports(self, dtype: torch.dtype, size: int) -> bool:
+        """See `Kernel`."""
+        return True
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -193,85 +215,5 @@ class LoopKernel:
         return gradients  # type: ignore[return-value]
 
 
-class VarlenKernel:
-    """PyTorch's variable-length flash attention on an NVIDIA GPU: all ranges of a part in one launch."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        q, k, v = inputs_of(part, query, key, value)
-        limits = varlen_limits(part, query.device)
-        found, found_lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *limits, 0.0, part.causal, False, scale=scale
-        )
-        output = undo_pick(found, part.queries, query)
-        lse = found_lse.new_empty(query.shape[:2])
-        put_ranges(lse.t(), part.queries, found_lse.t())
-        return output, lse
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-        part: Part, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """See `Kernel`."""
-        q, k, v = inputs_of(part, query, key, value)
-        g, o = pick_ranges(grad, part.queries), pick_ranges(output, part.queries)
-        own_lse = torch.cat([lse[:, start:end] for start, end in part.queries], dim=1).contiguous()
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        found = torch.ops.aten._flash_attention_backward(
-            g, q, k, v, o, own_lse, *varlen_limits(part, query.device), 0.0, part.causal,
-            no_dropout, no_dropout.new_empty(0), scale=scale,
-        )  # fmt: skip
-        like = zip(found, part_ranges(part), (query, key, value), strict=True)
-        return tuple(undo_pick(gradient, ranges, tensor) for gradient, ranges, tensor in like)  # type: ignore[return-value]
-
-
-def part_ranges(part: Part) -> tuple[list[tuple[int, int]], ...]:
-    """Return the ranges of queries, keys and values."""
-    return part.queries, part.keys, part.keys
-
-
-def inputs_of(part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return the part's queries, keys and values."""
-    pairs = zip((query, key, value), part_ranges(part), strict=True)
-    return tuple(pick_ranges(tensor, ranges) for tensor, ranges in pairs)
-
-
-def pick_ranges(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-    """Return the tokens in the ranges, as the varlen kernel takes them: (tokens, heads, D)."""
-    rows = tensor.transpose(0, 1)
-    if covers_all(ranges, rows):
-        return rows.contiguous()
-    return torch.cat([rows[start:end] for start, end in ranges])
-
-
-def undo_pick(rows: Tensor, ranges: list[tuple[int, int]], like: Tensor) -> Tensor:
-    """Undo `pick_ranges`, with zeros outside the ranges: (tokens, heads, D) -> (heads, L, D)."""
-    if covers_all(ranges, rows) and len(rows) == like.shape[1]:
-        return rows.transpose(0, 1)
-    target = rows.new_zeros(like.shape[1], like.shape[0], like.shape[2])
-    put_ranges(target, ranges, rows)
-    return target.transpose(0, 1)
-
-
-def covers_all(ranges: list[tuple[int, int]], rows: Tensor) -> bool:
-    """Return whether the ranges cover all rows in order, so that nothing needs to be moved."""
-    joined = all(before[1] == after[0] for before, after in pairwise(ranges))
-    return joined and ranges[0][0] == 0 and ranges[-1][1] == len(rows)
-
-
-def put_ranges(target: Tensor, ranges: list[tuple[int, int]], rows: Tensor) -> None:
-    """Copy rows, which hold the ranges one after another, into the ranges of the target."""
-    sizes = [end - start for start, end in ranges]
-    for (start, end), piece in zip(ranges, rows.split(sizes), strict=True):
-        target[start:end] = piece
-
-
-def varlen_limits(part: Part, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return cumulative lengths of the queries' and keys' ranges, int32, and the longest of each."""
-    lengths = [[end - start for start, end in ranges] for ranges in (part.queries, part.keys)]
-    q_ends, k_ends = (
-        torch.tensor([0, *part_lengths], device=device).cumsum(0).to(torch.int32) for part_lengths in lengths
-    )
-    return q_ends, k_ends, max(lengths[0]), max(lengths[1])
+# The kernel of each type of device; `models.kernels` may choose another one at the start of a run.
+KERNELS: dict[str, Kernel] = {"cpu": LoopKernel()}

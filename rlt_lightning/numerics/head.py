@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 BLOCK_WORDS = 1024
+# Rows of a tile then begin at multiples of 16 bytes, which a GPU's fast matrix products need.
+WIDTH_MULTIPLE = 128
 # The logit of a word that never comes: -inf would make 0 * -inf in the sums.
 IMPOSSIBLE = -1e30
 
@@ -143,11 +145,13 @@ def tiles(
     """Cut tokens and vocabulary so that the fp32 logits of `num_heads` tiles fit: rows and blocks.
 
     Blocks are as wide as a matrix product needs to be fast, or wider where there are few tokens, as long as
-    fp32 copies of a block's weights fit too.
+    fp32 copies of a block's weights fit too. All widths but the last block's are
+    multiples of `WIDTH_MULTIPLE`.
     """
     room = logits_mib * 2**18 // num_heads  # logits
     height = max(1, min(num_tokens, room // BLOCK_WORDS))
     width = min(room // height, max(BLOCK_WORDS, room // hidden_size))
+    width -= width % WIDTH_MULTIPLE
     rows = [slice(start, min(start + height, num_tokens)) for start in range(0, max(1, num_tokens), height)]
     return rows, [slice(start, min(start + width, num_words)) for start in range(0, num_words, width)]
 

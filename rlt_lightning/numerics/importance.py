@@ -31,6 +31,9 @@ class TruncatedImportanceSampling:
         self.level = level
         self.cap = cap
 
+    def __str__(self) -> str:
+        return f"level {self.level}, cap {self.cap:g}"
+
     def __call__(self, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Tensor:
         """Return the weights, (N, T), without gradient; 1 on padding.
 

@@ -18,6 +18,7 @@ from rlt_lightning.numerics.head import (
     block_size,
     full_precision_on_cpu,
     in_autocast_dtype,
+    kernel,
     tiles,
     without_autocast,
 )
@@ -97,6 +98,7 @@ def linear_exact_kl(
     student_hidden: Tensor,
     student: Head,
     logits_mib: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Return `exact_kl` of two heads' logits, of which at most `logits_mib` exist at a time.
 
@@ -106,6 +108,7 @@ def linear_exact_kl(
         student_hidden: The student's hidden states before the same M tokens, (M, H_S).
         student: The student's language-model head, V_S words, with its temperature.
         logits_mib: Memory for logits, MiB, as in `linear_log_probs`.
+        compiled: Fuse the arithmetic on a tile with torch.compile.
 
     Returns:
         (M,), nats, fp32 or float64, with gradient to hidden states, weights and biases.
@@ -115,12 +118,21 @@ def linear_exact_kl(
     """
     check_temperature(teacher.scale.temperature)
     check_temperature(student.scale.temperature)
-    options = teacher.scale, student.scale, block_size(logits_mib, teacher_hidden)
+    options = KLOptions(teacher.scale, student.scale, block_size(logits_mib, teacher_hidden), compiled)
     inputs = (
         *(in_autocast_dtype(teacher_hidden), teacher.weight, teacher.bias),
         *(in_autocast_dtype(student_hidden), student.weight, student.bias),
     )
     return LinearExactKL.apply(options, *inputs)
+
+
+class KLOptions(NamedTuple):
+    """What `LinearExactKL` needs besides tensors; see `linear_exact_kl`."""
+
+    teacher_scale: LogitScale
+    student_scale: LogitScale
+    logits_mib: int
+    compiled: bool
 
 
 class LinearExactKL(torch.autograd.Function):
@@ -130,9 +142,10 @@ class LinearExactKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, options: tuple[LogitScale, LogitScale, int], *inputs: Any) -> Tensor:
+    def forward(ctx: Any, options: KLOptions, *inputs: Any) -> Tensor:
         """Add up over the vocabulary, tile by tile."""
         p_hidden, p_head, q_hidden, q_head = hidden_and_heads(options, inputs)
+        plus = kernel(add_kl_block, options.compiled)
         with without_autocast(p_hidden):
             p_states, q_states = full_precision_on_cpu(p_hidden), full_precision_on_cpu(q_hidden)
             rows, blocks = kl_tiles(options, inputs)
@@ -141,7 +154,7 @@ class LinearExactKL(torch.autograd.Function):
                 p_block = HeadBlock(p_head, block, p_states.dtype)
                 q_block = HeadBlock(q_head, block, q_states.dtype)
                 for i, row in enumerate(rows):
-                    sums[i] = sums[i].plus(p_block.logits(p_states[row]), q_block.logits(q_states[row]))
+                    sums[i] = plus(sums[i], p_block.logits(p_states[row]), q_block.logits(q_states[row]))
             results = (row_sums.results() for row_sums in sums)
             totals = KLTotals(*map(torch.cat, zip(*results, strict=True)))  # (M,) each
         ctx.save_for_backward(*inputs, *totals)
@@ -154,6 +167,7 @@ class LinearExactKL(torch.autograd.Function):
         """Compute each tile again."""
         inputs, totals = ctx.saved_tensors[:6], KLTotals(*ctx.saved_tensors[6:])
         p_hidden, p_head, q_hidden, q_head = hidden_and_heads(ctx.options, inputs)
+        gradients_of = kernel(kl_gradients, ctx.options.compiled)
         with without_autocast(p_hidden):
             p_grads = HeadGradients(p_hidden, p_head, ctx.needs_input_grad[1:4])
             q_grads = HeadGradients(q_hidden, q_head, ctx.needs_input_grad[4:7])
@@ -165,7 +179,7 @@ class LinearExactKL(torch.autograd.Function):
                 for row in rows:
                     p_logits, q_logits = p_block.logits(p_states[row]), q_block.logits(q_states[row])
                     row_totals = KLTotals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1)
-                    p_grad, q_grad = kl_gradients(p_logits, q_logits, row_totals, grad[row].unsqueeze(1))
+                    p_grad, q_grad = gradients_of(p_logits, q_logits, row_totals, grad[row].unsqueeze(1))
                     p_grads.add(p_block, p_head.scale.pull_back_(p_grad, p_logits), row)
                     q_grads.add(q_block, q_head.scale.pull_back_(q_grad, q_logits), row)
                 p_grads.finish(block)
@@ -173,23 +187,19 @@ class LinearExactKL(torch.autograd.Function):
         return (None, *p_grads.of_inputs(), *q_grads.of_inputs())
 
 
-def hidden_and_heads(
-    options: tuple[LogitScale, LogitScale, int], inputs: tuple[Any, ...]
-) -> tuple[Tensor, Head, Tensor, Head]:
+def hidden_and_heads(options: KLOptions, inputs: tuple[Any, ...]) -> tuple[Tensor, Head, Tensor, Head]:
     """Return the teacher's hidden states and head, and the student's, from the inputs of `LinearExactKL`."""
     p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias = inputs
-    p_scale, q_scale, _ = options
-    return p_hidden, Head(p_weight, p_bias, p_scale), q_hidden, Head(q_weight, q_bias, q_scale)
+    p_head = Head(p_weight, p_bias, options.teacher_scale)
+    return p_hidden, p_head, q_hidden, Head(q_weight, q_bias, options.student_scale)
 
 
-def kl_tiles(
-    options: tuple[LogitScale, LogitScale, int], inputs: tuple[Any, ...]
-) -> tuple[list[slice], list[slice]]:
+def kl_tiles(options: KLOptions, inputs: tuple[Any, ...]) -> tuple[list[slice], list[slice]]:
     """Cut tokens and vocabulary so that a tile of each side's logits fits."""
     p_hidden, p_head, q_hidden, q_head = hidden_and_heads(options, inputs)
     hidden_size = max(p_hidden.shape[1], q_hidden.shape[1])
     num_words = max(len(p_head.weight), len(q_head.weight))
-    return tiles(len(p_hidden), hidden_size, num_words, options[2], num_heads=2)
+    return tiles(len(p_hidden), hidden_size, num_words, options.logits_mib, num_heads=2)
 
 
 class KLTotals(NamedTuple):
@@ -215,17 +225,6 @@ class KLSums(NamedTuple):
         sums = VocabularySums.of_nothing(states)
         return cls(sums, sums, sums.normaliser, sums.normaliser)
 
-    def plus(self, p_logits: Tensor, q_logits: Tensor) -> KLSums:
-        """Return the sums with one more tile; the smaller vocabulary may have fewer columns there."""
-        nowhere = torch.full_like(self.common, -1, dtype=torch.long)  # no target
-        p = add_block(self.p, p_logits, nowhere, False) if p_logits.shape[1] else self.p
-        q = add_block(self.q, q_logits, nowhere, False) if q_logits.shape[1] else self.q
-        shrink = (self.p.largest - p.largest).exp()
-        width = min(p_logits.shape[1], q_logits.shape[1])
-        e = (p_logits[:, :width] - p.largest.unsqueeze(1)).exp()
-        difference = torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
-        return KLSums(p, q, self.ratio * shrink + difference, self.common * shrink + e.sum(dim=1))
-
     def results(self) -> KLTotals:
         """Return what the finished sums say of each token."""
         p_normaliser, q_normaliser = self.p.log_normaliser(), self.q.log_normaliser()
@@ -233,6 +232,18 @@ class KLSums(NamedTuple):
         kl = ratio - common * (p_normaliser - q_normaliser)
         kl = kl.masked_fill(kl > 1e10, torch.inf)  # a word that the student can never say
         return KLTotals(p_normaliser, q_normaliser, kl, common)
+
+
+def add_kl_block(sums: KLSums, p_logits: Tensor, q_logits: Tensor) -> KLSums:
+    """Return the sums with one more tile; the smaller vocabulary may have fewer columns there."""
+    nowhere = torch.full_like(sums.common, -1, dtype=torch.long)  # no target
+    p = add_block(sums.p, p_logits, nowhere, False) if p_logits.shape[1] else sums.p
+    q = add_block(sums.q, q_logits, nowhere, False) if q_logits.shape[1] else sums.q
+    shrink = (sums.p.largest - p.largest).exp()
+    width = min(p_logits.shape[1], q_logits.shape[1])
+    e = (p_logits[:, :width] - p.largest.unsqueeze(1)).exp()
+    difference = torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
+    return KLSums(p, q, sums.ratio * shrink + difference, sums.common * shrink + e.sum(dim=1))
 
 
 def kl_gradients(p_logits: Tensor, q_logits: Tensor, totals: KLTotals, grad: Tensor) -> tuple[Tensor, Tensor]:

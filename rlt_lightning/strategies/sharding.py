@@ -27,6 +27,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rlt_lightning.models.fused import blocks
 from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
 
 
@@ -141,8 +142,8 @@ class DeepSpeedZeRO(Whole):
         """Let the engine clip, to the norm in its configuration, and step."""
         optimizer.step()
         norm = float(self.strategy.model.get_global_grad_norm())
-        # DeepSpeed reports -1 for a norm that is not finite.
-        return torch.tensor(norm if norm >= 0 else torch.nan)
+        # DeepSpeed reports -1 for a norm that is not finite. NCCL averages only tensors of the device.
+        return torch.tensor(norm if norm >= 0 else torch.nan, device=self.strategy.root_device)
 
 
 class ZeRO3(Sharded, DeepSpeedZeRO):
@@ -176,6 +177,9 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, filled[parameter])
+        # An engine moves no model that is in shards, so its buffers would stay in main memory.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.strategy.root_device)
         return Entry(model)
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
@@ -197,9 +201,3 @@ def sharding_of(strategy: Any) -> Whole:
     if isinstance(strategy, DeepSpeedStrategy):
         return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)
     return (FullyShard if isinstance(strategy, ModelParallelStrategy) else Whole)(strategy)
-
-
-def blocks(model: Any) -> list[nn.Module]:
-    """Return the transformer's blocks: the modules that transformers never splits."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS
-from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.checkpoints.named import NamedCheckpoints, step_for
 from rlt_lightning.models.weights import Deferred, Read, WeightFiles, full_shape, trained, trained_parameters
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, missing_package
 
 # The names of this rank's fp32 weights in DeepSpeed's optimizers: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
 FLAT_WEIGHTS = (
@@ -51,10 +51,8 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     def __init__(self, stage: int = 3, logging_batch_size_per_gpu: int = 1, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
-            raise InputError(
-                "A strategy of DeepSpeed needs its package, but it is not installed. Install the extra: "
-                "pip install -e '.[deepspeed]'; or use configs/overlays/fsdp2.yaml."
-            )
+            instead = "use --config overlays/fsdp2"
+            raise missing_package("A strategy of DeepSpeed", "deepspeed", "deepspeed", instead)
         if kwargs.get("offload_parameters") and stage != 3:
             raise InputError(
                 f"offload_parameters is for stage 3, which has weights in shards, but stage is {stage}. Use "
@@ -174,7 +172,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         [flats] = [getattr(zero, name) for name in FLAT_WEIGHTS if hasattr(zero, name)]
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in files}
-            zero.optimizer.state[flat] = {"step": step.clone(), **moments}
+            zero.optimizer.state[flat] = {"step": step_for(zero.optimizer, flat, step), **moments}
         self.link_moments()
         for name, parameter in trained_parameters(policy):
             for key, file in files.items():

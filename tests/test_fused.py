@@ -1,0 +1,334 @@
+"""Fused blocks, head and optimizer: equal to plain ones, chosen by device, checked and refused."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_kernels import CPU, liger, row, tiny_qwen
+from tiny import StrictEntry
+from torch import Tensor, nn
+
+from rlt_lightning.checkpoints.named import NamedCheckpoints, numbered_groups, step_for
+from rlt_lightning.models import kernels as chosen_kernels
+from rlt_lightning.models.kernels import (
+    Kernels,
+    chosen_head,
+    compiled_head_fault,
+    fuse_blocks,
+    prepare_model,
+    steps_fused,
+)
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.modules.checked import check_model, get_frozen_ready
+from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.strategies.sharding import Whole
+from rlt_lightning.types import InputError
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("gcc") is None, reason="torch.compile needs a C compiler on a CPU"
+)
+
+
+def results(model: Any) -> list[Tensor]:
+    log_probs = log_probs_of(model, row())[0]
+    return [log_probs, *torch.autograd.grad(log_probs.sum(), list(model.parameters()))]
+
+
+def test_liger_takes_the_place_of_norms_rotations_and_swiglu(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_qwen()
+    plain = results(model)
+    liger(monkeypatch)
+    [what] = fuse_blocks(StrictEntry(model), "tiny", Kernels(liger=True), CPU)
+    assert what.startswith("RMSNorm, RoPE and SwiGLU by Liger")
+    layer = model.model.layers[0]
+    for module in (model.model.norm, layer.input_layernorm, layer.mlp, layer.self_attn):
+        assert "forward" in module.__dict__
+    torch.testing.assert_close(results(model), plain)
+
+
+def test_other_models_of_an_architecture_keep_their_rotation(monkeypatch: pytest.MonkeyPatch):
+    liger(monkeypatch)
+    functions: Any = sys.modules["liger_kernel.transformers.functional"]
+    plain_rotation, turned = functions.liger_rope, []
+    monkeypatch.setattr(functions, "liger_rope", lambda *args: turned.append(1) or plain_rotation(*args))
+    policy, student = tiny_qwen(2), tiny_qwen(2)
+    fuse_blocks(StrictEntry(policy), "policy", Kernels(liger=True), CPU)
+    turned.clear()
+    results(student)
+    assert len(turned) == 0
+    results(policy)
+    assert len(turned) == 2  # one per layer
+    # A student for which Liger is wrong takes nothing from the policy, and keeps nothing of it.
+    functions.liger_swiglu = lambda a, b: 1.05 * nn.functional.silu(a) * b
+    with pytest.warns(UserWarning, match="'student' runs without RMSNorm, RoPE and SwiGLU"):
+        fuse_blocks(StrictEntry(student), "student", Kernels(), torch.device("cuda"))
+    turned.clear()
+    results(student)
+    assert len(turned) == 0
+    results(policy)
+    assert len(turned) == 2
+
+
+def test_a_rotation_that_cannot_be_replaced_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+    liger(monkeypatch)
+    model = tiny_qwen()
+    attention = type(model.model.layers[0].self_attn)
+    plain = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda self, *args, **options: plain(self, *args, **options))
+    with pytest.raises(InputError, match=r"Qwen2Attention does not call apply_rotary_pos_emb\. Turn it off"):
+        fuse_blocks(StrictEntry(model), "tiny", Kernels(liger=True), CPU)
+    assert "forward" not in model.model.norm.__dict__
+
+
+def test_liger_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_qwen()
+    plain = results(model)
+    liger(monkeypatch, error=0.05)
+    with pytest.raises(InputError, match=r"without, but its SwiGLU is off by 0\.05 of the result"):
+        fuse_blocks(StrictEntry(model), "tiny", Kernels(liger=True), CPU)
+    # Its functions look right one by one, and only the model shows that they are not.
+    monkeypatch.setattr(chosen_kernels, "liger_fault", lambda *_: None)
+    with pytest.raises(InputError, match=r"its log-probs change by .* nats\. Turn it off"):
+        fuse_blocks(StrictEntry(model), "tiny", Kernels(liger=True), CPU)
+    assert all(torch.equal(ours, before) for ours, before in zip(results(model), plain, strict=True))
+
+
+def test_liger_is_left_out_with_a_warning_where_nobody_asked(monkeypatch: pytest.MonkeyPatch):
+    liger(monkeypatch, error=0.05)
+    model = tiny_qwen()
+    with pytest.warns(UserWarning, match=r"'tiny' runs without RMSNorm, .* by Liger.*: its SwiGLU"):
+        assert fuse_blocks(StrictEntry(model), "tiny", Kernels(), torch.device("cuda")) == []
+    assert fuse_blocks(StrictEntry(model), "tiny", Kernels(liger=False), torch.device("cuda")) == []
+    assert fuse_blocks(StrictEntry(model), "tiny", Kernels(), CPU) == []
+
+
+def test_blocks_are_fused_in_one_way():
+    with pytest.raises(InputError, match="liger and compiled_blocks are both true"):
+        Kernels(liger=True, compiled_blocks=True)
+
+
+def test_liger_that_is_missing_or_does_not_know_the_model_is_named(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(
+        InputError, match=r"needs liger-kernel and Triton .*rlt-lightning\[liger\].* fails: No module"
+    ):
+        fuse_blocks(StrictEntry(tiny_qwen()), "tiny", Kernels(liger=True), CPU)
+    liger(monkeypatch)
+    with pytest.raises(InputError, match=r"is for llama, .* but this model is qwen2 with gelu"):
+        fuse_blocks(StrictEntry(tiny_qwen(hidden_act="gelu")), "tiny", Kernels(liger=True), CPU)
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_compiled_blocks_equal_plain_ones_for_every_row_with_one_graph():
+    from torch._dynamo.utils import counters
+
+    plain, model = tiny_qwen().train(), tiny_qwen().train()
+    [what] = fuse_blocks(StrictEntry(model), "tiny", Kernels(compiled_blocks=True), CPU)
+    assert what == "blocks by torch.compile"
+    graphs = {}
+    for gradient_checkpointing in (False, True):
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for lengths in ((3, 5), (4, 6, 2), (9, 2, 3, 4)):
+            packed = row(lengths)
+            found = []
+            for one in (model, plain):
+                log_probs = log_probs_of(one, packed)[0]
+                found.append([log_probs, *torch.autograd.grad(log_probs.sum(), list(one.parameters()))])
+            torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+            graphs[gradient_checkpointing, lengths] = counters["stats"]["unique_graphs"]
+    # Rows differ in tokens, segments and layers, and share the graphs of the first.
+    assert len({graphs[key] for key in list(graphs)[1:]}) == 1, graphs
+
+
+def test_the_head_is_compiled_only_on_a_gpu_by_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: None)
+    assert chosen_head(HeadOptions(), torch.float32, CPU) == HeadOptions(None, False)
+    assert chosen_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
+    assert not chosen_head(HeadOptions(compiled=False), torch.float32, torch.device("cuda")).compiled
+    monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: "it is off by 2")
+    with pytest.warns(UserWarning, match="The head is not compiled: it is off by 2"):
+        assert not chosen_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
+    with pytest.raises(InputError, match=r"it is off by 2.*Set model\.head\.compiled to false"):
+        chosen_head(HeadOptions(compiled=True), torch.float32, CPU)
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_a_compiled_head_passes_its_check_here():
+    assert chosen_head(HeadOptions(compiled=True), torch.float32, CPU, exact_kl=True).compiled
+
+
+MISCOMPILED: dict[str, Callable[[Any], Any]] = {
+    "add_kl_block": lambda sums: sums._replace(ratio=1.1 * sums.ratio),
+    "kl_gradients": lambda gradients: (1.1 * gradients[0], gradients[1]),
+}
+
+
+@pytest.mark.parametrize("name", MISCOMPILED)
+def test_the_check_of_the_head_sees_a_wrong_exact_kl(name: str, monkeypatch: pytest.MonkeyPatch):
+    def compiled_wrongly(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+        if not compiled or function.__name__ != name:
+            return function
+        return lambda *arguments: MISCOMPILED[name](function(*arguments))
+
+    monkeypatch.setattr("rlt_lightning.numerics.kl.kernel", compiled_wrongly)
+    monkeypatch.setattr("rlt_lightning.numerics.log_probs.kernel", lambda function, compiled: function)
+    assert compiled_head_fault(torch.float32, CPU) is None
+    fault = compiled_head_fault(torch.float32, CPU, exact_kl=True)
+    assert fault is not None
+    assert "a value or gradient is off by" in fault
+
+
+def module_on_a_gpu(head: HeadOptions, **more: Any) -> Any:
+    """What the checks at the start of a run read of a module."""
+    trainer = types.SimpleNamespace(
+        training=False,
+        precision_plugin=types.SimpleNamespace(forward_context=contextlib.nullcontext),
+        strategy=types.SimpleNamespace(root_device=torch.device("cuda")),
+    )
+    options = {"kernels": Kernels(liger=False), "attn_implementation": None, "layout": "auto"}
+    return types.SimpleNamespace(trainer=trainer, head=head, wanted_head=head, **options, **more)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_kernels, "choose_attention", lambda *_: "nothing")
+
+
+def test_a_default_that_fails_for_the_student_is_no_error(no_kernels: None, monkeypatch: pytest.MonkeyPatch):
+    def fails_in_bfloat16(dtype: torch.dtype, *_: Any) -> str | None:
+        return "it is off by 2" if dtype == torch.bfloat16 else None
+
+    monkeypatch.setattr(chosen_kernels, "compiled_head_fault", fails_in_bfloat16)
+    policy, student = StrictEntry(tiny_qwen()), StrictEntry(tiny_qwen().to(torch.bfloat16))
+    module = module_on_a_gpu(HeadOptions())
+    check_model(module, policy, "policy")
+    assert module.head.compiled is True
+    with pytest.warns(UserWarning, match="The head is not compiled: it is off by 2"):
+        check_model(module, student, "student")
+    # They share the head's options, so it stays off for both.
+    check_model(module, policy, "policy")
+    assert module.head.compiled is False
+    asked = module_on_a_gpu(HeadOptions(compiled=True))
+    check_model(asked, policy, "policy")
+    with pytest.raises(InputError, match=r"it is off by 2.*Set model\.head\.compiled to false"):
+        check_model(asked, student, "student")
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("exact", True), ("k1", False)])
+def test_the_exact_kl_is_checked_where_the_reward_uses_it(
+    estimator: Any, expected: bool, no_kernels: None, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        chosen_kernels, "compiled_head_fault", lambda dtype, device, exact_kl: seen.append(exact_kl)
+    )
+    frozen = {"student": FrozenModel(StrictEntry(tiny_qwen())), "student_name": "tiny", "reference": None}
+    places = {"device": CPU, "sharding": Whole(None)}
+    reward = RLTReward(kl_estimator=estimator)
+    get_frozen_ready(module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places))
+    assert seen == [expected]
+
+
+def test_a_line_names_what_was_chosen(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    liger(monkeypatch)
+    entry = StrictEntry(tiny_qwen())
+    prepare_model(entry, "tiny", Kernels(), HeadOptions(), CPU)
+    assert "kernels of" not in capfd.readouterr().err
+    prepare_model(entry, "tiny", Kernels(liger=True), HeadOptions(), CPU, "fused AdamW")
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "kernels of" in line]
+    assert line.startswith("kernels of tiny: attention by PyTorch's flash attention for CPUs, RMSNorm, ")
+    assert line.endswith(", fused AdamW")
+
+
+# The optimizer
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: range) -> None:
+    for number in steps:
+        for i, parameter in enumerate(model.parameters()):
+            numbers = torch.arange(parameter.numel()) * (i + number + 1.0)
+            parameter.grad = torch.sin(numbers).view_as(parameter)
+        optimizer.step()
+
+
+def adamw(fused: bool | None, model: nn.Module) -> torch.optim.Optimizer:
+    return optimizer_and_schedule(OptimizerConfig(1e-2, 0.1), model.named_parameters(), 8, fused)[0]
+
+
+def a_layer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(5, 7)
+
+
+@pytest.mark.parametrize("saved", [True, None])
+@pytest.mark.parametrize("restored", [True, None])
+def test_fused_adamw_equals_plain_and_restores_either(saved: bool | None, restored: bool | None):
+    model = a_layer()
+    first = adamw(saved, model)
+    stepped(first, model, range(3))
+    second = adamw(restored, model)
+    second.load_state_dict(first.state_dict())
+    # How AdamW computes is the machine's, not the checkpoint's.
+    assert {group["fused"] for group in second.param_groups} == {restored}
+    assert {group["weight_decay"] for group in second.param_groups} == {0.1, 0.0}
+    for state in second.state.values():
+        assert state["step"].dtype == torch.float32
+    stepped(second, model, range(3, 5))
+    expected = a_layer()
+    plain = adamw(None, expected)
+    stepped(plain, expected, range(5))
+    torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
+
+
+def test_steps_are_counted_where_the_optimizer_needs_them():
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    step = torch.tensor(7.0)
+    for fused, device in ((True, "meta"), (None, "cpu")):
+        optimizer = types.SimpleNamespace(param_groups=[{"fused": fused, "params": [parameter]}])
+        assert step_for(optimizer, parameter, step).device.type == device
+    assert step_for(optimizer, parameter, 7) == 7  # bitsandbytes
+    assert step_for(optimizer, parameter, step) is not step  # one count per parameter: steps add 1 in place
+
+
+def test_a_sharded_restore_keeps_the_way_to_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = a_layer()
+    first = adamw(None, model)
+    stepped(first, model, range(2))
+    saved = numbered_groups(first.param_groups)
+    ours = NamedCheckpoints()
+    ours.lightning_module = types.SimpleNamespace(policy=model, on_load_checkpoint=lambda state: None)
+    ours.optimizers = [adamw(True, model)]
+    monkeypatch.setattr("rlt_lightning.checkpoints.named.read_state", lambda _: {
+        "optimizer_groups": saved, "optimizer_numbers": {},
+    })  # fmt: skip
+    monkeypatch.setattr("rlt_lightning.checkpoints.named.WeightFiles", lambda _: None)
+    monkeypatch.setattr("rlt_lightning.checkpoints.named.fill_in_place", lambda *_: None)
+    ours.load_checkpoint(tmp_path)
+    assert {group["fused"] for group in ours.optimizers[0].param_groups} == {True}
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "steps_on_cpu", "expected"),
+    [
+        (None, "cuda", False, True), (None, "cpu", False, None), (None, "cpu", True, True),
+        (False, "cuda", False, False), (True, "cpu", False, True),
+    ],
+)  # fmt: skip
+def test_adamw_is_fused_on_gpus_and_for_offloaded_steps(
+    setting: bool | None, device: str, steps_on_cpu: bool, expected: bool | None
+):
+    assert steps_fused(Kernels(fused_adamw=setting), torch.device(device), steps_on_cpu) == expected

@@ -1,0 +1,86 @@
+"""The check of a model's layout at the start: wrong attention is found, rounding is no fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tiny import StrictEntry
+from torch import Tensor
+
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.models.layouts import Differences, verified_layout
+from rlt_lightning.modules import SFTModule, checked
+from rlt_lightning.numerics import Segments
+from rlt_lightning.numerics.attention import looped_attention
+from rlt_lightning.pretrained import load_model
+from rlt_lightning.types import InputError
+
+
+def test_the_check_runs_in_the_precision_of_the_run(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+
+    def watched(run: Any, *arguments: Any) -> str:
+        seen.append(run(lambda model: model.lm_head(torch.zeros(1, model.config.hidden_size)).dtype))
+        return verified_layout(run, *arguments)
+
+    monkeypatch.setattr(checked, "verified_layout", watched)
+    data = StratosDataModule(
+        task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2
+    )
+    for precision, expected in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
+        Trainer(
+            default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, precision=precision,
+            enable_checkpointing=False, enable_progress_bar=False,
+        ).fit(SFTModule(pretrained=tiny_model), datamodule=data)  # type: ignore[arg-type]  # fmt: skip
+        assert seen.pop() == expected
+
+
+def differences(**sizes: float) -> Differences:
+    zeros = {"later": 0.0, "own": 0.0, "neighbour": 0.0, "packed": 0.0}
+    return Differences(**{name: torch.full((9,), size) for name, size in (zeros | sizes).items()})
+
+
+def test_rounding_of_a_deep_model_is_no_fault_and_a_small_leak_is():
+    # 28 layers in bf16: ours and the model's own differ by 0.06 nats already where nothing is packed.
+    assert differences(own=0.06, packed=0.05).fault(exact=False) is None
+    assert differences(own=0.01, packed=0.05).fault(exact=False) == "they differ by 0.05 nats"
+    fault = differences(own=0.06, packed=0.05, neighbour=0.01).fault(exact=False)
+    assert fault == "they change by 0.01 nats with the tokens of another sequence"
+    assert differences(own=0.3).fault(exact=False) == "they differ by 0.3 nats even one by one"
+    # However much a model rounds, 0.3 nats are a wrong prefix.
+    assert differences(own=0.19, packed=0.3).fault(exact=False) == "they differ by 0.3 nats"
+    assert differences(own=0.19, packed=0.09).fault(exact=False) is None
+    assert differences(packed=0.002).fault(exact=True) == "they differ by 0.002 nats"
+
+
+def leaking(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Attends to the sequence before."""
+    whole = Segments((0, segments.boundaries[-1]))
+    return looped_attention(query, key, value, whole, scale)
+
+
+def forgetful(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Does not attend to the prefix."""
+    return looped_attention(query, key, value, Segments(segments.boundaries), scale)
+
+
+def lopsided(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Gives prefix and continuation equal weights."""
+    ours = looped_attention(query, key, value, segments, scale)
+    return ours.lerp(forgetful(query, key, value, segments, scale), 0.5)
+
+
+@pytest.mark.parametrize("wrong", [leaking, forgetful, lopsided])
+@pytest.mark.parametrize("name", ["miniature", pytest.param("smollm2-135m", marks=pytest.mark.full)])
+def test_wrong_attention_is_found_in_half_precision(wrong: Any, name: str, monkeypatch: pytest.MonkeyPatch):
+    model = StrictEntry(load_model(name, "bfloat16"))
+    assert verified_layout(model, name, "shared_prefix") == "shared_prefix"
+    monkeypatch.setattr("rlt_lightning.models.attention.segment_attention", wrong)
+    with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
+        verified_layout(model, name, "shared_prefix")
