@@ -86,13 +86,7 @@ class ReloadEngine(WeightTransferEngine):
     def start_weight_update(self) -> None:
         """Make the model ready to take a checkpoint's tensors, in any order."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        # A push that broke off leaves layers half loaded, and vLLM would count their old tensors as new ones.
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.load_numel, info.loaded_weights = 0, []
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
@@ -264,8 +258,17 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
 
     def abandon_weight_update(self) -> None:
-        """Forget an update that its trainer did not finish, so that another may start."""
+        """Forget an update that its trainer did not finish, so that another may start, of any backend.
+
+        It left layers half loaded, and vLLM would count their old tensors as new ones.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
         self._weight_update_active = False
+        for layer in self.get_model().modules():  # type: ignore[attr-defined]
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel, info.loaded_weights = 0, []
 
 
 for backend, engine in {"gloo": GlooEngine, "disk": DiskEngine, "adapter": AdapterEngine}.items():

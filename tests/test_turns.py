@@ -15,7 +15,8 @@ from test_vllm_engine import WEIGHTS, generate, launched, servers_of, start, sta
 from test_vllm_engine import token_ids as ids
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import EngineError, VLLMEngine
+from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
+from rlt_lightning.engines.worker import State
 from rlt_lightning.types import InputError
 
 __all__ = ["start"]  # a fixture
@@ -36,11 +37,45 @@ def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> 
         assert ids(generate(engine)) == undisturbed()
         engine.put_to_sleep()
         assert all(worker.asleep for worker in workers)
-        assert engine.policy_version == step  # sleep keeps the weights
+        assert engine.policy_version == -1  # the weights are gone: a push follows
+        assert {worker.sleep_level for worker in workers} == {2}
     engine.health()
     assert not any(worker.asleep for worker in workers)
     for worker in workers:
         assert re.fullmatch(r"w+p(w+pc*s){2}w", turns(worker.calls)), turns(worker.calls)
+
+
+def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None:
+    engine = start(FakeWorker(), sleep=True)
+    engine.fleet.workers[0].state = State.VERIFIED
+    engine.put_to_sleep()
+    engine.health()
+    assert engine.policy_version == -1
+    engine.update_weights(WEIGHTS, 1)
+    assert engine.policy_version == 1
+    assert engine.unverified
+
+
+def test_base_weights_under_an_adapter_wait_in_main_memory(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker, sleep=True)
+    engine.fleet.keeps_weights = VLLMEngine(["http://127.0.0.1:1"], push=AdapterPush()).fleet.keeps_weights
+    before = engine.policy_version
+    engine.put_to_sleep()
+    assert worker.sleep_level == 1
+    assert engine.policy_version == before  # only the adapter changes, and it is kept
+    assert not VLLMEngine(["http://127.0.0.1:1"]).fleet.keeps_weights
+
+
+def test_sleep_and_waking_have_a_deadline_of_their_own(start: Any) -> None:
+    slow = FakeWorker(slow={"/sleep": 0.6, "/wake_up": 0.6})
+    engine = start(slow, sleep=True, call_timeout_s=0.3, sleep_timeout_s=20.0)
+    engine.put_to_sleep()
+    engine.health()
+    assert not engine.fleet.down
+    engine.fleet.sleep_timeout_s = 0.3
+    engine.put_to_sleep()
+    assert "POST /sleep?level=2 must be answered within 0.3 s" in next(iter(engine.fleet.down.values()))
 
 
 def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
@@ -107,7 +142,6 @@ def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> N
         result = rlt(*command)
         assert result.returncode == 0, result.stderr
         assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
-        # Step, validation with the weights of after it, step, validation: three versions of the weights.
-        assert re.fullmatch(r"w(w(pw)?c+s){4}", turns(worker.calls)), worker.calls
-        assert turns(worker.calls).count("p") == 3
+        # Step, validation with the weights after it, step, validation: each wakes a worker without weights.
+        assert re.fullmatch(r"w(wpwc+s){4}", turns(worker.calls)), worker.calls
         assert worker.asleep

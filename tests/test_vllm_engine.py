@@ -35,6 +35,7 @@ from rlt_lightning.engines import (
     EngineError,
     GlooPush,
     Launch,
+    NCCLPush,
     NoPush,
     Sampling,
     VLLMEngine,
@@ -43,12 +44,14 @@ from rlt_lightning.engines import (
     fleet,
     generate_patiently,
 )
+from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
+from rlt_lightning.engines.nccl import SyncClient, WholeTensors, common_dtype
+from rlt_lightning.engines.staging import Staging, pieces
 from rlt_lightning.engines.verification import disagreement
-from rlt_lightning.engines.weights import pieces
 from rlt_lightning.models.lora import LoRA, adapter_weights, add_adapter
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.models.weights import gather_in_groups
+from rlt_lightning.models.weights import Deferred, gather_in_groups
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError
 
@@ -369,6 +372,18 @@ def test_workers_that_are_lost_again_and_again_end_the_run(start: Any) -> None:
     assert not isinstance(ended.value, WorkersLost)
 
 
+def test_losses_are_not_forgiven_until_a_group_is_whole(start: Any) -> None:
+    worker = FakeWorker(faults=("", "500") * 3)  # half a group each time
+    engine = start(worker, max_restarts=2, max_retries=0, max_sequences=1)
+    for _ in range(2):
+        with pytest.raises(WorkersLost):
+            engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, lambda *_: None)
+        engine.health()
+        engine.update_weights(WEIGHTS, 0)
+    with pytest.raises(EngineError, match="was lost 3 times in a row"):
+        engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, lambda *_: None)
+
+
 def test_a_completed_request_forgives_earlier_losses(start: Any) -> None:
     worker = FakeWorker(faults=("", "500", "", "500", "", "500"), delay_s=0.01)
     engine = start(worker, max_restarts=1, max_retries=0, max_sequences=2)
@@ -414,6 +429,39 @@ def test_a_worker_that_another_trainer_left_paused_is_taken_into_service(start: 
     worker.serving.clear()
     worker.updating = True  # and in the middle of a push
     assert token_ids(generate(start(worker, recovery_timeout_s=1.5))) == undisturbed()
+
+
+class OnlyOnce(dict[str, float]):
+    """Gives each value a single time."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.pop(key, default)
+
+
+@pytest.mark.parametrize("with_another", [True, False])
+def test_a_pause_that_comes_late_does_not_stop_a_run_for_ever(start: Any, with_another: bool) -> None:
+    # The first push gives the pause up after 0.5 s. The worker obeys it at 1 s, while it samples.
+    late, other = FakeWorker(delay_s=0.2), FakeWorker(delay_s=0.2)
+    push = {"push": DiskPush(timeout_s=0.5), "max_sequences": 1, "request_timeout_s": 10.0}
+    engine = start(*([late, other] if with_another else [late]), **push)
+    late.slow = OnlyOnce({"/pause": 1.0})
+    engine.update_weights(WEIGHTS, 1)
+    assert "must be answered within 0.5 s" in engine.fleet.down[late.url]
+    engine.health()
+    engine.update_weights(WEIGHTS, 1)
+    assert engine.policy_version == 1
+    begin = time.monotonic()
+    if with_another:
+        assert token_ids(generate(engine, 1)) == undisturbed(1)
+    else:
+        with pytest.raises(WorkersLost):
+            generate(engine, 1)
+    assert time.monotonic() - begin < 8.0
+    assert "paused" in engine.fleet.down[late.url]
+    engine.health()
+    engine.update_weights(WEIGHTS, 1)  # the next push lets it serve again
+    assert token_ids(generate(engine, 1)) == undisturbed(1)
+    assert engine.fleet.down == {}
 
 
 def test_a_push_goes_to_every_worker_in_this_order(start: Any) -> None:
@@ -489,18 +537,60 @@ def test_disagreement_by_hand() -> None:
 # Pushes
 
 
+def sent_as(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> list[Tensor]:
+    """The bytes of each piece as they are sent, one after the other."""
+    staging = Staging(piece_bytes)
+    return [staging.fill(piece, dtype).arrived().clone() for piece in pieces(tensor, dtype, piece_bytes)]
+
+
 def test_pieces_hold_the_same_bytes_and_copy_nothing_they_need_not() -> None:
     tensor = torch.randn(2, 5)
-    cut = list(pieces(tensor, torch.float32, 16))
+    cut = sent_as(tensor, torch.float32, 16)
     assert [len(piece) for piece in cut] == [16, 16, 8]
     assert torch.equal(torch.cat(cut).view(torch.float32), tensor.view(-1))
-    assert cut[1].data_ptr() == tensor.data_ptr() + 16
-    halved = list(pieces(tensor, torch.bfloat16, 6))
+    second = list(pieces(tensor, torch.float32, 16))[1]
+    assert Staging(16).fill(second, torch.float32).data.data_ptr() == tensor.data_ptr() + 16
+    halved = sent_as(tensor, torch.bfloat16, 6)
     assert [len(piece) for piece in halved] == [6, 6, 6, 2]
     assert torch.equal(torch.cat(halved).view(torch.bfloat16), tensor.bfloat16().view(-1))
-    turned = torch.cat(list(pieces(tensor.T, torch.float32, 1000))).view(torch.float32)
+    turned = torch.cat(sent_as(tensor.T, torch.float32, 1000)).view(torch.float32)
     assert torch.equal(turned, tensor.T.reshape(-1))
-    assert [len(piece) for piece in pieces(torch.tensor(3.0), torch.float32, 1)] == [4]  # never half a number
+    assert [len(piece) for piece in pieces(torch.tensor(3.0), torch.float32, 1)] == [1]  # never half a number
+
+
+def test_a_piece_is_filled_while_the_one_before_is_sent() -> None:
+    staging = Staging(4)
+    first, second, third = (torch.full((2,), value) for value in (1.0, 2.0, 3.0))
+    sent = staging.fill(first, torch.bfloat16)
+    assert sent.copied
+    following = staging.fill(second, torch.bfloat16)
+    assert sent.arrived().view(torch.bfloat16).tolist() == [1.0, 1.0]  # it may still be on its way
+    assert staging.fill(third, torch.bfloat16).data.data_ptr() == sent.data.data_ptr()
+    assert following.arrived().view(torch.bfloat16).tolist() == [2.0, 2.0]
+
+
+def test_a_gloo_push_fills_a_buffer_while_the_other_is_on_its_way(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: dict[str, Any] = {}
+    worker = gloo_worker("one", received, lambda f, *a: f(*a))
+    push = GlooPush(bucket_mib=1, timeout_s=10.0, dtype="bfloat16")
+    engine = start(worker, push=push, step=None)
+    in_flight: list[int] = []
+    fill = Staging.fill
+
+    def counted(self: Staging, piece: Tensor, dtype: torch.dtype) -> Any:
+        in_flight.append(len(push.in_flight))
+        return fill(self, piece, dtype)
+
+    monkeypatch.setattr(Staging, "fill", counted)
+    weights = [(str(i), torch.randn(300_000 + i)) for i in range(4)]  # each of 600 kB on its way
+    weights.append(("large", torch.randn(1_300_001)))  # 2.6 MB: three pieces
+    engine.update_weights(weights, 3)
+    assert engine.policy_version == 3
+    assert in_flight == [0, *[1] * 6]
+    for name, tensor in weights:
+        assert torch.equal(received["one"][name], tensor.bfloat16()), name
 
 
 def test_gathered_groups_keep_order_and_bound_and_let_a_large_tensor_go_alone() -> None:
@@ -615,6 +705,87 @@ def test_a_gloo_push_may_travel_in_another_type(start: Any) -> None:
     worker = gloo_worker("one", received, lambda f, *a: f(*a))
     start(worker, push=GlooPush(timeout_s=10.0, dtype="bfloat16")).update_weights(WEIGHTS, 1)
     assert torch.equal(received["one"]["a.weight"], WEIGHTS[0][1].bfloat16())
+
+
+class TornNCCL:
+    """Stands for vLLM's trainer-side code: drives workers by a SyncClient; NCCL may break off midway."""
+
+    def __init__(self, push: NCCLPush, workers: list[WorkerClient]) -> None:
+        self.client = SyncClient(push, workers)
+        self.breaks = False
+
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        if self.breaks:
+            raise RuntimeError("NCCL communicator was aborted")
+        self.client.update_weights({"names": []})
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None: ...
+
+
+def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlt_lightning.engines.nccl.find_spec", lambda name: name)
+    for name, value in (("is_available", True), ("current_device", 0), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    workers = FakeWorker(on_update=lambda info: None), FakeWorker(on_update=lambda info: None)
+    push = NCCLPush(timeout_s=10.0)
+    torn: list[TornNCCL] = []
+
+    def group_of(named_tensors: Any, members: list[WorkerClient], version: str) -> TornNCCL:
+        torn.append(TornNCCL(push, members))
+        torn[-1].client.version = version
+        torn[-1].breaks = len(torn) == 2
+        return torn[-1]
+
+    monkeypatch.setattr(push, "group_of", group_of)
+    engine = start(*workers, push=push, step=1)
+    assert token_ids(generate(engine)) == undisturbed()
+    engine.update_weights(WEIGHTS, 2)
+    assert len(engine.fleet.down) == 2
+    engine.health()  # they answer again
+    assert engine.policy_version == -1
+    with pytest.raises(WorkersLost):
+        generate(engine)
+    assert not any(worker.serving.is_set() for worker in workers)  # paused: other clients wait too
+    for worker in workers:
+        worker.calls.clear()
+    engine.update_weights(WEIGHTS, 2)
+    assert engine.policy_version == 2
+    assert token_ids(generate(engine)) == undisturbed()
+    for worker in workers:
+        begun = [call for call in worker.calls if call.startswith("POST")][:3]
+        # The extension forgets the layers that were half loaded, whichever backend loaded them.
+        assert begun == ["POST /pause", "POST /collective_rpc", "POST /start_weight_update"]
+
+
+def test_nccl_sends_the_workers_type_if_it_is_narrower() -> None:
+    tensor, token = torch.randn(3, 5), torch.arange(4)
+    weights = [("a", tensor), ("b", token), ("c", Deferred(tensor.shape, tensor.dtype, lambda: tensor + 1))]
+    sent = dict(WholeTensors(weights, torch.bfloat16).named_parameters())
+    assert {name: out.dtype for name, out in sent.items()} == {
+        "a": torch.bfloat16,
+        "b": torch.int64,
+        "c": torch.bfloat16,
+    }
+    assert torch.equal(sent["a"].full_tensor(), tensor.bfloat16())
+    assert torch.equal(sent["b"].full_tensor(), token)
+    assert torch.equal(sent["c"].full_tensor(), (tensor + 1).bfloat16())
+    assert sent["a"].shape == (3, 5)
+    same = dict(WholeTensors([("a", tensor.bfloat16())], torch.float32).named_parameters())
+    assert same["a"].full_tensor().dtype == torch.bfloat16  # a worker in fp32 gets no more than there is
+    assert dict(WholeTensors([("a", tensor)], None).named_parameters())["a"].dtype == torch.float32
+
+
+def test_nccl_asks_all_workers_for_their_type() -> None:
+    workers = [WorkerClient(f"http://a:{port}") for port in (1, 2)]
+    for worker in workers:
+        worker.dtype = "bfloat16"
+    assert common_dtype(workers) == torch.bfloat16
+    workers[0].dtype = "float16"
+    assert common_dtype(workers) is None
 
 
 def test_the_first_gloo_push_to_many_workers_reaches_all(start: Any) -> None:

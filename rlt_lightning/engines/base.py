@@ -10,7 +10,8 @@
 
 health and update_weights are repeated until `policy_version` is the current step; an engine that cannot get
 there must raise in health. verify follows a push: the first, every `verify_every_n_steps`, and whenever the
-engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`.
+engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`. In training an engine
+outside the process is asked by `generate_and_tell`, so that completions are scored while others are sampled.
 
 callbacks/engine_link.py makes the calls from start on; callbacks/rollout.py calls it from Lightning's hooks
 of training, validation and prediction, callbacks/evaluate_every.py while a student trains, and
@@ -50,6 +51,8 @@ from rlt_lightning.types import Completion, InputError
 PROBE_TOKENS = 64
 # vLLM takes signed 64-bit seeds and adds the number of the completion.
 SEED_MASK = 2**62 - 1
+# arrived(position, number, completion): a completion of a prompt is finished.
+Arrived = Callable[[int, int, Completion], None]
 
 
 class EngineError(RuntimeError):
@@ -201,6 +204,36 @@ class Engine(Protocol):
         Raises:
             WorkersLost: If a push is needed before the rest can be sampled.
         """
+
+    def generate_and_tell(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        arrived: Arrived,
+    ) -> list[list[Completion]]:
+        """Call `generate`, and report each completion as soon as it is finished.
+
+        The default reports none: all completions then come together, and are scored when the last is there.
+
+        Args:
+            prompts: As in `generate`, like all that follow.
+            sampling: Temperature and limits.
+            num_completions: Completions per prompt.
+            stop: The end tag.
+            seeds: One per prompt.
+            arrived: Call arrived(position, number, completion) from any thread, at most once for each
+                completion, with the numbers of its prompt and of itself from 0.
+
+        Returns:
+            As `generate`: all completions, including the reported ones.
+
+        Raises:
+            WorkersLost: As `generate`.
+        """
+        return self.generate(prompts, sampling, num_completions, stop, seeds)
 
     @abstractmethod
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:

@@ -146,6 +146,24 @@ class WorkerClient:
         )
         return str(answer.get("weight_version"))  # of the last finished push; "default" before the first
 
+    async def require_unpaused(self, deadline_s: float) -> None:
+        """Raise WorkerError if the worker holds its requests, as only a push may let it do.
+
+        A worker may obey the pause of a push that gave up waiting after the next push has resumed it. It is
+        alive then, but its requests would wait for ever. A plain worker is not asked: it is pushed nothing.
+        """
+        if self.plain:
+            return
+        answer = await self.call("GET", "/is_paused", None, deadline_s)
+        with self.understanding(answer, "whether it is paused"):
+            paused = bool(answer["is_paused"])
+        if paused:
+            raise WorkerError(
+                f"vLLM worker {self.url} must sample, but is paused. It serves again after the next push. Is "
+                "it paused from elsewhere, or is its push's timeout_s too short?",
+                retryable=True,
+            )
+
     async def context(self, deadline_s: float) -> int:
         """Return the tokens of prompt and completion that the model takes; remember the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)

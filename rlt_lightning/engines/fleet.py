@@ -17,70 +17,31 @@ push that a worker refuses ends the run.
     VERIFIED   yes       yes               yes, when last compared  yes
 
 A worker is READY while weights are pushed to it: after a push that broke off no worker seems current. Without
-a trainer (NoPush) a greeted worker is CURRENT at once. A sleeping worker keeps its weights and its state;
-`health` wakes it.
+a trainer (NoPush) a greeted worker is CURRENT at once. A worker that falls asleep drops its weights and is
+READY, since a push follows; with an adapter it keeps the base's weights, and its state. `health` wakes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
-from rlt_lightning.engines.client import WorkerClient, WorkerError
-from rlt_lightning.engines.launch import Launch, LocalServer
+from rlt_lightning.engines.client import WorkerError
+from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.verification import verify_worker
 from rlt_lightning.engines.weights import WeightPush, run_to_end
-from rlt_lightning.models.announce import model_size, size_text, weights_size
+from rlt_lightning.engines.worker import NO_ANSWER, State, Worker, server_of
+from rlt_lightning.models.announce import size_text, weights_size
 from rlt_lightning.models.waiting import waiting_for
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.
 GREETING_S = 5.0
-NO_ANSWER = "It never answered."
-
-
-class State(Enum):
-    """Where a worker stands; the head of this file draws it."""
-
-    DOWN = "down"
-    READY = "ready"
-    CURRENT = "current"
-    VERIFIED = "verified"
-
-
-class Worker(WorkerClient):
-    """A worker's routes, and all that the fleet knows of it."""
-
-    state = State.DOWN
-    reason = NO_ANSWER  # why it is down
-    silence = ""  # what came of the last attempt to greet it
-    asleep = False
-    losses = 0  # times that it was lost since any request was completed
-    max_model_len = sys.maxsize  # tokens; known once it was greeted
-    server: LocalServer | None = None  # its process, if it was launched
-
-    @property
-    def up(self) -> bool:
-        """Tell whether the worker answers calls."""
-        return self.state is not State.DOWN
-
-    @property
-    def current(self) -> bool:
-        """Tell whether the worker has the weights of the last push."""
-        return self.state in (State.CURRENT, State.VERIFIED)
-
-    def go_down(self, reason: str) -> None:
-        """Forget what was known of its weights, and which connections it had."""
-        self.state, self.reason, self.asleep = State.DOWN, reason, False
-        self.adapter = None
-        self.incarnation += 1
 
 
 class Fleet:
@@ -91,9 +52,11 @@ class Fleet:
         run_id: Marks the versions of this trainer: those of another run's trainer are not ours.
         launch: How workers are started; None: they run already.
         sleeps: Whether workers sleep while the GPUs train.
-        call_timeout_s: Deadline of every call.
+        keeps_weights: Whether a sleeping worker's weights wait in main memory, since no push brings them.
+        call_timeout_s: Deadline of every call but these two:
+        sleep_timeout_s: Deadline of falling asleep, and of waking.
         recovery_timeout_s: How long to wait for one worker if none is left.
-        max_restarts: How often a worker may be lost in a row, while no request is completed.
+        max_restarts: How often a worker may be lost in a row, while no prompt gets all its completions.
     """
 
     def __init__(
@@ -102,7 +65,9 @@ class Fleet:
         run_id: str,
         launch: Launch | None,
         sleeps: bool,
+        keeps_weights: bool,
         call_timeout_s: float,
+        sleep_timeout_s: float,
         recovery_timeout_s: float,
         max_restarts: int,
     ) -> None:
@@ -111,6 +76,8 @@ class Fleet:
         self.launch = launch
         self.sleeps = sleeps
         self.call_timeout_s = call_timeout_s
+        self.sleep_timeout_s = sleep_timeout_s
+        self.keeps_weights = keeps_weights
         self.recovery_timeout_s = recovery_timeout_s
         self.max_restarts = max_restarts
         self.pushed = -1  # policy version of the last push
@@ -218,7 +185,7 @@ class Fleet:
             worker.server.start()
 
     def forgive_losses(self) -> None:
-        """Count losses from zero again: a request was completed."""
+        """Count losses from zero again: a prompt got all its completions."""
         for worker in self.workers:
             worker.losses = 0
 
@@ -260,15 +227,20 @@ class Fleet:
     async def _wake(self, worker: Worker) -> None:
         """Wake a worker, or find it awake."""
         if self.sleeps:
-            await worker.call("POST", "/wake_up", None, self.call_timeout_s)
+            await worker.call("POST", "/wake_up", None, self.sleep_timeout_s)
             worker.asleep = False
 
     async def _put_to_sleep(self, worker: Worker) -> None:
         try:
-            await worker.call("POST", "/sleep?level=1", None, self.call_timeout_s)
+            # Level 1 copies the weights to pinned main memory, level 2 drops them.
+            level = 1 if self.keeps_weights else 2
+            await worker.call("POST", f"/sleep?level={level}", None, self.sleep_timeout_s)
             worker.asleep = True
         except WorkerError as error:
             self._lose_or_raise(worker, error)
+            return
+        if not self.keeps_weights:
+            worker.state = State.READY
 
     def _lose_or_raise(self, worker: Worker, error: WorkerError) -> None:
         """Lose a worker that may be well later; raise an error that would only come again."""
@@ -369,7 +341,8 @@ class Fleet:
         """Look for signs of life while requests are in work; only an error ends it."""
         while True:
             await asyncio.sleep(self.call_timeout_s / 4)
-            await self.require_current(worker)
+            unpaused = worker.require_unpaused(self.call_timeout_s)
+            await asyncio.gather(self.require_current(worker), unpaused)
 
 
 def urls_of(workers: Iterable[Worker]) -> str:
@@ -380,20 +353,3 @@ def urls_of(workers: Iterable[Worker]) -> str:
 async def on_all(workers: list[Worker], function: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
     """Call a function for all workers at the same time."""
     await asyncio.gather(*map(function, workers))
-
-
-def server_of(
-    worker: Worker, index: int, launch: Launch, model: str, push: WeightPush, logs: Path
-) -> LocalServer:
-    """Return the process that is to be worker number `index`; it is not started yet."""
-    port = int(worker.url.rpartition(":")[2])
-    arguments, environment = push.launch_options()
-    command = launch.command(index, port, model, push.backend, str(worker.model)) + arguments
-    environment = environment | launch.environment
-    if launch.gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus[index]))
-    if key := worker.api_key:
-        # Not on the command line, where every user of the machine could read it.
-        environment["VLLM_API_KEY"] = key
-    size = model_size(launch.model or model)
-    return LocalServer(command, environment, logs / f"worker-{index}.log", not worker.plain, size)

@@ -1,35 +1,20 @@
-"""Rollouts in the trainer's own process: slow, obvious, and the reference for every other engine."""
+"""Rollouts in the trainer's own process: the reference for every other engine."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from rlt_lightning.engines.base import Engine, EngineDescription, EngineError, NamedTensor, Sampling
+from rlt_lightning.engines.batch import Batch, Group
+from rlt_lightning.engines.decoders import Decoder, OwnCacheDecoder, SlotDecoder, device_of, slot_fault
+from rlt_lightning.models.cpu_linear import packed_weights, packing_pays
 from rlt_lightning.types import Completion, FinishReason
-
-
-@dataclass
-class Draft:
-    """A completion while it is being sampled."""
-
-    # (limit,) in [0, 1): the row's own random numbers, one for each token.
-    uniforms: Tensor
-    seed: int
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason = "length"
-
-    @property
-    def unfinished(self) -> bool:
-        """Tell whether the completion has neither ended nor reached its limit."""
-        return self.finish_reason == "length" and len(self.token_ids) < len(self.uniforms)
 
 
 class HFEngine(Engine):
@@ -40,8 +25,8 @@ class HFEngine(Engine):
     of the process.
 
     Args:
-        max_sequences: Completions sampled at once; more than these are sampled one batch after the other.
-            Bounds the memory of the key-value cache.
+        max_sequences: Completions sampled at once; when one ends, the next takes its place. Bounds the memory
+            of the key-value cache.
     """
 
     in_process = True
@@ -50,6 +35,7 @@ class HFEngine(Engine):
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences
         self.model: Any = None
+        self.own_cache: bool | None = None  # whether the model needs transformers' cache; None: not known yet
         self.tokenizer: Any = None
         # Both are set by `share`, where weights are sharded.
         self.run: Callable[..., Any] | None = None
@@ -57,6 +43,8 @@ class HFEngine(Engine):
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the trainer's model itself: no copy, so it always holds the current weights."""
+        if model is not self.model:
+            self.own_cache = None
         self.model, self.tokenizer = model, tokenizer
 
     def describe(self) -> EngineDescription:
@@ -107,70 +95,45 @@ class HFEngine(Engine):
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
         self.health()
-        per_turn = max(1, self.max_sequences // num_completions)  # prompts sampled at once
         limits = limits or [sampling.max_completion_length] * len(prompts)
+        groups = [
+            Group(prompt, seed, num_completions, limit)
+            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+        ]
+        watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         was_training = self.model.training
         self.model.eval()  # gradient checkpointing would switch the key-value cache off
-        groups: list[list[Completion]] = []
         try:
-            for start in range(0, len(prompts), per_turn):
-                turn = slice(start, start + per_turn)
-                groups += self._sample_groups(
-                    prompts[turn], sampling, num_completions, stop, seeds[turn], limits[turn]
-                )
+            max_rows = min(self.max_sequences, len(prompts) * num_completions)
+            decoder = self._decoder(max_rows, max(limits, default=0))
+            batch = Batch(groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues)
+            with self._packed(max_rows, max(limits, default=0)):
+                batch.run()
         finally:
             self.model.train(was_training)
-        return groups
+        return [[draft.completion() for draft in group.drafts] for group in groups]
 
-    @torch.no_grad()
-    def _sample_groups(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int],
-    ) -> list[list[Completion]]:
-        """Sample one batch: N = len(prompts) * num_completions rows, finished rows leave the batch."""
-        drafts = [
-            Draft(uniforms, seed)
-            for seed, limit in zip(seeds, limits, strict=True)
-            for uniforms in row_uniforms(seed, num_completions, limit)
-        ]
-        logits, cache, history, mask = self._prefill(prompts, num_completions)
-        watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
-        active = list(range(len(drafts)))
-        for step in itertools.count():
-            uniforms = torch.stack([drafts[i].uniforms[step] for i in active])
-            # Both (n,): one token for each row that is still in the batch.
-            tokens, log_probs = draw(logits.float(), history, uniforms.to(logits.device), sampling)
-            for i, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
-                drafts[i].token_ids.append(token)
-                drafts[i].log_probs.append(log_prob)
-                drafts[i].finish_reason = watcher.finish_reason(drafts[i].token_ids)
-            keep = [j for j, i in enumerate(active) if drafts[i].unfinished]
-            if not self._continues(bool(keep)):
-                break
-            history = torch.cat([history, tokens[:, None]], dim=1)
-            mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
-            if len(keep) < len(active):
-                rows = torch.tensor(keep, device=history.device)
-                history, mask, tokens = history[rows], mask[rows], tokens[rows]
-                cache.batch_select_indices(rows)
-                active = [active[j] for j in keep]
-            position_ids = mask.sum(dim=1, keepdim=True) - 1  # (n, 1)
-            logits = self._call(
-                input_ids=tokens[:, None],
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=cache,
-                use_cache=True,
-            ).logits[:, -1]
-        completions = [
-            Completion(draft.token_ids, draft.log_probs, draft.finish_reason, draft.seed) for draft in drafts
-        ]
-        return [completions[i : i + num_completions] for i in range(0, len(completions), num_completions)]
+    def _decoder(self, max_rows: int, longest: int) -> Decoder:
+        """Return a decoder with our cache where the model can use it, else with transformers'."""
+        device = device_of(self.model)
+        if self.own_cache is None:
+            fault = slot_fault(self.model, self._call)
+            self.own_cache = fault is not None
+            if fault:
+                rank_zero_info(
+                    f"HFEngine samples {type(self.model).__name__} with transformers' key-value cache, which "
+                    f"is slower than its own: {fault}."
+                )
+        if self.own_cache:
+            return OwnCacheDecoder(self._call, device)
+        return SlotDecoder(self._call, device, max_rows, longest)
+
+    def _packed(self, max_rows: int, longest: int) -> AbstractContextManager[Any]:
+        """Return a context in which weights are laid out for a CPU's kernels, if that saves time."""
+        exact = not torch.is_autocast_enabled(device_of(self.model).type)
+        if self.run is None and exact and packing_pays(max_rows, longest):
+            return packed_weights(self.model)
+        return nullcontext()
 
     def _call(self, **inputs: Any) -> Any:
         """Run the model."""
@@ -179,7 +142,7 @@ class HFEngine(Engine):
         return self.run(lambda model: model(**inputs))
 
     def _continues(self, active: bool) -> bool:
-        """Return whether this rank samples another token.
+        """Return whether this rank runs the model for its own completions.
 
         With sharded weights a finished rank keeps calling the model until every rank has finished.
         """
@@ -190,89 +153,6 @@ class HFEngine(Engine):
                 return True
             self._call(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(self.model)))
         return False
-
-    def _prefill(self, prompts: list[list[int]], num_completions: int) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Run every prompt once, then repeat its keys and values for each completion of its group.
-
-        Returns:
-            Logits of the first tokens (N, V), the cache, tokens (N, L) and mask (N, L).
-        """
-        length = max(map(len, prompts))
-        device = device_of(self.model)
-        # Left padding. A pad position repeats the prompt's first token: the mask hides it from attention,
-        # and the repetition penalty, which looks at the tokens present, sees nothing new.
-        rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
-        history = torch.tensor(rows, device=device)  # (P, L)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        mask = (torch.arange(length, device=device) >= length - lengths[:, None]).long()  # (P, L)
-        output = self._call(
-            input_ids=history,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        output.past_key_values.batch_repeat_interleave(num_completions)
-        logits, history, mask = (
-            tensor.repeat_interleave(num_completions, dim=0)
-            for tensor in (output.logits[:, -1], history, mask)
-        )
-        return logits, output.past_key_values, history, mask
-
-
-def device_of(model: Any) -> torch.device:
-    """Return the device of the model's weights."""
-    device: torch.device = next(model.parameters()).device
-    return device
-
-
-def row_uniforms(seed: int, num_completions: int, num_tokens: int) -> Tensor:
-    """Draw a group's random numbers, (num_completions, num_tokens), from its prompt's seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_completions, num_tokens, generator=generator, dtype=torch.float64)
-
-
-def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverse transform sampling.
-
-    Args:
-        logits: Raw model output, (n, V).
-        history: Tokens present in each row, prompt included, (n, L); for the repetition penalty.
-        uniforms: One number in [0, 1) per row, (n,).
-        sampling: Temperature and truncation.
-
-    Returns:
-        Token ids (n,) and their log-probs (n,) under softmax(logits / temperature) of the full vocabulary,
-        nats. Greedy sampling reports log-probs at temperature 1.
-    """
-    scaled = logits / (sampling.temperature or 1.0)
-    filtered = truncate(logits, history, sampling)
-    if sampling.temperature == 0:
-        tokens = filtered.argmax(dim=-1)
-    else:
-        cumulative = filtered.double().softmax(dim=-1).cumsum(dim=-1)  # (n, V)
-        targets = uniforms[:, None] * cumulative[:, -1:]
-        # The first token whose sum exceeds u.
-        tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)  # (n,)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return tokens, scaled.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
-
-
-def truncate(logits: Tensor, history: Tensor, sampling: Sampling) -> Tensor:
-    """Apply repetition penalty, temperature, top-k, top-p and min-p, in that order, by transformers' code."""
-    from transformers.generation import logits_process as processors
-
-    if sampling.repetition_penalty != 1:
-        logits = processors.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(history, logits)
-    if sampling.temperature not in (0, 1):
-        logits = processors.TemperatureLogitsWarper(sampling.temperature)(history, logits)
-    if sampling.top_k:
-        logits = processors.TopKLogitsWarper(sampling.top_k)(history, logits)
-    if sampling.top_p < 1:
-        logits = processors.TopPLogitsWarper(sampling.top_p)(history, logits)
-    if sampling.min_p:
-        logits = processors.MinPLogitsWarper(sampling.min_p)(history, logits)  # type: ignore[arg-type]
-    return logits
 
 
 class StopWatcher:

@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
 
+import torch
+
 import rlt_lightning
+from rlt_lightning import ALLOCATOR
 from rlt_lightning.engines import guard
+from rlt_lightning.engines.gpus import VARIABLE, shared_out, worker_gpus
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import InputError
@@ -35,7 +39,10 @@ class Launch:
         max_model_len: Tokens of prompt and completion; None: as many as the model allows.
         tensor_parallel_size: GPUs that share one copy of the weights.
         data_parallel_size: Copies behind one server.
-        gpus: GPU ids of each worker, one list per worker; None: as the environment has it.
+        gpus: GPUs of each worker, one list per worker, counted from 0 among the GPUs that this process
+            sees (CUDA_VISIBLE_DEVICES); None: each worker sees all of them.
+        share: GPUs that sample + GPUs that train, such as 3+5, in place of num_workers and gpus: the first
+            train, and the command line sets trainer.devices; workers get the rest.
         port: Port of the first worker, the others follow; 0: free ports.
         start_deadline_s: Time to load the model and answer.
         arguments: Further arguments of `vllm serve`, such as --enforce-eager.
@@ -50,6 +57,7 @@ class Launch:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     gpus: list[list[int]] | None = None
+    share: str | None = None
     port: int = 0
     start_deadline_s: float = 900.0
     arguments: list[str] = field(default_factory=list)
@@ -63,11 +71,27 @@ class Launch:
                 f"{sizes}. Correct them."
             )
         needed = self.tensor_parallel_size * self.data_parallel_size
+        if self.share is not None:
+            self._share_out(self.share, needed)
         if self.gpus is not None and [len(ids) for ids in self.gpus] != [needed] * self.num_workers:
             raise InputError(
                 f"launch.gpus must name {needed} GPU(s) for each of the {self.num_workers} worker(s), but is "
                 f"{self.gpus}. Correct it, or the sizes."
             )
+
+    def _share_out(self, share: str, needed: int) -> None:
+        """Set the number of workers and their GPUs: those behind the trainer's."""
+        samples, trains = shared_out(share)
+        number, rest = divmod(samples, needed)
+        gpus = [[trains + i * needed + j for j in range(needed)] for i in range(number)]
+        if rest or self.num_workers not in (1, number) or self.gpus not in (None, gpus):
+            raise InputError(
+                f"launch.share {share} gives {samples} GPU(s) to workers of {needed} GPU(s) each, and sets "
+                f"num_workers and gpus, but num_workers is {self.num_workers} and gpus is {self.gpus}. Leave "
+                "both out, and share out a multiple of tensor_parallel_size * data_parallel_size."
+            )
+        object.__setattr__(self, "num_workers", number)
+        object.__setattr__(self, "gpus", gpus)
 
     def command(self, index: int, port: int, model: str, backend: str | None, served_model: str) -> list[str]:
         """Return the command line of worker number `index`, which a person could type as well."""
@@ -75,7 +99,7 @@ class Launch:
         if program is None:
             raise InputError(
                 f"launch.executable must be vLLM's command, but '{self.executable}' is none. Make its "
-                "environment (scripts/setup_vllm_cpu.sh, or docs/vllm.md for GPUs) or correct the path."
+                "environment (scripts/setup_vllm_cpu.sh, or setup_vllm_gpu.sh) or correct the path."
             )
         words = [program, "serve", self.model or model, "--served-model-name", served_model]
         words += ["--host", LOOPBACK, "--port", str(port), "--dtype", self.dtype, "--seed", str(index)]
@@ -88,6 +112,14 @@ class Launch:
             if value not in (None, 1):
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return words + self.arguments
+
+    def visible_gpus(self, index: int) -> dict[str, str]:
+        """Return the environment variable by which worker number `index` sees only its GPUs."""
+        if self.gpus is None:
+            return {}
+        # None: where the trainer sees no GPU, workers may.
+        number = torch.cuda.device_count() or None
+        return {VARIABLE: worker_gpus(self.gpus[index], os.environ, number)}
 
 
 class LocalServer:
@@ -135,7 +167,8 @@ class LocalServer:
             "VLLM_HOST_IP": LOOPBACK,
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
-        environment = {**os.environ, **defaults, **self.environment, "PYTHONPATH": self.import_folder.name}
+        inherited = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
+        environment = {**inherited, **defaults, **self.environment, "PYTHONPATH": self.import_folder.name}
         with open(self.log, "ab") as log:
             self.log_begin = log.tell()
             self.process = subprocess.Popen(

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
-from rlt_lightning.engines.weights import Failures, WeightPush, free_port, in_background, on_each
+from rlt_lightning.engines.weights import (
+    Failures,
+    WeightPush,
+    dtype_named,
+    free_port,
+    in_background,
+    on_each,
+)
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_tensors
 
@@ -21,7 +28,8 @@ class NCCLPush(WeightPush):
 
     All workers form one group with the trainer, so one gather and one broadcast serve them all. The loss of
     one worker breaks the group: the push fails for all, and the next push forms a new group. A rank that dies
-    within a broadcast makes NCCL wait; after `timeout_s` the run stops.
+    within a broadcast makes NCCL wait; after `timeout_s` the run stops. Weights travel in the workers' type
+    if it is narrower than the trainer's.
 
     Args:
         bucket_mib: Size of each of the two buffers that NCCL sends from.
@@ -88,6 +96,7 @@ class NCCLPush(WeightPush):
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+        source = ModuleSource(WholeTensors(named_tensors, common_dtype(workers)))
         members = [(worker.url, worker.incarnation) for worker in workers]
         if self.engine is None or members != self.members:
             self.close()
@@ -99,10 +108,11 @@ class NCCLPush(WeightPush):
                 rank=0,
             )
             self.engine = WeightTransferTrainerFactory.trainer_init(
-                info, client=SyncClient(self, workers), source=ModuleSource(WholeTensors(named_tensors))
+                info, client=SyncClient(self, workers), source=source
             )
             self.members = members
         self.engine.client.version = version
+        self.engine.source = source
         return self.engine
 
     def close(self) -> None:
@@ -152,26 +162,52 @@ class SyncClient:
 
 
 class WholeTensors:
-    """Looks like a module to vLLM's ModuleSource, and gathers a partitioned tensor when it is asked for."""
+    """Weights that vLLM's ModuleSource reads like a module's; a sharded tensor is gathered when it is read.
 
-    def __init__(self, named_tensors: list[NamedTensor]) -> None:
+    Args:
+        named_tensors: The trainer's weights, which may be sharded.
+        dtype: The type that all workers compute in, in which wider weights travel; None: they differ.
+    """
+
+    def __init__(self, named_tensors: list[NamedTensor], dtype: torch.dtype | None = None) -> None:
         self.named_tensors = named_tensors
+        self.dtype = dtype
 
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield names with tensors, or with objects whose `full_tensor()` is one."""
+    def named_parameters(self) -> Iterator[tuple[str, Outgoing]]:
+        """Yield names with objects whose `full_tensor()` is what is sent."""
         for name, tensor in self.named_tensors:
-            yield name, Partitioned(tensor) if hasattr(tensor, "ds_id") else tensor
+            yield name, Outgoing(tensor, narrower(tensor.dtype, self.dtype))
 
 
-class Partitioned:
-    """A tensor under DeepSpeed ZeRO-3."""
+class Outgoing:
+    """A tensor, which may be sharded, and the type in which it is sent.
 
-    def __init__(self, tensor: Any) -> None:
+    Args:
+        tensor: The tensor.
+        dtype: The type.
+    """
+
+    def __init__(self, tensor: Any, dtype: torch.dtype) -> None:
         self.tensor = tensor
-        self.dtype = tensor.dtype
+        self.dtype = dtype
         self.shape = full_shape(tensor)
 
     def full_tensor(self) -> Tensor:
         """Gather it from all ranks, to be freed when the caller drops it."""
         with whole_tensors([self.tensor]) as [tensor]:
-            return tensor.detach().clone()
+            sent = tensor.detach().to(self.dtype)
+            # DeepSpeed frees what it has gathered.
+            return sent.clone() if hasattr(self.tensor, "ds_id") and sent.dtype == tensor.dtype else sent
+
+
+def narrower(ours: torch.dtype, theirs: torch.dtype | None) -> torch.dtype:
+    """Return the worker's type if it has fewer bytes: the worker would round to it anyway."""
+    if theirs is None or not ours.is_floating_point or theirs.itemsize >= ours.itemsize:
+        return ours
+    return theirs
+
+
+def common_dtype(workers: list[WorkerClient]) -> torch.dtype | None:
+    """Return the type that all workers compute in; None if they differ."""
+    names = {worker.dtype for worker in workers}
+    return dtype_named(names.pop()) if len(names) == 1 else None

@@ -1,4 +1,4 @@
-"""Rollouts from `vllm serve` workers over HTTP. The way of a step's requests, one for each prompt:
+"""Rollouts from `vllm serve` workers over HTTP. The way of a step's requests:
 
     generate     requests ──▶ queue ──▶ the worker with the fewest, if it has a free slot
                                 ▲         │
@@ -6,6 +6,9 @@
                                 │         ├── failed at a living worker: sent again, max_retries times
                                 └─────────┴── worker lost (dead, hung, garbage): back to the head of the queue
                  no worker left: WorkersLost, with what is finished; the caller then asks for the rest
+
+A request is for all completions of a prompt or, in training, for one (`generate_and_tell`): a finished
+completion is then scored, and its slot reused, while the rest of its group is sampled.
 
 fleet.py draws the states of a worker, client.py makes the calls, launch.py starts workers.
 """
@@ -17,15 +20,16 @@ import itertools
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
-from operator import add
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 from rlt_lightning.engines.base import (
     SEED_MASK,
+    Arrived,
     Engine,
     EngineDescription,
     NamedTensor,
@@ -35,10 +39,11 @@ from rlt_lightning.engines.base import (
     require_context,
 )
 from rlt_lightning.engines.client import ADDRESS, Request, WorkerError, key_from
-from rlt_lightning.engines.fleet import Fleet, Worker
+from rlt_lightning.engines.fleet import Fleet
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, run_to_end
+from rlt_lightning.engines.worker import Worker
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.weights import gather_in_groups
@@ -67,13 +72,15 @@ class VLLMEngine(Engine):
         request_timeout_s: Deadline of a request, from sending to the last token of its longest completion.
         call_timeout_s: Deadline of every other call; a worker that takes longer to show a sign of life is
             lost.
+        sleep_timeout_s: Deadline of falling asleep, and of waking.
         max_retries: How often a request that failed at a living worker is sent again.
         backoff_s: Wait before the first retry; doubles with each.
         recovery_timeout_s: How long to wait for one worker to come back when none is left.
-        max_restarts: How often a worker may be lost in a row, while no request is completed.
-        sleep: Let workers share the GPUs that train: they sleep, weights in main memory, from a step's last
+        max_restarts: How often a worker may be lost in a row, while no prompt gets all its completions.
+        sleep: Let workers share the GPUs that train: they sleep, without weights, from a step's last
             completion to the next push. They need --enable-sleep-mode, and must fit into the GPU memory that
-            training leaves free between two steps (--gpu-memory-utilization).
+            training leaves free between two steps (--gpu-memory-utilization). With AdapterPush the base's
+            weights wait in main memory.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class VLLMEngine(Engine):
         max_sequences: int = 256,
         request_timeout_s: float = 3600.0,
         call_timeout_s: float = 60.0,
+        sleep_timeout_s: float = 300.0,
         max_retries: int = 3,
         backoff_s: float = 1.0,
         recovery_timeout_s: float = 600.0,
@@ -119,8 +127,9 @@ class VLLMEngine(Engine):
             served_model = f"teacher-{run_id}"
         api_key = key_from(api_key_env)
         workers = [Worker(url, served_model, api_key, self.plain) for url in urls or []]
-        self.fleet = Fleet(workers, run_id, launch, sleep, call_timeout_s, recovery_timeout_s, max_restarts)
         self.takes_adapters = self.push.takes_adapters
+        deadlines = (call_timeout_s, sleep_timeout_s, recovery_timeout_s)
+        self.fleet = Fleet(workers, run_id, launch, sleep, self.takes_adapters, *deadlines, max_restarts)
         self.takes_turns = sleep
         self.reports_log_probs = log_probs == "worker"
         self.max_sequences = max_sequences
@@ -245,43 +254,94 @@ class VLLMEngine(Engine):
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
         limits = limits or [sampling.max_completion_length] * len(prompts)
-        require_context(max(map(add, map(len, prompts), limits)), self.max_model_len)
+        longest = [replace(sampling, max_completion_length=limit) for limit in limits]
+        seeds = [seed & SEED_MASK for seed in seeds]
         requests = [
-            Request(
-                prompt,
-                num_completions,
-                replace(sampling, max_completion_length=limit),
-                stop,
-                self.stop_ids,
-                self.vocab_size,
-                seed & SEED_MASK,
-            )
-            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+            self._request(prompt, num_completions, one, stop, seed)
+            for prompt, one, seed in zip(prompts, longest, seeds, strict=True)
         ]
-        finished = run_to_end(self._complete_all(requests))
-        if len(finished) < len(prompts):
+        return self._all(self._finish(requests, lambda *_: self.fleet.forgive_losses()), len(prompts))
+
+    def generate_and_tell(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        arrived: Arrived,
+    ) -> list[list[Completion]]:
+        """See `Engine.generate_and_tell`. Seeds are those of `generate`."""
+        if sampling.temperature == 0:  # one request samples a group, whose completions are all alike
+            return self.generate(prompts, sampling, num_completions, stop, seeds)
+        requests = [
+            self._request(prompt, 1, sampling, stop, (seed & SEED_MASK) + number)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for number in range(num_completions)
+        ]
+
+        unfinished = [num_completions] * len(prompts)
+
+        def tell(index: int, completions: list[Completion]) -> None:
+            position, number = divmod(index, num_completions)
+            arrived(position, number, completions[0])
+            unfinished[position] -= 1
+            if not unfinished[position]:  # of what is lost with the worker, only whole groups are kept
+                self.fleet.forgive_losses()
+
+        single = self._finish(requests, tell)
+        groups = {}
+        for position in range(len(prompts)):
+            indices = range(position * num_completions, (position + 1) * num_completions)
+            if all(index in single for index in indices):
+                groups[position] = [single[index][0] for index in indices]
+        return self._all(groups, len(prompts))
+
+    def _request(
+        self, prompt: list[int], num_completions: int, sampling: Sampling, stop: str, seed: int
+    ) -> Request:
+        require_context(len(prompt) + sampling.max_completion_length, self.max_model_len)
+        return Request(prompt, num_completions, sampling, stop, self.stop_ids, self.vocab_size, seed)
+
+    def _finish(
+        self, requests: list[Request], tell: Callable[[int, list[Completion]], None]
+    ) -> dict[int, list[Completion]]:
+        """Return the completions of each request that was finished, by its number."""
+        return run_to_end(self._complete_all(requests, tell))
+
+    def _all(self, finished: dict[int, list[Completion]], num_prompts: int) -> list[list[Completion]]:
+        """Return the groups of all prompts.
+
+        Raises:
+            WorkersLost: If one is missing.
+        """
+        if len(finished) < num_prompts:
             raise WorkersLost(
                 f"No vLLM worker is left to sample: {' '.join(self.fleet.down.values())}", finished
             )
-        return [finished[i] for i in range(len(prompts))]
+        return [finished[i] for i in range(num_prompts)]
 
-    async def _complete_all(self, requests: list[Request]) -> dict[int, list[Completion]]:
-        """Give each request to the worker with the fewest in work; end early when no worker is left."""
+    async def _complete_all(
+        self, requests: list[Request], tell: Callable[[int, list[Completion]], None]
+    ) -> dict[int, list[Completion]]:
+        """Give each request to the worker with the fewest running requests; end early when no worker is left.
+
+        tell(index, completions) is called as soon as a request is finished.
+        """
         workers = [worker for worker in self.fleet.serving if worker.current]
         slots = max(1, self.max_sequences // requests[0].num_completions)
         queue, finished = deque(range(len(requests))), dict[int, list[Completion]]()
         running: dict[asyncio.Task[list[Completion]], tuple[int, Worker]] = {}
         watching = {asyncio.create_task(self.fleet.watch(worker)): worker for worker in workers}
 
-        def in_work(worker: Worker) -> int:
-            return sum(w is worker for _, w in running.values())
-
         try:
             while queue or running:
-                while queue and workers and in_work(worker := min(workers, key=in_work)) < slots:
+                in_work = Counter(worker for _, worker in running.values())
+                while queue and workers and in_work[worker := min(workers, key=in_work.__getitem__)] < slots:
                     index = queue.popleft()
                     task = asyncio.create_task(self._complete(worker, requests[index]))
                     running[task] = (index, worker)
+                    in_work[worker] += 1
                 if not running:
                     break
                 done, _ = await asyncio.wait([*running, *watching], return_when=asyncio.FIRST_COMPLETED)
@@ -289,8 +349,8 @@ class VLLMEngine(Engine):
                     index, worker = running[task]
                     if task.exception() is None:
                         finished[index] = task.result()
+                        tell(index, finished[index])
                         del running[task]
-                        self.fleet.forgive_losses()
                 for task in done & (running.keys() | watching.keys()):
                     worker = watching.pop(task) if task in watching else running[task][1]
                     error = task.exception()

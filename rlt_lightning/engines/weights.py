@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
+from rlt_lightning.engines.staging import Staging, pieces
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
 from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.types import InputError
@@ -152,7 +153,8 @@ class GlooPush(WeightPush):
     """Broadcast tensor after tensor over TCP; each server's workers form one group with the trainer.
 
     Args:
-        bucket_mib: As in `WeightPush`; longer tensors go in pieces of this size.
+        bucket_mib: As in `WeightPush`; longer tensors go in pieces of this size. Two of them are held in
+            pinned main memory where the weights lie on a GPU: one is filled while the other is sent.
         timeout_s: As in `WeightPush`.
         host: Address of this machine that the workers can reach.
         dtype: Data type in which weights travel, such as bfloat16; None: as the trainer holds them.
@@ -169,6 +171,8 @@ class GlooPush(WeightPush):
         self.store: TCPStore | None = None
         self.lock = Lock()
         self.groups: dict[str, tuple[int, Any]] = {}  # URL -> incarnation that joined, group
+        self.staging = Staging(self.bucket_bytes)
+        self.in_flight: list[tuple[str, Any]] = []  # URL, and what gloo still sends there
 
     def prepare(self, worker: WorkerClient) -> None:
         """Hold the worker's requests and, on the first push to it, meet."""
@@ -224,30 +228,43 @@ class GlooPush(WeightPush):
             worker.url: in_background(partial(self.post, worker, "/update_weights", {"update_info": info}))
             for worker in workers
         }
+        self.in_flight = []
         for tensors in gather_in_groups(named_tensors, self.gather_bytes):
             self.send(tensors, updates, failures)
+        self.wait_for_sent(updates, failures)
         sent = [worker for worker in workers if worker.url not in failures]
         sent = on_each(sent, lambda worker: updates[worker.url].result(), failures)
         on_each(sent, lambda worker: self.finish(worker, version), failures)
 
     def send(self, tensors: list[Tensor], updates: dict[str, Future[JSON]], failures: Failures) -> None:
-        """Send tensors to every worker that still takes part; keep none of them."""
+        """Send tensors to every worker that still takes part; keep none of them.
+
+        The last piece may still be on its way, in a buffer, while the next tensors are gathered.
+        """
         for tensor in tensors:
-            for piece in pieces(tensor, self.dtype or tensor.dtype, self.bucket_bytes):
-                self.broadcast(piece, updates, failures)
+            dtype = self.dtype or tensor.dtype
+            for piece in pieces(tensor, dtype, self.bucket_bytes):
+                staged = self.staging.fill(piece, dtype)
+                self.wait_for_sent(updates, failures)
+                self.broadcast(staged.arrived(), updates, failures)
+                if not staged.copied:
+                    self.wait_for_sent(updates, failures)
 
     def broadcast(self, piece: Tensor, updates: dict[str, Future[JSON]], failures: Failures) -> None:
-        """Send one piece to all workers at the same time."""
-        started = []
+        """Begin to send one piece to all workers."""
         for url, update in updates.items():
             try:
                 if url not in failures:
                     if update.done():
                         update.result()  # a worker that has given up says why
-                    started.append((url, self.groups[url][1].broadcast([piece], from_trainer())))
+                    self.in_flight.append((url, self.groups[url][1].broadcast([piece], from_trainer())))
             except (RuntimeError, EngineError) as error:
                 failures[url] = error
-        for url, work in started:
+
+    def wait_for_sent(self, updates: dict[str, Future[JSON]], failures: Failures) -> None:
+        """Wait until the piece on its way has reached all workers."""
+        in_flight, self.in_flight = self.in_flight, []
+        for url, work in in_flight:
             try:
                 work.wait()
             except RuntimeError as error:  # gloo: the connection is closed, or the time is over
@@ -257,14 +274,8 @@ class GlooPush(WeightPush):
     def close(self) -> None:
         """Leave all groups."""
         self.groups.clear()
+        self.staging.close()
         self.store = None
-
-
-def pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
-    """Cut a tensor into byte tensors in main memory, without a copy where it lies there in that type."""
-    flat = tensor.detach().reshape(-1)
-    for piece in flat.split(max(1, piece_bytes // dtype.itemsize)):
-        yield piece.to("cpu", dtype).view(torch.uint8)
 
 
 def on_each(
