@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlt_lightning.types import InputError
 
@@ -132,6 +132,14 @@ class BadRowReport:
             ],
             "truncated_rows": self.truncated,
         }
+
+    @classmethod
+    def of_dict(cls, found: dict[str, Any]) -> Self:
+        """Return the report of which `as_dict` was taken."""
+        bad = [(r["row"], BadRowError(BadRowReason(r["reason"]), r["detail"])) for r in found["bad_rows"]]
+        left_out = [(r["row"], FilterReason(r["filter"]), r["detail"]) for r in found["filtered_rows"]]
+        truncated = found["truncated_rows"]
+        return cls(found["source"], found["num_rows"], found["first_row"], bad, truncated, left_out)
 
     def check(self, max_bad_frac: float, report_path: Path | None) -> None:
         """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used.

@@ -26,8 +26,6 @@ Value = int | Fraction  # exact; never a Fraction that is an integer
 def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
     """Make different solved problems of 3 or 4 numbers below 100; the same arguments give the same rows.
 
-    The problems come from reasoning-gym's CountdownDataset, the solutions from our solver.
-
     Args:
         num_rows: Number of rows.
         seed: Seed of the problems.
@@ -38,8 +36,7 @@ def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[d
         The rows of `countdown_row`.
 
     Raises:
-        InputError: If there is no such split, reasoning-gym is not installed, or there are fewer different
-            problems.
+        InputError: If there is no such split, or there are fewer different problems.
     """
     if split not in ("train", "test"):
         raise InputError(
@@ -50,33 +47,40 @@ def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[d
 
 def _problems(seed: int, split: str) -> Iterator[tuple[list[int], int]]:
     """Yield numbers and target of different problems, without end."""
-    try:
-        from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
-    except ImportError as error:
-        raise InputError(
-            "The Countdown source needs reasoning-gym, which is not installed. Run pip install -e "
-            "'.[countdown]'."
-        ) from error
-    # The library seeds problem i with its seed + i: neighbouring seeds would share most problems.
-    start = Random(f"countdown {seed} {split}").getrandbits(48)
-    config = CountdownConfig(
-        min_numbers=3, max_numbers=4, min_value=1, max_value=99, min_target=10, max_target=99, seed=start
-    )
-    dataset = CountdownDataset(config)
+    random = Random(f"countdown {seed} {split}")
     found: set[str] = set()
     last_found = 0
     for index in count():
-        made = dataset[index]["metadata"]
-        key = f"{sorted(made['numbers'])} {made['target']}"
+        numbers, target = drawn_problem(random)
+        key = f"{sorted(numbers)} {target}"
         if key not in found and (zlib.crc32(key.encode()) % TEST_SHARE == 0) == (split == "test"):
             found.add(key)
             last_found = index
-            yield made["numbers"], made["target"]
+            yield numbers, target
         elif index - last_found > MAX_REPEATS:
             raise InputError(
                 f"The Countdown source has about {len(found)} different rows, but more were asked for. "
                 "Lower data.num_embedded_rows."
             )
+
+
+def drawn_problem(random: Random) -> tuple[list[int], int]:
+    """Draw 3 or 4 numbers from 1 to 99, and a target from 10 to 99 that operations in a row make of them."""
+    while True:
+        numbers = [random.randint(1, 99)]
+        value = numbers[0]
+        for _ in range(random.choice((2, 3))):
+            operator = random.choice("+-*/")
+            divisors = [number for number in range(2, 100) if value % number == 0]
+            if operator == "/" and divisors:
+                numbers.append(random.choice(divisors))
+                value //= numbers[-1]
+                continue
+            numbers.append(number := random.randint(1, 99))
+            value = {"+": value + number, "*": value * number}.get(operator, value - number)
+        if 10 <= value <= 99:
+            random.shuffle(numbers)
+            return numbers, value
 
 
 def solved_row(numbers: Sequence[int], target: int) -> dict[str, Any]:

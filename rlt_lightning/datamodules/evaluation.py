@@ -15,7 +15,13 @@ from rlt_lightning.datamodules.evaluation_sets import (
     evaluation_set,
     read_set,
 )
-from rlt_lightning.datamodules.format_choice import ChosenFormat, FormatOptions, choose_format
+from rlt_lightning.datamodules.format_choice import (
+    ChosenFormat,
+    FormatOptions,
+    choose_format,
+    models_of,
+    require_model,
+)
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.published import difference
@@ -39,7 +45,7 @@ class EvaluationDataModule(LightningDataModule):
         sets: Names of `SETS`, each with null, with a file, folder or hub id to read instead of its own hub
             id, or with fields of an EvaluationSet to change. Any other name with a source is your own set.
             None: AIME 2024, MATH-500 and GPQA Diamond.
-        tokenizer: Name of the model whose chat template is used; linked from the model.
+        tokenizer: Name of the model whose chat template is used; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the model was trained, else stratos.
         student_system_prompt: None: as the model was trained, else ours; '' for none, @FILE for the text of a
             file.
@@ -76,6 +82,7 @@ class EvaluationDataModule(LightningDataModule):
         self.specs = {name: evaluation_set(name, settings) for name, settings in self.sets.items()}
         # By set: why it is not the published set of that name; None where it is, or there is none.
         self.differences: dict[str, str | None] = {}
+        self.follows_module = tokenizer is None
         self.tokenizer_name = tokenizer
         self.format_options = FormatOptions(
             tags,
@@ -95,7 +102,7 @@ class EvaluationDataModule(LightningDataModule):
         self.finished: list[Row] = []  # records from before the run was resumed
         self.given: dict[str, list[Response]] = {}  # by problem
         self.left: list[EvaluationProblem] = []  # problems without a record
-        self.is_set_up = False
+        self._prepared_for: tuple[Any, ...] | None = None  # tokenizer, folder, responses to each problem
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -110,22 +117,26 @@ class EvaluationDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read everything, so that bad data is reported before a model is loaded."""
-        if self.is_set_up:
+        if self.follows_module and self.trainer is not None:
+            self.tokenizer_name, _ = models_of(self.trainer)
+        wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
+        if self._prepared_for == wanted:
             return
         questions = {
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
         self._compare_with_published(questions)
         if self.responses is None:
-            # EvaluateEvery sets the format of the run that it evaluates.
-            self.format = self.format or self._load_format()
+            # EvaluateEvery sets the format of the run that it evaluates, and then none is chosen here.
+            if self.format is None or self.chosen is not None:
+                self.format = self._load_format()
         else:
             self._read_responses(self.responses, [q.id for part in questions.values() for q in part])
         self.problems = [self._problem(name, q) for name, part in questions.items() for q in part]
         self.finished = self._finished_records()
         done = {record["id"] for record in self.finished}
         self.left = [problem for problem in self.problems if problem.id not in done]
-        self.is_set_up = True
+        self._prepared_for = wanted
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
         """Return the sets one after another, in their order; a batch holds problems of one set only."""
@@ -164,13 +175,9 @@ class EvaluationDataModule(LightningDataModule):
     def _load_format(self) -> ChatFormat:
         from rlt_lightning.pretrained import load_tokenizer
 
-        if self.tokenizer_name is None:
-            raise InputError(
-                "data.tokenizer must name the model that is evaluated, but is not set. Set it to a folder or "
-                "hub id, or give data.responses."
-            )
-        tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
-        self.chosen = choose_format(self.format_options, None, self.tokenizer_name)
+        name = require_model(self.tokenizer_name)
+        tokenizer = load_tokenizer(name, self.trust_remote_code)
+        self.chosen = choose_format(self.format_options, None, name)
         return self.chosen.chat_format(tokenizer)
 
     def _problem(self, name: str, question: Question) -> EvaluationProblem:

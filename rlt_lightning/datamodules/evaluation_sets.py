@@ -15,9 +15,9 @@ from rlt_lightning.judging.answers import (
     AnswerKind,
     Reference,
     reference_answer,
-    require_reasoning_gym,
 )
 from rlt_lightning.records.catalogue.evaluation import SET_TITLES
+from rlt_lightning.tags import holds_half_pair
 from rlt_lightning.types import InputError
 
 # The user's turn, as in Bespoke-Stratos-17k.
@@ -29,6 +29,8 @@ PRIVATE_SOURCES = ("Idavidrein/gpqa",)
 QUESTIONS = ("question", "problem", "prompt", "Question")
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
+# Of the options of a choice, the right one first: GPQA's.
+CHOICE_COLUMNS = ("Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS))))
 OVERALL = "overall"  # the figures' name for the mean over sets
 # Rows of an embedded set, if max_rows does not ask for more.
 NUM_EMBEDDED_ROWS = 200
@@ -148,8 +150,6 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
         InputError: If there is no such set, it is empty, or one of its rows cannot be used.
     """
     spec = evaluation_set(name, settings)
-    if spec.judge == "countdown":
-        require_reasoning_gym()
     rows = chosen_rows(name, spec, max_rows, seed)
     ids = row_ids(rows)
     stream = None if spec.options_seed is None else random.Random(spec.options_seed)
@@ -227,21 +227,20 @@ def read_math(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
 
 def read_choice(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
     """Read a question with options in GPQA's columns, and put them in order."""
-    columns = ["Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS)))]
-    if missing := [column for column in columns if not str(row.get(column) or "").strip()]:
+    if missing := [column for column in CHOICE_COLUMNS if not str(row.get(column) or "").strip()]:
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"it lacks {', '.join(missing)}")
-    shuffled = list(columns)
+    shuffled = list(CHOICE_COLUMNS)
     if isinstance(order, random.Random):
         order.shuffle(shuffled)
     else:
-        shuffled = random.Random(order).sample(columns, len(columns))
+        shuffled = random.Random(order).sample(CHOICE_COLUMNS, len(CHOICE_COLUMNS))
     texts = [str(row[column]).strip() if spec.strip else str(row[column]) for column in shuffled]
     options = [
         fill(spec.option, {"letter": letter, "text": text})
         for letter, text in zip(LETTERS, texts, strict=True)
     ]
     parts = {"question": question_of(row, spec.strip), "options": spec.separator.join(options)}
-    return parts, {"kind": "choice", "answer": LETTERS[shuffled.index(columns[0])]}
+    return parts, {"kind": "choice", "answer": LETTERS[shuffled.index(CHOICE_COLUMNS[0])]}
 
 
 def read_countdown(
@@ -275,7 +274,7 @@ def question_of(row: dict[str, Any], strip: bool = True) -> str:
     question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
-    if any("\ud800" <= character <= "\udfff" for character in question):
+    if holds_half_pair(question):
         raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
     return question.strip() if strip else question
 

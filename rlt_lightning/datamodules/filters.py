@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, FilterReason
@@ -24,6 +25,7 @@ from rlt_lightning.types import InputError
 # Words, and the operators that make two sums different questions.
 # 3.5 is one word, and relations and operations are words.
 WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+|[-+*/^=<>≤≥≠×÷·−%!|]")
+JUDGED_ROWS = 1000  # that are judged, and in memory, at a time
 Rejection = tuple[FilterReason, str]  # with a detail that quotes no evaluation set
 # A row's number, its columns as they were read, and its texts.
 Row = tuple[int, dict[str, Any], ParsedRow]
@@ -108,12 +110,16 @@ class Sieve:
         self.overlaps = Overlaps(filters.overlap_with or {}, filters.overlap_ngram)
         self.used: set[tuple[str, ...]] = set()
 
-    def __call__(self, rows: list[Row], report: BadRowReport) -> list[Row]:
+    def __call__(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         """Return the rows of one source that no filter leaves out, and report the others."""
         if {"min_pass_rate", "max_pass_rate"} & self.filters.settings().keys():
-            self._require_pass_rates(rows, report.source)
-        left = list(self._kept(rows, report))
+            rows = with_pass_rates(rows, report.source)
+        left = self._kept(rows, report)
         return self._right(left, report) if self.filters.right_only else left
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides which rows are left out, as plain values."""
+        return {"filters": self.filters.settings(), "overlaps": sorted(self.overlaps.runs), "of": self.traces}
 
     def is_duplicate(self, row: ParsedRow) -> bool:
         """Return whether a row that is used has the same question or, if so set, also the same traces."""
@@ -125,7 +131,7 @@ class Sieve:
 
     # Helpers
 
-    def _kept(self, rows: list[Row], report: BadRowReport) -> Iterator[Row]:
+    def _kept(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         for number, columns, row in rows:
             if rejection := self._rejection(columns, row):
                 report.filtered.append((number, *rejection))
@@ -158,8 +164,14 @@ class Sieve:
             return FilterReason.OVERLAP, f"the question overlaps with one of {name}"
         return None
 
-    def _right(self, rows: list[Row], report: BadRowReport) -> list[Row]:
-        """Return the rows whose solution has the right answer, as `rlt test` would judge it."""
+    def _right(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
+        """Yield the rows whose solution has the right answer, as `rlt test` would judge it."""
+        rest = iter(rows)
+        with Judge(self.tags) as judge:
+            while some := list(islice(rest, JUDGED_ROWS)):
+                yield from self._right_of(some, judge, report)
+
+    def _right_of(self, rows: list[Row], judge: Judge, report: BadRowReport) -> list[Row]:
         judged: list[Row] = []
         references: list[dict[str, Any]] = []
         for number, columns, row in rows:
@@ -172,7 +184,7 @@ class Sieve:
             judged.append((number, columns, row))
             references.append(reference)
         solutions = [row.solution for _, _, row in judged]
-        with Judge(self.tags) as judge, waiting_for(f"the judge of {len(judged)} rows of {report.source}"):
+        with waiting_for(f"the judge of {len(judged)} rows of {report.source}"):
             verdicts = judge.judge_all(zip(solutions, references, strict=True))
         for (number, _, _), reference, verdict in zip(judged, references, verdicts, strict=True):
             if not verdict.correct:
@@ -183,13 +195,6 @@ class Sieve:
     def _key(self, row: ParsedRow) -> tuple[str, ...]:
         traces = [row.traces[name] for name in self.traces] if self.filters.duplicates == "trace" else []
         return tuple(" ".join(text.casefold().split()) for text in (row.question, *traces))
-
-    def _require_pass_rates(self, rows: list[Row], source: str) -> None:
-        if rows and not any("pass_rate" in columns for _, columns, _ in rows):
-            raise InputError(
-                "data.filters.min_pass_rate and max_pass_rate need rows with pass_rate, which `rlt predict` "
-                f"writes with data.task student_rl, but '{source}' has none. Remove these filters."
-            )
 
 
 class Overlaps:
@@ -215,6 +220,23 @@ class Overlaps:
         words = words_of(question)
         found = (self.runs.get(run) for size in self.sizes for run in ngrams(words, size))
         return next((name for name in found if name is not None), None)
+
+
+def with_pass_rates(rows: Iterable[Row], source: str) -> Iterator[Row]:
+    """Yield rows, and stop after the last one if none had a pass_rate.
+
+    Raises:
+        InputError: If no row had one.
+    """
+    found: set[bool] = set()
+    for row in rows:
+        found.add("pass_rate" in row[1])
+        yield row
+    if found == {False}:
+        raise InputError(
+            "data.filters.min_pass_rate and max_pass_rate need rows with pass_rate, which `rlt predict` "
+            f"writes with data.task student_rl, but '{source}' has none. Remove these filters."
+        )
 
 
 def evaluation_questions(name: str, settings: SetSettings) -> list[str]:

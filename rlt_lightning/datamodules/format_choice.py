@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
@@ -30,7 +31,7 @@ from rlt_lightning.datamodules.formats import (
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.format import ModelFormat, Role
-from rlt_lightning.pretrained import load_format
+from rlt_lightning.pretrained import load_format, load_tokenizer
 from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
 from rlt_lightning.types import InputError
 
@@ -312,6 +313,35 @@ def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
     # A row in other tags is parsed too, and its system prompt translated.
     has_tags = any(tags.thought_open in str(turn) for turn in row.get("conversations") or [])
     return parsed.system if has_tags else None
+
+
+def shared_tokenizer(name: str, student: str | None, trust_remote_code: bool) -> Any:
+    """Load a model's tokenizer, and check that a student with another one knows all its tokens."""
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    if student is not None and student != name:
+        student_vocabulary = load_tokenizer(student, trust_remote_code).get_vocab()
+        check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
+    return tokenizer
+
+
+def models_of(trainer: Trainer) -> tuple[str | None, str | None]:
+    """Return the names of the trained or evaluated model of a run, and of its student, where it has them."""
+    module: Any = trainer.lightning_module
+    return getattr(module, "pretrained", None), getattr(module, "student_name", None)
+
+
+def require_model(name: str | None) -> str:
+    """Return the name of the model whose tokenizer and format are used.
+
+    Raises:
+        InputError: If there is none.
+    """
+    if name is None:
+        raise InputError(
+            "data.tokenizer must name the model whose tokenizer is used, but neither it nor the run's module "
+            "names one. Set it to a folder or hub id."
+        )
+    return name
 
 
 def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:

@@ -62,7 +62,7 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Tokenise a text whose special tokens, bos included, are already written out."""
-    return encode_pieces(tokenizer, [text])[0]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class ChatFormat:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, parse_row, require_judgeable
+from rlt_lightning.datamodules.stored import Item
 from rlt_lightning.types import Problem, SFTExample
 
 Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
 LongTraces = Literal["drop", "truncate"]
-Item = Problem | SFTExample
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class ItemMaker:
         max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of a whole sequence.
         long_traces: Whether fine-tuning drops or truncates longer sequences.
-        system_prompts: The system prompt under which the student sees each row so far, by the row's number.
     """
 
     format: ChatFormat
@@ -47,7 +46,6 @@ class ItemMaker:
     max_solution_length: int | None
     max_length: int
     long_traces: LongTraces
-    system_prompts: dict[int, str] = field(default_factory=dict)
 
     @property
     def needed_traces(self) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from random import Random
 from typing import Any, Generic, TypeVar
 
+from rlt_lightning.datamodules.orders import EpochOrder, Shuffled
 from rlt_lightning.types import InputError
 
 Item = TypeVar("Item")
@@ -13,7 +13,7 @@ Batch = TypeVar("Batch")
 
 
 class StepLoader(Generic[Item, Batch]):
-    """Serve one batch per optimizer step, in a new order every epoch; a checkpoint holds the position.
+    """Serve one batch per optimizer step, in the order of each epoch; a checkpoint holds the position.
 
     The order depends only on seed and epoch, and the position only on the number of batches served. Neither
     depends on the rank, so a run resumes exactly where it stopped. Items after an epoch's last full batch are
@@ -26,6 +26,7 @@ class StepLoader(Generic[Item, Batch]):
         seed: Seed of the order.
         rank: Rank of this process.
         world_size: Number of processes.
+        order: The items of each epoch; None: all, shuffled.
 
     Raises:
         InputError: If the ranks cannot share a batch evenly, or there are fewer items than in one batch.
@@ -39,16 +40,18 @@ class StepLoader(Generic[Item, Batch]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        order: EpochOrder | None = None,
     ) -> None:
         if batch_size < 1 or batch_size % world_size:
             raise InputError(
                 f"data.prompts_per_step must be a multiple of the {world_size} process(es), but is "
                 f"{batch_size}. Change it, or trainer.devices."
             )
-        if len(items) < batch_size:
+        self.order = Shuffled(len(items), seed) if order is None else order
+        if self.order.num_items < batch_size:
             raise InputError(
                 f"The training set must have at least data.prompts_per_step={batch_size} usable rows, but "
-                f"has {len(items)}. Add rows, or lower data.prompts_per_step or data.val_rows."
+                f"has {self.order.num_items}. Add rows, or lower data.prompts_per_step or data.val_rows."
             )
         self.items = items
         self.batch_size = batch_size
@@ -58,10 +61,11 @@ class StepLoader(Generic[Item, Batch]):
         self.world_size = world_size
         self.epoch = 0
         self.next_batch = 0
+        self.known: tuple[int, list[int]] = (-1, [])  # an epoch and its order, which takes a while to make
         self.in_use = False  # whether this process has served a batch
 
     def __len__(self) -> int:
-        return len(self.items) // self.batch_size
+        return self.order.num_items // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self.epoch
@@ -86,14 +90,9 @@ class StepLoader(Generic[Item, Batch]):
         """Return this rank's part of a batch."""
         share = self.batch_size // self.world_size
         start = number * self.batch_size + self.rank * share
-        return self.collate([self.items[i] for i in self.order(epoch)[start : start + share]])
-
-    def order(self, epoch: int) -> list[int]:
-        """Return the order of the items in an epoch."""
-        order = list(range(len(self.items)))
-        # Seeded with text, which gives the same order in every process.
-        Random(f"order {self.seed} {epoch}").shuffle(order)
-        return order
+        if self.known[0] != epoch:
+            self.known = (epoch, self.order.of_epoch(epoch))
+        return self.collate([self.items[i] for i in self.known[1][start : start + share]])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the data and settings that it is valid for."""
@@ -103,8 +102,10 @@ class StepLoader(Generic[Item, Batch]):
         """Continue from the position of a state.
 
         Raises:
-            InputError: If the number of rows, the batch size or the seed have changed since.
+            InputError: If the number of rows, the batch size, the seed or the order have changed since.
         """
+        # Checkpoints from before there were other orders do not name theirs.
+        state = {"order": Shuffled.name} | state
         for name, value in self._fingerprint().items():
             if state[name] != value:
                 raise InputError(
@@ -113,8 +114,9 @@ class StepLoader(Generic[Item, Batch]):
                 )
         self.epoch, self.next_batch = state["epoch"], state["next_batch"]
 
-    def _fingerprint(self) -> dict[str, int]:
-        return {"num_rows": len(self.items), "prompts_per_step": self.batch_size, "seed": self.seed}
+    def _fingerprint(self) -> dict[str, int | str]:
+        sizes = {"num_rows": len(self.items), "prompts_per_step": self.batch_size, "seed": self.seed}
+        return {**sizes, "order": self.order.name}
 
 
 class OrderedLoader(Generic[Item, Batch]):
@@ -141,20 +143,21 @@ class OrderedLoader(Generic[Item, Batch]):
     ) -> None:
         if batch_size < 1:
             raise InputError(f"data.val_batch_size must be at least 1, but is {batch_size}. Raise it.")
-        self.collate = collate
-        batches = (items[start : start + batch_size] for start in range(0, len(items), batch_size))
-        shares = (share_of(batch, rank, world_size) for batch in batches)
+        self.items, self.collate = items, collate
+        every = range(len(items))
+        shares = (share_of(every[i : i + batch_size], rank, world_size) for i in every[::batch_size])
         self.shares = [share for share in shares if share]
 
     def __len__(self) -> int:
         return len(self.shares)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self.collate, self.shares)
+        for share in self.shares:
+            yield self.collate([self.items[number] for number in share])
 
 
-def share_of(items: Sequence[Item], rank: int, world_size: int) -> list[Item]:
-    """Return the rank's part of the items. Parts are contiguous, and their sizes differ by at most one."""
-    size, larger = divmod(len(items), world_size)
+def share_of(numbers: range, rank: int, world_size: int) -> range:
+    """Return the rank's part of the numbers. Parts are contiguous, and their sizes differ by at most one."""
+    size, larger = divmod(len(numbers), world_size)
     start = rank * size + min(rank, larger)
-    return list(items[start : start + size + (rank < larger)])
+    return numbers[start : start + size + (rank < larger)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,15 +96,15 @@ class RawResponses:
     column: str | None = None
     tidy: bool = False
 
-    def rows(self, rows: list[NumberedRow], tags: TagStyle) -> list[NumberedRow]:
+    def rows(self, rows: Iterable[NumberedRow], tags: TagStyle) -> Iterable[NumberedRow]:
         """Return a row per response, with the number of the row that it came from."""
         if self.column is None:
             return rows
-        return [
+        return (
             (number, made)
             for number, columns in rows
             for made in ([columns] if isinstance(columns, BadRowError) else self._rows_of(columns, tags))
-        ]
+        )
 
     def _rows_of(self, columns: dict[str, Any], tags: TagStyle) -> Iterator[dict[str, Any] | BadRowError]:
         value = columns.get(str(self.column))

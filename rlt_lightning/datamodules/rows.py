@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
 from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row
 from rlt_lightning.judging.answers import reference_answer
-from rlt_lightning.tags import STRATOS, TagStyle
+from rlt_lightning.tags import STRATOS, TagStyle, holds_half_pair
 from rlt_lightning.types import InputError
 
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
+SHOWN_ROWS = 100  # whose columns a message names
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 
 
@@ -80,23 +81,29 @@ class ParsedRow:
     system: str | None  # the row's own system prompt for the student
 
 
-def check_columns(
+def with_checked_columns(
     rows: Iterable[NumberedRow], source: str, trace_columns: Sequence[str], allows_completion: bool
-) -> None:
-    """Stop if no row of the source has the columns that a task needs.
+) -> Iterator[NumberedRow]:
+    """Yield rows, and stop after the last one if no row of the source had the columns that a task needs.
 
     Raises:
         InputError: Naming the missing columns and those found.
     """
-    columns = [row for _, row in rows if isinstance(row, dict)]
-    missing = [missing_columns(row, trace_columns, allows_completion) for row in columns]
-    if not missing or not all(missing):
+    first: list[dict[str, Any]] = []
+    complete = False
+    for number, columns in rows:
+        if isinstance(columns, dict):
+            complete = complete or not missing_columns(columns, trace_columns, allows_completion)
+            first += [columns] * (len(first) < SHOWN_ROWS)
+        yield number, columns
+    if not first or complete:
         return
-    found = sorted({str(name) for row in columns[:100] for name in row})
+    missing = missing_columns(first[0], trace_columns, allows_completion)
+    found = sorted({str(name) for row in first for name in row})
     raise InputError(
         "Rows must have the columns question and solution (for student_rl an answer will do; for "
         "fine-tuning and scoring also reasoning_trace), or conversations, but "
-        f"'{source}' lacks {', '.join(missing[0])} and has "
+        f"'{source}' lacks {', '.join(missing)} and has "
         f"{', '.join(found) or 'no columns'}. Rename its columns."
     )
 
@@ -236,7 +243,7 @@ def _text(value: Any, column: str) -> str:
         return ""
     if not isinstance(value, str):
         raise BadRowError(BadRowReason.WRONG_TYPE, f"{column} must be text, but is {type(value).__name__}")
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if holds_half_pair(value):
         raise BadRowError(
             BadRowReason.WRONG_TYPE, f"{column} must be Unicode text, but holds half a surrogate pair"
         )

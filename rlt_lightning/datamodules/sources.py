@@ -1,13 +1,14 @@
-"""Read rows from an embedded set, a file, a folder or the hub."""
+"""Read rows from memory, an embedded set, a file, a folder or the hub, one at a time."""
 
 from __future__ import annotations
 
-import csv
+import hashlib
 import json
-import logging
+import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,13 +16,23 @@ from typing import Any
 
 from rlt_lightning.datamodules import chains, word_sums
 from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
+from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.datamodules.countdown import countdown_rows
+from rlt_lightning.datamodules.files import READERS, columns_of, read_file, readable
+from rlt_lightning.datamodules.hub import (
+    SOURCE_CHOICES,
+    is_hub_folder,
+    is_saved,
+    load_hub,
+    load_saved,
+    rows_of,
+    version_of,
+)
 from rlt_lightning.datamodules.rows import complete_countdown
-from rlt_lightning.models.announce import announce, announce_reading
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, as_list
 
 ARITHMETIC = "arithmetic"
+WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
 # Each makes its rows from a number of rows, a seed and a split.
 EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
     ARITHMETIC: arithmetic_rows,
@@ -30,168 +41,263 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
     **chains.SOURCES,
     **word_sums.SOURCES,
 }
-SOURCE_CHOICES = (
-    f"'{ARITHMETIC}' (the default), '{ARITHMETIC}:KIND' such as '{ARITHMETIC}:addition', 'chains', "
-    "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
-    "or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
-    "'openai/gsm8k:main'"
-)
 
 
-def read_rows(
-    source: str,
-    split: str = "train",
-    num_embedded_rows: int = 1000,
-    seed: int = 0,
-    max_rows: int | None = None,
-) -> list[NumberedRow]:
-    """Read the rows of a source, and complete Countdown problems with question and solution.
+@dataclass(frozen=True, eq=False)
+class MemoryRows:
+    """Rows that a script brings: they are read as the lines of a JSONL file would be.
 
     Args:
-        source: An embedded source, a file, a folder, a hub id or `ID:CONFIGURATION`.
+        rows: A list of dictionaries, or a `datasets.Dataset`.
+    """
+
+    rows: Any
+
+    def __str__(self) -> str:
+        return f"{len(self.rows)} rows in memory"
+
+    def numbered(self) -> Iterator[NumberedRow]:
+        """Yield the rows with their numbers."""
+        for number, row in enumerate(self.rows, start=1):
+            yield number, columns_of(dict(row) if isinstance(row, Mapping) else row)
+
+    def digest(self) -> str:
+        """Return a hash of the rows."""
+        found = hashlib.blake2b()
+        for row in self.rows:
+            # What JSON does not know counts as it is pickled.
+            found.update(json.dumps(row, default=lambda value: pickle.dumps(value).hex()).encode() + b"\n")
+        return found.hexdigest()
+
+
+Source = str | MemoryRows
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """One of several sources that training mixes.
+
+    Args:
+        source: The source.
+        weight: Its share of the training rows, as a part of the sum of all weights.
+    """
+
+    source: Any
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.weight, int | float) and 0 < self.weight < float("inf")):
+            raise InputError(
+                f"The weight of a source must be a number above 0, but '{self.source}' has {self.weight}. "
+                "Correct it, or drop the source."
+            )
+
+
+def sources_of(setting: Any) -> list[Source]:
+    """Return the sources that `data.source` or `data.val_source` names; a list of dictionaries is one source.
+
+    Raises:
+        InputError: If one is neither a name nor rows.
+    """
+    found: list[Source] = []
+    for value, _ in _weighted(setting):
+        if isinstance(value, (str, MemoryRows)):
+            found.append(value)
+        elif isinstance(value, Path):
+            found.append(str(value))
+        elif _is_table(value):
+            found.append(MemoryRows(value))
+        else:
+            raise InputError(
+                "A source must be a name, a path, a list of dictionaries or a datasets.Dataset, or a list of "
+                f"these, but is of type {type(value).__name__}. Convert it; of a DatasetDict choose a split."
+            )
+    return found
+
+
+def weights_of(setting: Any) -> list[float]:
+    """Return the weight of each source of a setting; an empty list if none has one.
+
+    Raises:
+        InputError: If only some have one.
+    """
+    weights = [weight for _, weight in _weighted(setting)]
+    known = [weight for weight in weights if weight is not None]
+    if known and len(known) < len(weights):
+        without = sources_of(setting)[weights.index(None)]
+        raise InputError(
+            f"Either all sources of data.source have a weight or none, but '{without}' has none. Write it as "
+            f"{{source: {without}, weight: 1}}."
+        )
+    return known
+
+
+def names_of(setting: Any) -> str:
+    """Return the names of a setting's sources, for a message."""
+    return ", ".join(map(str, sources_of(setting)))
+
+
+def _weighted(setting: Any) -> list[tuple[Any, float | None]]:
+    """Return the sources of a setting, as they are given, each with its weight, or None."""
+    found: list[tuple[Any, float | None]] = []
+    for value in [setting] if _is_table(setting) else as_list(setting):
+        if isinstance(value, Mapping) and value.keys() == WEIGHTED:
+            value = WeightedSource(**value)
+        has_weight = isinstance(value, WeightedSource)
+        found.append((value.source, value.weight) if has_weight else (value, None))
+    return found
+
+
+def _is_table(value: Any) -> bool:
+    """Return whether a value is rows: a list with dictionaries that are no sources with weights."""
+    # A Dataset can only come from a program that has imported the library.
+    datasets = sys.modules.get("datasets")
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(row, Mapping) and row.keys() != WEIGHTED for row in value)
+    return datasets is not None and isinstance(value, datasets.Dataset)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of every source of a run.
+
+    A source is rows in memory, an embedded set, a file, a folder, a hub id, or either of the last two with
+    `:CONFIGURATION`.
+
+    Args:
         split: Split of a hub data set, a saved data set, an embedded source, or a folder whose files are
             named after splits.
         num_embedded_rows: Size of an embedded source.
         seed: Seed of an embedded source.
         max_rows: Most rows to read, from the start; None for all.
-
-    Returns:
-        Row numbers from 1 (line numbers in a JSONL file), each with the row's columns, or with the reason why
-        it has none.
-
-    Raises:
-        InputError: If the source does not exist, cannot be read as a whole, or is empty.
+        streaming: Whether data sets in the hub's form are read row by row, not loaded as a whole first.
     """
-    numbered = islice(_numbered_rows(source, split, num_embedded_rows, seed), max_rows)
-    rows = [(number, complete_countdown(columns)) for number, columns in numbered]
-    if not rows:
-        raise InputError(
-            f"The source must have at least one row, but '{source}' has none. Use {SOURCE_CHOICES}."
-        )
-    return rows
 
+    split: str = "train"
+    num_embedded_rows: int = 1000
+    seed: int = 0
+    max_rows: int | None = None
+    streaming: bool = False
 
-def _numbered_rows(source: str, split: str, num_embedded_rows: int, seed: int) -> Iterator[NumberedRow]:
-    path = Path(source).expanduser()
-    if source in EMBEDDED:
-        yield from enumerate(EMBEDDED[source](num_embedded_rows, seed, split), start=1)
-    elif path.is_dir():
-        yield from _read_folder(path, split)
-    elif path.is_file():
-        yield from _read_file(path)
-    elif path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
-    else:
-        yield from _read_hub(source, split)
+    def rows(self, source: Source) -> Iterator[NumberedRow]:
+        """Yield the rows of a source, and complete Countdown problems with question and solution.
 
+        Returns:
+            Row numbers from 1 (line numbers in a JSONL file), each with the row's columns, or with the
+            reason why it has none.
 
-def _read_file(path: Path) -> Iterator[NumberedRow]:
-    if path.suffix not in READERS:
-        raise InputError(
-            f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {SOURCE_CHOICES}."
-        )
-    announce_reading(path)
-    try:
-        yield from READERS[path.suffix](path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"The data file {path} must be readable, but is not ({_one_line(error)}). Check its permissions, "
-            "its encoding (UTF-8), and that it is complete."
-        ) from error
-
-
-def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
-    """Read one row per line. A broken line is a bad row; blank lines count, but are not rows."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, _columns(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                yield number, BadRowError(BadRowReason.BROKEN_JSON, str(error))
-
-
-def _read_json(path: Path) -> Iterator[NumberedRow]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"The file {path} must be valid JSON, but is not ({error}). Correct it; if it holds one object "
-            "per line, name it .jsonl."
-        ) from error
-    if isinstance(content, dict):
-        content = content.get("data")
-    if not isinstance(content, list):
-        raise InputError(
-            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert '
-            "it to one of them, or to .jsonl."
-        )
-    for number, value in enumerate(content, start=1):
-        yield number, _columns(value)
-
-
-def _read_parquet(path: Path) -> Iterator[NumberedRow]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise InputError(
-            f"The file {path} must be a whole Parquet file, but is not ({_one_line(error)}). Write it "
-            f"again, or use {SOURCE_CHOICES}."
-        ) from error
-    yield from enumerate(rows, start=1)
-
-
-def _read_csv(path: Path) -> Iterator[NumberedRow]:
-    """Read a table whose first line names the columns; every cell is text, even if it looks like a number."""
-    # A reasoning trace is longer than the default allows.
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
-                if None in row or None in row.values():
-                    detail = "the row has more or fewer cells than the header"
-                    yield number, BadRowError(BadRowReason.WRONG_TYPE, detail)
-                else:
-                    yield number, dict(row)
-        except csv.Error as error:
+        Raises:
+            InputError: If the source does not exist, cannot be read as a whole, or is empty.
+        """
+        number = 0
+        for number, columns in islice(self._numbered_rows(source), self.max_rows):
+            yield number, complete_countdown(columns)
+        if not number:
             raise InputError(
-                f"The file {path} must be valid CSV, but is not ({error}). Correct it, or convert it "
-                "to .jsonl."
-            ) from error
+                f"The source must have at least one row, but '{source}' has none. Use {SOURCE_CHOICES}."
+            )
+
+    def fingerprint(self, source: Source) -> list[Any]:
+        """Return plain values that change when the rows of a source do.
+
+        Raises:
+            InputError: If the source does not exist.
+        """
+        settings = [self.split, self.max_rows]
+        if isinstance(source, MemoryRows):
+            return [*settings, source.digest()]
+        if source in EMBEDDED:
+            return [*settings, list(self._numbered_rows(source))]
+        name = hub_name(source)
+        folder = Path(source if name is None else name[0]).expanduser()
+        if name is None and not is_saved(folder):
+            files = files_of(source, self.split)
+        elif folder.is_dir():
+            files = visible_files(folder)
+        elif self.streaming:
+            assert name is not None
+            return [*settings, version_of(*name, self.split)]
+        else:
+            assert name is not None
+            dataset = load_hub(*name, self.split, streaming=False)
+            settings.append(dataset._fingerprint)
+            files = [Path(file["filename"]) for file in dataset.cache_files]
+        return [*settings, name and name[1], [(file.name, digest_of(file)) for file in files]]
+
+    def _numbered_rows(self, source: Source) -> Iterator[NumberedRow]:
+        if isinstance(source, MemoryRows):
+            yield from source.numbered()
+            return
+        folder = Path(source).expanduser()
+        if source in EMBEDDED:
+            rows = EMBEDDED[source](self.num_embedded_rows, self.seed, self.split)
+            yield from enumerate(rows, start=1)
+        elif (name := hub_name(source)) is not None:
+            yield from rows_of(load_hub(*name, self.split, self.streaming), source, self.split)
+        elif folder.is_dir() and is_saved(folder):
+            yield from enumerate(load_saved(folder, self.split), start=1)
+        else:
+            offset = 0
+            for path in files_of(source, self.split):
+                number = 0
+                for number, columns in read_file(path):
+                    yield offset + number, columns
+                offset += number
 
 
-READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-}
+def read_rows(
+    source: str | MemoryRows,
+    split: str = "train",
+    num_embedded_rows: int = 1000,
+    seed: int = 0,
+    max_rows: int | None = None,
+) -> list[NumberedRow]:
+    """Return the rows of a source as a list; see `Reading`."""
+    return list(Reading(split, num_embedded_rows, seed, max_rows).rows(source))
 
 
-def _columns(value: Any) -> dict[str, Any] | BadRowError:
-    if isinstance(value, dict):
-        return value
-    return BadRowError(BadRowReason.WRONG_TYPE, f"a row must be an object, but is {type(value).__name__}")
+def hub_name(source: str) -> tuple[str, str] | None:
+    """Return hub id, or folder of a copy, and configuration of a data set in the hub's form; else None."""
+    name, _, configuration = source.partition(":")
+    path = Path(source).expanduser()
+    if path.is_dir() or path.is_file() or source in EMBEDDED:
+        return (str(path), "") if path.is_dir() and not is_saved(path) and is_hub_folder(path) else None
+    if name and Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser()), configuration
+    if path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
+        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
+    return name, configuration
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files of a folder and of its sub-folders, in order; hidden ones left out."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+
+
+def digest_of(path: Path) -> str:
+    """Return a hash of a file's contents."""
+    with readable(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 # A file whose name starts with one of these belongs to that split: rows of another split must not leak in.
 SPLIT_NAMES = {"train", "test", "validation", "val", "dev"}
 
 
-def _read_folder(folder: Path, split: str) -> Iterator[NumberedRow]:
-    """Read a saved data set, or all files of one kind: only the split's files if they are named after it."""
-    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
-        yield from _read_saved_dataset(folder, split)
-        return
-    files = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in READERS and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
+def files_of(source: str, split: str) -> list[Path]:
+    """Return a file, or the files of a folder: all of one kind, only the split's if they are named after it.
+
+    Raises:
+        InputError: If the folder has no such files.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        return [folder]
+    files = [path for path in visible_files(folder) if path.suffix in READERS]
     kinds = sorted({path.suffix for path in files})
     if len(kinds) != 1:
         found = f"holds {', '.join(kinds)}" if kinds else "holds none"
@@ -206,57 +312,4 @@ def _read_folder(folder: Path, split: str) -> Iterator[NumberedRow]:
             f"The data folder {folder} must have files of the split '{split}', but has files of "
             f"{', '.join(others)}. Set data.split (of an evaluation set: its split), or name one file."
         )
-    offset = 0
-    for path in of_split or files:
-        number = 0
-        for number, columns in _read_file(path):
-            yield offset + number, columns
-        offset += number
-
-
-def _read_saved_dataset(folder: Path, split: str) -> Iterator[NumberedRow]:
-    import datasets
-
-    try:
-        dataset = datasets.load_from_disk(str(folder))
-    except IndexError:
-        # The library fails on a set that was saved without rows.
-        return
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"The saved data set {folder} must be loadable, but is not ({_one_line(error)}). Save it again, "
-            f"or use {SOURCE_CHOICES}."
-        ) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise InputError(
-                f"The saved data set {folder} must have the split '{split}', but has {', '.join(dataset)}. "
-                "Set data.split, or the split of an evaluation set."
-            )
-        dataset = dataset[split]
-    yield from enumerate(dataset, start=1)
-
-
-def _read_hub(source: str, split: str) -> Iterator[NumberedRow]:
-    import datasets
-
-    hub_log = logging.getLogger("huggingface_hub")
-    level = hub_log.level
-    # Five retry warnings say less than the one line below.
-    hub_log.setLevel(logging.ERROR)
-    name, _, configuration = source.partition(":")
-    announce(f"loading the data set {source} from the Hugging Face hub or its cache")
-    try:
-        dataset = datasets.load_dataset(name, configuration or None, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(
-            f"The data set '{source}', split '{split}', could not be loaded ({_one_line(error)}). "
-            f"Use {SOURCE_CHOICES}."
-        ) from error
-    finally:
-        hub_log.setLevel(level)
-    yield from enumerate(dataset, start=1)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return of_split or files

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowReport, write_reports
+from rlt_lightning.datamodules.bad_rows import write_reports
 from rlt_lightning.datamodules.filters import Filters, Sieve
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
-    check_shared_vocabulary,
     choose_format,
+    models_of,
+    require_model,
+    shared_tokenizer,
     tags_text,
 )
-from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.items import Item, ItemMaker, LongTraces, Task
+from rlt_lightning.datamodules.items import ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
-from rlt_lightning.datamodules.preparation import make_items
+from rlt_lightning.datamodules.orders import ByDifficulty, Difficulty, EpochOrder, Weighted, hold_out
+from rlt_lightning.datamodules.preparation import Preparation
 from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.sources import ARITHMETIC, read_rows
+from rlt_lightning.datamodules.settings import require_held_out, require_sizes, require_trace_columns
+from rlt_lightning.datamodules.sources import (
+    ARITHMETIC,
+    Reading,
+    Source,
+    names_of,
+    sources_of,
+    weights_of,
+)
+from rlt_lightning.datamodules.stored import Item, StoredItems
+from rlt_lightning.datamodules.token_cache import (
+    TokenCache,
+    Tokenised,
+    items_of,
+    system_prompts_of,
+    token_folder,
+)
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
@@ -38,7 +56,6 @@ from rlt_lightning.types import (
     Rollouts,
     SFTBatch,
     SFTExample,
-    as_list,
 )
 
 
@@ -50,8 +67,9 @@ class StratosDataModule(LightningDataModule):
 
     Args:
         source: "arithmetic", one kind of it such as "arithmetic:addition", or "countdown" (embedded), a
-            JSONL, JSON, Parquet or CSV file, a folder, a hub id, or a list of such sources. Row numbers
-            continue from one source to the next.
+            JSONL, JSON, Parquet or CSV file, a folder, a hub id, rows themselves (a list of dictionaries or
+            a `datasets.Dataset`), or a list of such sources, each with a weight or none, whose row numbers
+            continue.
         split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
@@ -60,8 +78,8 @@ class StratosDataModule(LightningDataModule):
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
-        tokenizer: Name of the teacher's (or trained) model; linked from the model.
-        student_tokenizer: Name of the student's model, to compare its vocabulary; linked from the model.
+        tokenizer: Name of the teacher's (or trained) model; None: that of the run's module.
+        student_tokenizer: Name of the student's model, to compare its vocabulary; None likewise.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
             a file. May hold placeholders such as {explanation_open}.
@@ -87,14 +105,19 @@ class StratosDataModule(LightningDataModule):
         seed: Decides the order, the held-out rows and the rows of embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
+        order: An order of training by difficulty; None: a new random order every epoch.
+        streaming: Read data sets of the hub row by row, with max_rows only those, and do not download them
+            first.
+        token_cache: Folder in which tokenised rows are kept for the other processes and for later starts.
+            True: a folder of the user's cache; False: none, and every process keeps its own in memory.
     """
 
     num_finished = 0  # items that an interrupted prediction has finished
-    _prepared_for: str | None = None  # stage
+    _prepared_for: tuple[str | None, ...] | None = None  # stage, tokenizers
 
     def __init__(
         self,
-        source: list[str] | str = ARITHMETIC,
+        source: str | Path | list[str] | Iterable[dict[str, Any]] = ARITHMETIC,
         split: str = "train",
         task: Task = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
@@ -113,7 +136,7 @@ class StratosDataModule(LightningDataModule):
         max_length: int = 16384,
         long_traces: LongTraces = "drop",
         student_context: int | None = None,
-        val_source: list[str] | str | None = None,
+        val_source: str | Path | list[str] | Iterable[dict[str, Any]] | None = None,
         val_split: str = "test",
         val_rows: int = 0,
         val_batch_size: int | None = None,
@@ -123,77 +146,71 @@ class StratosDataModule(LightningDataModule):
         seed: int = 0,
         output_dir: str | None = None,
         trust_remote_code: bool = False,
+        order: Difficulty | None = None,
+        streaming: bool = False,
+        token_cache: bool | str = True,
     ) -> None:
         super().__init__()
-        self.sources, self.val_sources = as_list(source), as_list(val_source)
-        self.source = ", ".join(self.sources)  # for messages
-        self.split = split
+        self.sources, self.val_sources = sources_of(source), sources_of(val_source)
+        self.weights, self.source = weights_of(source), names_of(source)  # the latter for messages
+        self.reading = Reading(split, num_embedded_rows, seed, max_rows, streaming)
         self.task: Task = task
         self.trace_columns = list(trace_columns)
         self.raw, self.filters = raw, filters
-        self.tokenizer_name = tokenizer
-        self.student_tokenizer_name = student_tokenizer
+        self.follows_module = tokenizer is None
+        self.tokenizer_name, self.student_tokenizer_name = tokenizer, student_tokenizer
         self.format_options = FormatOptions(
             tags, teacher_system_prompt, student_system_prompt, format_from, force_format
         )
         self.prompts_per_step = prompts_per_step
-        self.max_prompt_length = max_prompt_length
-        self.max_solution_length = max_solution_length
-        self.max_length = max_length
+        self.max_prompt_length, self.max_solution_length = max_prompt_length, max_solution_length
+        self.max_length, self.student_context = max_length, student_context
         self.long_traces: LongTraces = long_traces
-        self.student_context = student_context
-        self.val_split = val_split
-        self.val_rows = val_rows
+        self.val_split, self.val_rows = val_split, val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
-        self.max_rows = max_rows
-        self.num_embedded_rows = num_embedded_rows
-        self.max_bad_frac = max_bad_frac
-        self.seed = seed
-        self.output_dir = output_dir
-        self.trust_remote_code = trust_remote_code
+        self.max_bad_frac, self.seed = max_bad_frac, seed
+        self.output_dir, self.trust_remote_code = output_dir, trust_remote_code
+        self.order, self.token_cache = order, token_cache
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        sizes = {
-            "prompts_per_step": self.prompts_per_step,
-            "max_prompt_length": self.max_prompt_length,
-            "max_solution_length": self.max_solution_length,
-            "max_length": self.max_length,
-            "student_context": self.student_context,
-            "val_batch_size": self.val_batch_size,
-            "max_rows": self.max_rows,
-            "num_embedded_rows": self.num_embedded_rows,
-        }
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+        require_sizes(
+            prompts_per_step=self.prompts_per_step,
+            max_prompt_length=self.max_prompt_length,
+            max_solution_length=self.max_solution_length,
+            max_length=self.max_length,
+            student_context=self.student_context,
+            val_batch_size=self.val_batch_size,
+            max_rows=self.reading.max_rows,
+            num_embedded_rows=self.reading.num_embedded_rows,
+        )
+        require_trace_columns(self.trace_columns)
+        require_held_out(self.val_rows, self.max_bad_frac)
         if not self.sources:
             raise InputError("data.source must name at least one source, but is an empty list. Name one.")
-        if len(set(self.trace_columns)) != len(self.trace_columns) or not self.trace_columns:
+        if self.weights and self.order:
             raise InputError(
-                "data.trace_columns must name one or several different columns, but is "
-                f"{self.trace_columns}. Change it."
-            )
-        if "completion" in self.trace_columns:
-            raise InputError(
-                "data.trace_columns must name columns of traces, but names completion. Name "
-                f"{TRACE_COLUMN} instead: a row's completion is scored in its place."
-            )
-        if self.val_rows < 0:
-            raise InputError(f"data.val_rows must be at least 0, but is {self.val_rows}. 0 holds none out.")
-        if not 0 <= self.max_bad_frac <= 1:
-            raise InputError(
-                f"data.max_bad_frac must be in [0, 1], but is {self.max_bad_frac}. Set a part of the rows."
+                "Sources may have weights, or data.order may be set, but not both: an order by difficulty "
+                "mixes the sources in its own way. Drop one."
             )
 
     # Lightning's hooks
 
+    def prepare_data(self) -> None:
+        """Tokenise in one process of each node; the others wait, and then map what it has written."""
+        if self.token_cache is not False and self.trainer is not None and self.trainer.state.fn is not None:
+            self.setup(self.trainer.state.fn)
+
     def setup(self, stage: str) -> None:
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
-        if self._prepared_for == stage:
+        if self.follows_module and self.trainer is not None:
+            self.tokenizer_name, self.student_tokenizer_name = models_of(self.trainer)
+        wanted = (stage, self.tokenizer_name, self.student_tokenizer_name)
+        if self._prepared_for == wanted:
             return
         self.chosen = self._choose_format()
-        self.format = self._load_format(self.chosen)
+        names = (require_model(self.tokenizer_name), self.student_tokenizer_name)
+        self.format = self.chosen.chat_format(shared_tokenizer(*names, self.trust_remote_code))
         self._item_maker = ItemMaker(
             format=self.format,
             task=self.task,
@@ -205,19 +222,19 @@ class StratosDataModule(LightningDataModule):
             long_traces=self.long_traces,
         )
         sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
-        self.reports, items = self._prepare(self.sources, self.split, sieve)
-        prompts = dict(self._item_maker.system_prompts)  # rows of val_source have the same numbers
-        val_items: list[Item] = []
+        parts = self._tokenised(self.sources, self.reading, sieve)
+        items = items_of(parts)
+        val_items = items[:0]
+        self.reports = [part.report for part in parts]
         if stage != "predict":
             if self.val_sources:
-                val_reports, val_items = self._prepare(self.val_sources, self.val_split)
-                val_items = val_items[: self.val_rows or None]
-                self.reports += val_reports
+                val_parts = self._tokenised(self.val_sources, replace(self.reading, split=self.val_split))
+                val_items = items_of(val_parts)[: self.val_rows or None]
+                self.reports += [part.report for part in val_parts]
             elif self.val_rows:
-                items, val_items = self._hold_out(items)
-        self.items: list[Item] = items
-        self.system_prompts = Counter(prompts[item.row] for item in items)  # of the student
-        self.val_items: list[Item] = val_items
+                items, val_items = hold_out(items, self.val_rows, self.seed)
+        self.items, self.val_items = items, val_items
+        self.system_prompts = system_prompts_of(items, parts)  # of the student
         path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
         if path and self._rank() == 0:
             write_reports(path, self.reports)
@@ -233,17 +250,22 @@ class StratosDataModule(LightningDataModule):
         if stage == "fit":
             # Fail now if there are too few rows, or if the processes cannot share a step evenly.
             self.step_loader()
-        self._prepared_for = stage
+        self._prepared_for = wanted
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
-        """Return shuffled batches of one optimizer step, resumable in the middle of an epoch."""
+        """Return batches of one optimizer step, resumable in the middle of an epoch."""
         self.chosen.warn_of_guesses(self.system_prompts)
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return what `train_dataloader` returns, for those who only ask for its length."""
-        rank, world_size = self._rank(), self._world_size()
-        return StepLoader(self.items, self.prompts_per_step, self.collate, self.seed, rank, world_size)
+        order: EpochOrder | None = None
+        if self.weights:
+            order = Weighted(self.items.sources, self.weights, self.seed)
+        elif self.order:
+            order = ByDifficulty(self.items, self.order, self.seed)
+        share = (self.seed, self._rank(), self._world_size(), order)
+        return StepLoader(self.items, self.prompts_per_step, self.collate, *share)
 
     def val_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch] | list[Any]:
         """Return the held-out rows in order; none without `val_source` and `val_rows`."""
@@ -323,18 +345,25 @@ class StratosDataModule(LightningDataModule):
         return ModelFormat.of_rows("student", self.format.student_tags, self.system_prompts)
 
     @property
-    def problems(self) -> list[Problem]:
-        """Return all problems, the held-out ones last; none in fine-tuning."""
-        return [item for item in [*self.items, *self.val_items] if isinstance(item, Problem)]
+    def all_items(self) -> StoredItems:
+        """Return the items of all rows, the held-out ones last."""
+        return self.items + self.val_items
 
     @property
-    def examples(self) -> list[SFTExample]:
+    def problems(self) -> Sequence[Problem]:
+        """Return all problems, the held-out ones last; none in fine-tuning."""
+        items = self.all_items
+        return cast(Sequence[Problem], items[:0] if items.is_examples else items)
+
+    @property
+    def examples(self) -> Sequence[SFTExample]:
         """Return all examples of fine-tuning, the held-out ones last; none in other tasks."""
-        return [item for item in [*self.items, *self.val_items] if isinstance(item, SFTExample)]
+        items = self.all_items
+        return cast(Sequence[SFTExample], items if items.is_examples else items[:0])
 
     # Helpers
 
-    def _ordered(self, items: list[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
+    def _ordered(self, items: Sequence[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         return OrderedLoader(items, self.val_batch_size, self.collate, self._rank(), self._world_size())
 
     def _rank(self) -> int:
@@ -344,55 +373,19 @@ class StratosDataModule(LightningDataModule):
         return self.trainer.world_size if self.trainer else 1
 
     def _choose_format(self) -> ChosenFormat:
-        if self.tokenizer_name is None:
-            raise InputError(
-                "data.tokenizer must name the model whose tokenizer is used, but is not set. Set it to a "
-                "folder or hub id."
-            )
+        tokenizer = require_model(self.tokenizer_name)
         learns = self.task in ("teacher_sft", "student_sft")
         if self.task in ("student_sft", "student_rl"):
-            return choose_format(self.format_options, None, self.tokenizer_name, learns)
+            return choose_format(self.format_options, None, tokenizer, learns)
         student = None if learns else self.student_tokenizer_name
-        return choose_format(self.format_options, self.tokenizer_name, student, learns)
+        return choose_format(self.format_options, tokenizer, student, learns)
 
-    def _load_format(self, chosen: ChosenFormat) -> ChatFormat:
-        from rlt_lightning.pretrained import load_tokenizer
-
-        assert self.tokenizer_name is not None
-        tokenizer = load_tokenizer(self.tokenizer_name, self.trust_remote_code)
-        student = self.student_tokenizer_name
-        if student is not None and student != self.tokenizer_name:
-            student_vocabulary = load_tokenizer(student, self.trust_remote_code).get_vocab()
-            check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
-        return chosen.chat_format(tokenizer)
-
-    def _prepare(
-        self, sources: list[str], split: str, sieve: Sieve | None = None
-    ) -> tuple[list[BadRowReport], list[Item]]:
-        """Read sources one after another; row numbers continue from one to the next."""
-        reports: list[BadRowReport] = []
-        items: list[Item] = []
-        first_row = 1
-        for source in sources:
-            rows = read_rows(source, split, self.num_embedded_rows, self.seed, self.max_rows)
-            rows = self.raw.rows(rows, self.format.tags)
-            report = BadRowReport(source, len(rows), first_row)
-            items += make_items(rows, report, self._item_maker, sieve)
-            reports.append(report)
-            first_row += rows[-1][0]
-        return reports, items
-
-    def _hold_out(self, items: list[Item]) -> tuple[list[Item], list[Item]]:
-        """Split rows by seed into training and held-out ones, both in the source's order."""
-        rows = list(dict.fromkeys(item.row for item in items))
-        if self.val_rows >= len(rows):
-            raise InputError(
-                f"data.val_rows must be below the number of usable rows, but is {self.val_rows} of "
-                f"{len(rows)}. Lower it, or set data.val_source."
-            )
-        held_out = set(random.Random(f"held out {self.seed}").sample(rows, self.val_rows))
-        train = [item for item in items if item.row not in held_out]
-        return train, [item for item in items if item.row in held_out]
+    def _tokenised(
+        self, sources: list[Source], reading: Reading, sieve: Sieve | None = None
+    ) -> list[Tokenised]:
+        """Return what became of sources; row numbers continue from one to the next."""
+        cache = TokenCache(token_folder(self.token_cache))
+        return Preparation(sources, reading, self.raw, self._item_maker, cache, sieve).tokenised()
 
 
 def stratos_of(trainer: Trainer) -> StratosDataModule:

@@ -1,0 +1,151 @@
+"""Data sets as the hub keeps them, copied into folders: the card and the infos say which files are which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.sources import Reading, read_rows
+from rlt_lightning.records.data_card import EXPLANATIONS, data_card
+from rlt_lightning.types import InputError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def rows_of(name: str, number: int = 3) -> list[dict[str, Any]]:
+    return [{"question": f"{name} {i}?", "solution": "s"} for i in range(number)]
+
+
+def numbered(name: str, number: int = 3) -> list[tuple[int, dict[str, Any]]]:
+    return list(enumerate(rows_of(name, number), start=1))
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(path)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A data set with two splits, as git copies it: card, infos, attributes, and a picture."""
+    folder = tmp_path / "copied"
+    for split in ("train", "test"):
+        write_parquet(folder / f"data/{split}-00000-of-00001.parquet", rows_of(split))
+    (folder / ".git").mkdir()
+    (folder / ".git/config.json").write_text("{}")
+    (folder / ".gitattributes").write_text("*.parquet filter=lfs\n")
+    (folder / "figure.png").write_bytes(b"\x89PNG")
+    features = {name: {"dtype": "string", "_type": "Value"} for name in ("question", "solution")}
+    (folder / "dataset_infos.json").write_text(json.dumps({"default": {"features": features}}))
+    return folder
+
+
+CARD = """---
+license: apache-2.0
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: test, path: data/test-*}
+---
+# A set
+"""
+
+
+@pytest.mark.parametrize("files", ["infos", "card", "both"])
+def test_a_copied_folder_loads(copied: Path, files: str) -> None:
+    if files != "infos":
+        (copied / "README.md").write_text(CARD)
+    if files == "card":
+        (copied / "dataset_infos.json").unlink()
+    assert read_rows(str(copied)) == numbered("train")
+    assert read_rows(str(copied), "test") == numbered("test")
+    with pytest.raises(InputError, match=r"copied', split 'dev', could not be loaded") as error:
+        read_rows(str(copied), "dev")
+    assert "\n" not in str(error.value)
+
+
+def test_a_copied_folder_may_have_several_configurations(tmp_path: Path) -> None:
+    folder = tmp_path / "gsm"
+    for name in ("main", "socratic"):
+        write_parquet(folder / name / "train-00000-of-00001.parquet", rows_of(name))
+    parts = [f"- {{config_name: {name}, data_files: '{name}/train-*'}}\n" for name in ("main", "socratic")]
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
+    assert read_rows(f"{folder}:main") == numbered("main")
+    assert read_rows(f"{folder}:socratic") == numbered("socratic")
+    with pytest.raises(InputError, match=r"could not be loaded \(Config name is missing.*'main', 'socratic'"):
+        read_rows(str(folder))
+
+
+def test_rows_of_a_copied_folder_may_be_streamed(copied: Path) -> None:
+    (copied / "README.md").write_text(CARD)
+    assert list(Reading(streaming=True).rows(str(copied))) == numbered("train")
+    assert list(Reading("test", max_rows=2, streaming=True).rows(str(copied))) == numbered("test")[:2]
+
+
+def test_streaming_reads_only_the_files_of_the_rows_asked_for(copied: Path) -> None:
+    (copied / "README.md").write_text(CARD)
+    (copied / "data/train-00001-of-00002.parquet").write_text("broken")
+    assert list(Reading(max_rows=3, streaming=True).rows(str(copied))) == numbered("train")
+    for streaming in (False, True):
+        with pytest.raises(InputError, match="could not be loaded"):
+            list(Reading(streaming=streaming).rows(str(copied)))
+
+
+def test_a_folder_that_predict_has_written_loads_by_its_card(tmp_path: Path) -> None:
+    folder = tmp_path / "generated"
+    write_parquet(folder / "distillation.parquet", rows_of("made"))
+    for name in ("traces.jsonl", "distillation.jsonl"):
+        (folder / name).write_text("{}\n")
+    row = {**rows_of("made")[0], "reasoning_trace": "t", "reward": 0.5, "num_tokens": 1, "student_tokens": 1}
+    card = data_card(EXPLANATIONS, {}, {}, [row], (), "distillation.parquet")
+    (folder / "README.md").write_text(card)
+    assert read_rows(str(folder)) == numbered("made")
+
+
+def test_a_readme_without_configurations_changes_nothing(tmp_path: Path) -> None:
+    for text in ("# Rows\n\n---\nconfigs: none\n---\n", "---\nlicense: mit\n---\n# Rows\n", ""):
+        (tmp_path / "README.md").write_text(text)
+        (tmp_path / "rows.jsonl").write_text('{"question": "7", "solution": "s"}\n\n{"question"\n')
+        rows = read_rows(str(tmp_path))
+        assert [number for number, _ in rows] == [1, 3]  # our reader: numbers of lines, a broken one kept
+
+
+def test_files_that_git_has_not_fetched_are_named(copied: Path) -> None:
+    (copied / "README.md").write_text(CARD)
+    path = copied / "data/train-00000-of-00001.parquet"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    with pytest.raises(InputError, match=r"train-00000.*is what git keeps in place of it.*git lfs pull"):
+        read_rows(str(copied))
+
+
+def test_a_changed_file_of_a_copy_is_noticed(copied: Path, tmp_path: Path) -> None:
+    (copied / "README.md").write_text(CARD)
+    before = Reading().fingerprint(str(copied))
+    assert Reading().fingerprint(str(copied)) == before
+    assert Reading("test").fingerprint(str(copied)) != before
+    assert Reading(streaming=True).fingerprint(str(copied)) == before
+    write_parquet(copied / "data/train-00000-of-00001.parquet", rows_of("train", 4))
+    assert Reading().fingerprint(str(copied)) != before
+    assert read_rows(str(copied)) == numbered("train", 4)
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(rows_of("a")).save_to_disk(saved)
+    before = Reading().fingerprint(str(saved))
+    datasets.Dataset.from_list(rows_of("b")).save_to_disk(saved)
+    assert Reading().fingerprint(str(saved)) != before
+
+
+def test_training_reads_a_copied_folder(copied: Path, tiny_model: str, tmp_path: Path) -> None:
+    (copied / "README.md").write_text(CARD)
+    cache = str(tmp_path / "tokens")
+    data = StratosDataModule(str(copied), tokenizer=tiny_model, prompts_per_step=1, token_cache=cache)
+    data.setup("fit")
+    assert [problem.question for problem in data.problems] == ["train 0?", "train 1?", "train 2?"]
