@@ -9,6 +9,8 @@ RankZeroLink: rank 0 talks to the engine for all ranks. Each ═ is a collective
 
     rank 0   problems ═▶ one order ─▶ health ═ update_weights ═ verify ═ generate ─▶ completions ═▶ rollouts
     rank 1   problems ═▶ one order ──────────═ gather_weights ═────────═─────────────────────────═▶ rollouts
+
+In training, a RankZeroLink hands on the completions in waves: see waves.py.
 """
 
 from __future__ import annotations
@@ -46,20 +48,23 @@ class EngineLink(ABC):
         # The text by which workers are verified; always the same, so that earlier log-probs can be compared.
         self.probe: list[int] = []
 
-    def start(
-        self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]], max_completion_length: int
-    ) -> None:
+    def start(self, trainer: Trainer, module: PolicyModule, prompt: list[int], longest: int) -> None:
         """Start the engine once the weights are where they are trained, a restored checkpoint included.
 
         A callback that shares another one's engine calls this too, so that its prompts are checked.
+
+        Args:
+            trainer: The trainer.
+            module: The module whose policy samples.
+            prompt: The first prompt.
+            longest: The longest prompt with the longest completion, tokens.
         """
-        self.probe = self.probe or prompts[0][:PROBE_TOKENS]
+        self.probe = self.probe or prompt[:PROBE_TOKENS]
 
         def start() -> None:
             tokenizer = stratos_of(trainer).format.tokenizer
             self.engine.start(module.policy, tokenizer, Path(trainer.default_root_dir))
-            longest = max(map(len, prompts))
-            require_context(longest + max_completion_length, self.engine.max_model_len)
+            require_context(longest, self.engine.max_model_len)
 
         self._free_gpu_cache(trainer)
         self.call(trainer, start)
@@ -75,13 +80,7 @@ class EngineLink(ABC):
             problems: Those of this rank.
             order: Holds the problems of this rank, or of all ranks.
         """
-        first = self._first_position(trainer, len(problems))
-        own = range(first, first + len(problems))
-        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in problems]:
-            raise RuntimeError(
-                f"Completions were sampled for rows {order.rows}, but this batch has rows "
-                f"{[p.row for p in problems]}. The loader did not bring what it had announced."
-            )
+        own = self.own_positions(trainer, problems, order)
         self._finish(trainer, module, order)
         order.finished = self.call(trainer, lambda: order.finished)
         data = stratos_of(trainer)
@@ -92,6 +91,17 @@ class EngineLink(ABC):
         ]
         module.phase.phases["generate"].tokens += sum(len(r.completion.token_ids) for r in rollouts)
         return rollouts
+
+    def own_positions(self, trainer: Trainer, problems: list[Problem], order: Order) -> range:
+        """Return the positions in an order of this rank's problems."""
+        first = self._first_position(trainer, len(problems))
+        own = range(first, first + len(problems))
+        if [order.rows[i] for i in own if i < len(order.rows)] != [p.row for p in problems]:
+            raise RuntimeError(
+                f"Completions were sampled for rows {order.rows}, but this batch has rows "
+                f"{[p.row for p in problems]}. The loader did not bring what it had announced."
+            )
+        return own
 
     def completions_of(
         self, trainer: Trainer, module: PolicyModule, order: Order
@@ -109,13 +119,15 @@ class EngineLink(ABC):
         self._free_gpu_cache(trainer)
         with module.phase("push"):
             self._make_current(trainer, module)
-        if not order.finished:
+        # Only rank 0 knows what has come.
+        if not self.call(trainer, lambda: bool(order.finished or order.handed)):
             order.policy_version = module.global_step
-        order.asked = order.missing
+        asked = order.expect()
 
         def generate() -> list[list[Completion]]:
-            prompts, seeds = [order.prompts[i] for i in order.asked], [order.seeds[i] for i in order.asked]
-            return self.engine.generate(prompts, order.sampling, order.num_completions, order.stop, seeds)
+            prompts, seeds = [order.prompts[i] for i in asked], [order.seeds[i] for i in asked]
+            settings = order.sampling, order.num_completions, order.stop
+            return self.engine.generate_and_tell(prompts, *settings, seeds, order.arrive)
 
         self._generate(trainer, module, order, generate)
 
@@ -187,11 +199,9 @@ class EngineLink(ABC):
 class InProcessLink(EngineLink):
     """An engine in every process: each rank samples its own problems with the model that it trains."""
 
-    def start(
-        self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]], max_completion_length: int
-    ) -> None:
+    def start(self, trainer: Trainer, module: PolicyModule, prompt: list[int], longest: int) -> None:
         """Start the engine; if weights are sharded, let all ranks call the model together."""
-        super().start(trainer, module, prompts, max_completion_length)
+        super().start(trainer, module, prompt, longest)
         if module.sharding.sharded:
             self.engine.share(module.run, module.on_any_rank)
 
@@ -334,7 +344,7 @@ class RankZeroLink(EngineLink):
         generate: Callable[[], list[list[Completion]]],
     ) -> None:
         if trainer.is_global_zero:
-            order.future = in_background(generate)
+            order.follow(in_background(generate))
 
 
 def make_link(engine: Engine, verify_every_n_steps: int, deadline_s: float) -> EngineLink:

@@ -222,7 +222,8 @@ class EvaluateEvery(Callback):
         if self.link is None:
             assert self.own_link is not None or rollouts is not None
             self.link = self.own_link or rollouts.link  # type: ignore[union-attr]
-            self.link.start(trainer, module, prompts, self.sampling.max_completion_length)
+            longest = max(map(len, prompts)) + self.sampling.max_completion_length
+            self.link.start(trainer, module, prompts[0], longest)
         if rollouts is not None and self.link is rollouts.link:
             rollouts.wait_for_engine(trainer)
         return self.link

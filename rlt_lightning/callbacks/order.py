@@ -1,16 +1,40 @@
-"""What one step asks of an engine, and the completions that have come so far."""
+"""What one step asks of an engine, and the completions that have come so far.
+
+A completion's way on rank 0:
+
+    engine's thread    arrive ─▶ arrivals ──┐
+    trainer's thread                    next_wave ─▶ handed     scored while others are sampled
+                       future ─▶ collect ───┴──────▶ finished   whole groups, which a checkpoint keeps
+
+What the engine has lost with its workers is asked for again. A completion that was handed on stays as it is:
+its second version is dropped.
+"""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Self
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from rlt_lightning.engines.base import Sampling, WorkersLost
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import Completion
+
+# Position of a prompt in its order, and number of the completion in its group.
+Place = tuple[int, int]
+
+
+class Wave(NamedTuple):
+    """Completions that were finished since the last wave."""
+
+    completions: dict[Place, Completion]
+    complete: bool  # whether nothing of the order is missing any more
+    sampling: bool  # whether the engine still samples; if it does not and some are missing, ask for them
+    waited_s: float  # since the engine has finished; 0 while it samples
 
 
 @dataclass
@@ -27,6 +51,30 @@ class Order:
     finished: dict[int, list[Completion]] = field(default_factory=dict)  # by position in `prompts`
     asked: list[int] = field(default_factory=list)  # positions that the engine was asked for last
     future: Future[list[list[Completion]]] | None = None  # their completions, on the rank that asked
+    handed: dict[Place, Completion] = field(default_factory=dict)  # what waves have brought
+    # On the rank that asked: what is finished and in no wave yet; None: the engine is done.
+    arrivals: SimpleQueue[tuple[Place, Completion] | None] = field(
+        default_factory=SimpleQueue, compare=False, repr=False
+    )
+    ended_at: float = field(default=0.0, compare=False)  # when the engine was done, time.monotonic()
+
+    def follow(self, future: Future[list[list[Completion]]]) -> None:
+        """Wait for the completions of `asked` from now on, which the engine puts into `future`."""
+        self.future = future
+        arrivals = self.arrivals
+
+        def end(_: Any) -> None:
+            self.ended_at = time.monotonic()
+            arrivals.put(None)
+
+        future.add_done_callback(end)
+
+    def expect(self) -> list[int]:
+        """Note that the engine is now asked for what is missing; return these positions."""
+        self.asked = self.missing
+        # Completions that a failed call reported belong to groups that are sampled again.
+        self.arrivals = SimpleQueue()
+        return self.asked
 
     def wait(self) -> None:
         """Wait until the engine has finished, or failed."""
@@ -41,18 +89,62 @@ class Order:
     def collect(self) -> bool:
         """Wait for what the engine was asked for and keep it; return whether nothing is missing.
 
-        What the engine did not finish, because it lost its workers, stays missing.
+        What the engine did not finish, because it lost its workers, stays missing. An error is raised once:
+        afterwards the engine may be asked again.
         """
         if self.future is not None:
+            with waiting_for(f"the engine's completions of {len(self.asked)} prompts", on_terminal=False):
+                wait([self.future])
+            future, self.future = self.future, None
             try:
-                what = f"the engine's completions of {len(self.asked)} prompts"
-                with waiting_for(what, on_terminal=False):
-                    groups = dict(enumerate(self.future.result()))
+                groups = dict(enumerate(future.result()))
             except WorkersLost as error:
                 groups = error.finished
-            self.finished |= {self.asked[i]: group for i, group in groups.items()}
-            self.future = None
+            for i, group in groups.items():
+                position = self.asked[i]
+                self.finished[position] = [
+                    self.handed.get((position, number), completion) for number, completion in enumerate(group)
+                ]
         return not self.missing
+
+    def arrive(self, position: int, number: int, completion: Completion) -> None:
+        """Take a completion from the engine's thread; `position` counts the prompts that were asked for."""
+        self.arrivals.put(((self.asked[position], number), completion))
+
+    def next_wave(self, min_tokens: int) -> Wave:
+        """Wait until new completions have `min_tokens`, or the engine has no more; return all of them."""
+        fresh = {} if self.future is None else self._arrived(min_tokens)
+        if self.future is None:
+            for position, group in self.finished.items():
+                for number, completion in enumerate(group):
+                    if (position, number) not in self.handed:
+                        fresh[position, number] = completion
+        self.handed |= fresh
+        sampling = self.future is not None
+        waited_s = 0.0 if sampling or not self.ended_at else time.monotonic() - self.ended_at
+        return Wave(fresh, not sampling and not self.missing, sampling, waited_s)
+
+    def _arrived(self, min_tokens: int) -> dict[Place, Completion]:
+        """Return what has come and was not handed on; collect the order once the engine is done."""
+        fresh: dict[Place, Completion] = {}
+        num_tokens, total = 0, len(self.prompts) * self.num_completions
+
+        def what() -> str:
+            return f"the engine's completions, {len(self.handed) + len(fresh)} of {total} are there"
+
+        with waiting_for(what, on_terminal=False):
+            while True:
+                try:
+                    arrival = self.arrivals.get(block=num_tokens < min_tokens)
+                except Empty:
+                    return fresh
+                if arrival is None:
+                    self.collect()
+                    return fresh
+                place, completion = arrival
+                if place not in self.handed:
+                    fresh[place] = completion
+                    num_tokens += len(completion.token_ids)
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as tensors and plain values, such as a checkpoint may hold."""

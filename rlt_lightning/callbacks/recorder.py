@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ class ScoreWriter(Callback):
         if not hasattr(pl_module, "reward"):
             raise InputError(
                 f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
-                "none. Choose RLTModule, as in configs/score.yaml."
+                "none. Choose RLTModule, as in the config score."
             )
         if self.per_token and not isinstance(pl_module.reward, RLTReward):
             raise InputError(
@@ -164,7 +165,7 @@ def is_sampled_by(teacher: str, problem: Problem) -> bool:
     return isinstance(named, str) and Path(named).resolve() == Path(teacher).resolve()
 
 
-def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
+def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
     """Warn if a sampled estimator of the KL is used for traces that the teacher has not sampled."""
     reward: Any = module.reward
     if not isinstance(reward, RLTReward):
@@ -175,7 +176,7 @@ def warn_of_foreign_traces(items: list[Any], module: Any) -> None:
             f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
             f"column teacher does not name it). The mean of their log-ratios ({reward.kl_estimator}) is no "
             "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
-            "configs/rank.yaml; see docs/scoring.md."
+            "--config rank; see docs/scoring.md."
         )
 
 

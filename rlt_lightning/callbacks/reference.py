@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import whole_or_absent
-from rlt_lightning.models.lora import merged_weights
+from rlt_lightning.models.lora import merged_weights, unadapted_name
+from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.types import InputError
@@ -53,7 +54,10 @@ class ReferenceSync(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.synced_at or pl_module.reference is None:
+        if pl_module.reference is None:
+            return
+        if not self.synced_at:
+            start_at_base(pl_module.reference.model, pl_module.policy)  # type: ignore[union-attr]
             return
         own = self._folder(trainer)
         folder = own if own.is_dir() else self._folder_of(Path(str(trainer.ckpt_path)).parents[1])
@@ -85,6 +89,13 @@ class ReferenceSync(Callback):
 
     def _folder_of(self, run: Path) -> Path:
         return run / "reference" / f"step={self.synced_at:06d}"
+
+
+def start_at_base(reference: Any, policy: Any) -> None:
+    """Give a separate reference the values of a base in 4 bits, from which the policy starts."""
+    start = {unadapted_name(name): weight for name, weight in dequantised_weights(policy).items()}
+    own = stored_once(reference)
+    fill_in_place({name: own[name] for name in start}, lambda name: start[name].full_tensor())
 
 
 def save_folder(model: Any, folder: Path, strategy: Any) -> None:

@@ -9,6 +9,9 @@ One step, and who waits for whom:
       wait ◀─────────── completions ─────────┘
       attach to the batch ───────────────────────────────────────────────────▶ training_step
 
+An engine that is outside the process and on other GPUs hands over completions in waves, which models read
+while the rest is sampled: waves.py.
+
 With `asynchronous` the callback also begins the next step's order before training_step starts. The engine
 then samples while this step trains, and the next step finds its order begun:
 
@@ -20,6 +23,7 @@ engine_link.py says how the ranks share one engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,20 +33,31 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.engine_link import make_link
 from rlt_lightning.callbacks.order import Order
-from rlt_lightning.callbacks.rollout_checks import require_gathering, require_room, require_trainable
+from rlt_lightning.callbacks.rollout_checks import (
+    FIXED,
+    choose_weights,
+    require_gathering,
+    require_room,
+    require_trainable,
+)
+from rlt_lightning.callbacks.waves import hidden_seconds, waves
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.meter import PhaseCost
+from rlt_lightning.modules.reading import Reading
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Rollouts
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.
 Schedule = Callable[[Sampling, int], Sampling]
 # In seeds these stand in place of the optimizer step.
 VALIDATION, PREDICTION = -1, -2
+# Sampled tokens of a wave, in full forwards of each rank: a smaller wave would fill no forward, a larger one
+# would leave more to score after the last completion (benchmarks/overlap.py).
+WAVE_FORWARDS = 1
 
 
 class RolloutCallback(Callback):
@@ -57,6 +72,8 @@ class RolloutCallback(Callback):
         max_resamples: How often `rlt predict` samples a trace again that does not fit a student.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
+        score_early: Score completions, and run the reference on them, while others of the step are sampled.
+            It acts with an engine that is outside the process and does not take turns with training.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights. The
             first push to a worker, or to one that is back, is always checked; 0 checks nothing else.
         deadline_s: How long the other ranks wait for rank 0 while it talks to an engine that is not in
@@ -74,6 +91,7 @@ class RolloutCallback(Callback):
         num_traces: int = 1,
         max_resamples: int = 0,
         asynchronous: bool = False,
+        score_early: bool = True,
         verify_every_n_steps: int = 1,
         deadline_s: float = 14400.0,
         seed: int = 0,
@@ -86,6 +104,7 @@ class RolloutCallback(Callback):
         self.num_traces = num_traces
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
+        self.score_early = score_early and not self.engine.in_process and not self.engine.takes_turns
         self.link = make_link(self.engine, verify_every_n_steps, deadline_s)
         self.seed = seed
         self.trainer: Trainer | None = None
@@ -172,7 +191,7 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
-        self.trainer = trainer
+        self.trainer, self.order = trainer, None  # an order that an earlier fit left is of another step
         data = stratos_of(trainer)
         if not isinstance(pl_module, RLTModule):
             return
@@ -190,11 +209,13 @@ class RolloutCallback(Callback):
             if model is None:
                 continue
             context = context_length(str(model), bool(pl_module.trust_remote_code))
-            require_room(data.problems, role, context, longest)
+            require_room(data.all_items, role, context, longest)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_engine(trainer, pl_module)
+        if isinstance(pl_module, RLTModule):
+            choose_weights(self.sampling, self.engine, self.asynchronous, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,7 +232,11 @@ class RolloutCallback(Callback):
         # An order from a checkpoint may be of other settings.
         if self.order is None or (self.order.num_completions, self.order.sampling) != expected:
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
-        self._attach(trainer, pl_module, batch, self.order)
+        pl_module.reading = None
+        if self.score_early:
+            self._score_in_waves(trainer, pl_module, batch, self.order)
+        else:
+            self._attach(trainer, pl_module, batch, self.order)
         following = None
         # Every step logs the same metrics, also the last of an asynchronous run, which pushes nothing.
         pl_module.phase.phases.setdefault("push", PhaseCost())
@@ -276,8 +301,11 @@ class RolloutCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the completions that are not attached yet: a resumed run trains on the same ones."""
-        if self.order is None:
+        """Return the completions that are not attached yet: a resumed run trains on the same ones.
+
+        A synchronous run samples them again: nothing is awaited for its checkpoint.
+        """
+        if self.order is None or not self.asynchronous:
             return {}
         order = self.order
 
@@ -287,7 +315,6 @@ class RolloutCallback(Callback):
                 order.collect()
             except (EngineError, InputError) as error:
                 # The next step asks again, and raises the error if it comes again.
-                order.future = None
                 return str(error)
             return None
 
@@ -326,8 +353,9 @@ class RolloutCallback(Callback):
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, RLTModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-            prompts = [problem.teacher_prompt for problem in stratos_of(trainer).problems]
-            self.link.start(trainer, pl_module, prompts, longest)
+            data = stratos_of(trainer)
+            longest += int(data.all_items.numbers(*FIXED["teacher"]).max())
+            self.link.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)
 
     def _order(self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int) -> Order:
         """Return what this step asks of the engine, nothing of it sampled yet."""
@@ -338,6 +366,31 @@ class RolloutCallback(Callback):
         stop = stratos_of(trainer).stop
         version, sampling = module.global_step, self.sampling if step < 0 else self.sampling_at(step)
         return Order(rows, prompts, seeds, version, sampling, module.group_size, stop)
+
+    def _score_in_waves(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
+        """Let models read an order's completions as they come, then put this rank's part into the batch."""
+        num_own = len(batch.problems) * order.num_completions
+        min_tokens = WAVE_FORWARDS * module.micro_batch_tokens * trainer.world_size
+        found: dict[int, Rollout] = {}
+        spans: list[tuple[float, float]] = []
+        ended_at = 0.0
+
+        def like(rollouts: list[Rollout]) -> Rollouts:
+            temperature = order.sampling.temperature
+            return Rollouts(rollouts, order.num_completions, order.policy_version, temperature)
+
+        reading = Reading.of(module, like([]), num_own)
+        for arrived in waves(self.link, trainer, module, batch.problems, order, min_tokens):
+            start = time.perf_counter()
+            # As training_step, with the precision that the models run in.
+            with trainer.precision_plugin.train_step_context():
+                reading.add(arrived.rollouts)
+            spans.append((start, time.perf_counter()))
+            found |= arrived.rollouts
+            ended_at = arrived.ended_at or ended_at
+        batch.rollouts = like([found[place] for place in range(num_own)])
+        module.phase.phases["score"].hidden_s += hidden_seconds(spans, ended_at)
+        module.reading = reading
 
     def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
         """Wait for an order and put this rank's part of it into the batch."""

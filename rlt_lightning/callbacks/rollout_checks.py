@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from rlt_lightning.datamodules.stored import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
+from rlt_lightning.models.announce import announce
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import InputError, Problem
+
+# The pieces of a problem that stand around a completion in a sequence of the teacher, or of the student.
+FIXED = {
+    "teacher": ("teacher_prefix", "think_prefix"),
+    "student": ("student_prefix", "think_prefix", "student_suffix", "solution_ids"),
+}
 
 
 def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: RLTModule) -> None:
@@ -35,14 +45,47 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             "rollouts.asynchronous brings completions that are one step old, but model.max_staleness is "
             f"{module.max_staleness}. Set it to 1."
         )
-    weighted = module.importance_sampling is not None or module.max_staleness > 0
-    if weighted and (sampling.truncates or not engine.reports_log_probs):
+    weighted = module.importance_sampling not in (None, "auto") or module.max_staleness > 0
+    if weighted and not knows_log_probs(sampling, engine):
         raise InputError(
             "Importance sampling and stale rollouts need the log-probs that tokens were sampled with, "
             f"but {sampling} and {type(engine).__name__} do not give them: a truncated "
             "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
-            "the engine's log_probs to worker; or drop model.importance_sampling and set "
+            "the engine's log_probs to worker; or set model.importance_sampling to null and "
             "model.max_staleness to 0."
+        )
+
+
+def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
+    """Return whether completions come with the policy's log-probs, as the engine computes them."""
+    return engine.reports_log_probs and not sampling.truncates
+
+
+def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: RLTModule) -> None:
+    """Choose the module's importance weights if its setting is "auto", and say so.
+
+    engine in process                   none: the model that trains samples, in the same precision
+    outside, rollouts asynchronous      none: the loss clips the ratio to the engine's log-probs instead
+    outside, log-probs not known        none, with a warning
+    outside                             of tokens, cap 2: other kernels, often another data type
+    """
+    if module.importance_sampling != "auto":
+        return
+    module.importance_weights = None
+    if engine.in_process:
+        return
+    kind, known = type(engine).__name__, knows_log_probs(sampling, engine)
+    if known and not asynchronous:
+        module.importance_weights = TruncatedImportanceSampling("token", cap=2.0)
+        chosen = f"{module.importance_weights}, since {kind} samples outside this process"
+        announce(f"model.importance_sampling auto: {chosen}")
+    elif known:
+        announce("model.importance_sampling auto: none, since rollouts are asynchronous")
+    else:
+        rank_zero_warn(
+            f"model.importance_sampling auto: none, since {kind} does not report the log-probs that tokens "
+            f"are sampled with, or the distribution is truncated ({sampling}). What differs between {kind} "
+            "and the trainer stays uncorrected. Set model.importance_sampling to null if you accept that."
         )
 
 
@@ -66,32 +109,28 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
         )
 
 
-def require_room(problems: list[Problem], role: str, context: int, max_completion_length: int) -> None:
+def require_room(problems: StoredItems, role: str, context: int, max_completion_length: int) -> None:
     """Check that every problem and its completion, given or of full length, fit into a context, in tokens.
 
     Raises:
         InputError: Naming the row, the lengths and the settings that would make room.
     """
-    for problem in problems:
-        fixed = fixed_tokens(problem, role)
-        given = problem.given_completion
-        if given and fixed + len(given.token_ids) > context:
+    fixed, given = problems.numbers(*FIXED[role]), problems.numbers("completion_ids")
+    needed = fixed + np.where(given > 0, given, max_completion_length)
+    for place in np.flatnonzero(needed > context)[:1]:
+        row = problems.rows[place]
+        if given[place]:
             raise InputError(
                 f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{problem.row} needs {fixed + len(given.token_ids)}. Lower data.max_length: longer rows are "
-                "counted and left out."
+                f"{row} needs {needed[place]}. Lower data.max_length: longer rows are counted and left out."
             )
-        if not given and fixed + max_completion_length > context:
-            raise InputError(
-                f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{problem.row} needs {fixed} + max_completion_length {max_completion_length}. Lower "
-                "sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
-            )
+        raise InputError(
+            f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row {row} "
+            f"needs {fixed[place]} + max_completion_length {max_completion_length}. Lower "
+            "sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
+        )
 
 
 def fixed_tokens(problem: Problem, role: str) -> int:
     """Return the tokens of a sequence of the teacher, or of the student, beside the completion's."""
-    if role == "teacher":
-        return len(problem.teacher_prompt)
-    around = (problem.student_prefix, problem.think_prefix, problem.student_suffix, problem.solution_ids)
-    return sum(map(len, around))
+    return sum(len(getattr(problem, name)) for name in FIXED[role])

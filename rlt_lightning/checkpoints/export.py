@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from rlt_lightning import __version__
+from rlt_lightning.checkpoints.card import model_card
 from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.folder import ONE_PROCESS, STATE, WEIGHTS, read_state, whole_or_absent
 from rlt_lightning.models.announce import announce_writing, weights_size
@@ -68,7 +68,7 @@ def export_model(
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
         write_trained_format(facts, tokenizer, folder)
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(model_card(facts))
+        (folder / "README.md").write_text(model_card(facts, adapter == "separate"), encoding="utf-8")
         if adapter == "merged":
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
             model.config.architectures = [type(model).__name__]
@@ -172,32 +172,3 @@ def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def deferred(read: Read, name: str, like: Tensor) -> Deferred:
     """Return a placeholder for a tensor in a file, which is read when it is written."""
     return Deferred(like.shape, like.dtype, lambda: read(name).to(like.dtype))
-
-
-def model_card(facts: dict[str, Any]) -> str:
-    """Return a model card that says what the model is and how it was trained."""
-    pretrained, training = facts["pretrained"], dict(facts["training"])
-    method = "Supervised fine-tuning"
-    if "frozen student" in training:
-        method = "Reinforcement-Learned Teacher (arXiv:2506.08388)"
-    elif "reward" in training:
-        method = f"{training['reward']} and GRPO (arXiv:2402.03300)"
-    if facts["lora"] is not None:
-        training["LoRA"] = ", ".join(f"{key} {value}" for key, value in facts["lora"].items())
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"base_model: {pretrained}",
-        "tags: [rlt_lightning, reasoning]",
-        "---",
-        f"# {method} from {pretrained}",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in training.items()),
-        f"| made with | rlt_lightning {__version__} |",
-        "",
-        "The resolved configuration is `config.yaml` in the run folder; the figures of every step are in "
-        "`metrics.csv`.",
-    ]
-    return "\n".join(lines) + "\n"

@@ -77,7 +77,12 @@ def split_moments(
     """Divide the optimizer's state into numbers (step) by parameter, and moments by kind."""
     numbers: dict[str, dict[str, Any]] = {}
     moments: dict[str, list[NamedTensor]] = {}
-    for name, values in states:
+    for name, kept in states:
+        # bitsandbytes hands out its codes and scales in a dictionary of their own.
+        nested = [value for value in kept.values() if isinstance(value, dict)]
+        values = {k: v for k, v in kept.items() if not isinstance(v, dict)}
+        for inner in nested:
+            values |= inner
         numbers[name] = {k: v for k, v in values.items() if not len(getattr(v, "shape", ()))}
         for key in values.keys() - numbers[name].keys():
             moments.setdefault(key, []).append((name, values[key]))

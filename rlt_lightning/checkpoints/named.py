@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, read_state, write_checkpoint
 from rlt_lightning.checkpoints.io import module_name, moment_folders, split_moments
@@ -64,7 +65,10 @@ class NamedCheckpoints:
         fill_in_place(trained(policy), WeightFiles(str(folder / WEIGHTS)))
         if self.optimizers and "optimizer_groups" in state:
             [optimizer] = self.optimizers
-            for group, saved in zip(optimizer.param_groups, state["optimizer_groups"], strict=True):
+            groups = keep_implementation(optimizer, {"param_groups": state["optimizer_groups"]})[
+                "param_groups"
+            ]
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
             files = {path.name: WeightFiles(str(path)) for path in moment_folders(folder)}
             self.restore_moments(policy, state["optimizer_numbers"], files)
@@ -90,9 +94,31 @@ class NamedCheckpoints:
             if name not in numbers:
                 continue
             optimizer.state[parameter] = dict(numbers[name])
+            optimizer.state[parameter]["step"] = step_for(optimizer, parameter, numbers[name]["step"])
             for key, file in files.items():
                 optimizer.state[parameter][key] = moment = torch.zeros_like(parameter)
                 set_whole(moment, file(name))
+
+
+# Settings of how an optimizer computes. They depend on the machine, not on the run.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+def keep_implementation(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's saved state, but with this machine's settings of how AdamW computes."""
+    groups = [
+        saved | {key: group[key] for key in IMPLEMENTATION if key in group}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return state | {"param_groups": groups}
+
+
+def step_for(optimizer: Any, parameter: Any, step: Any) -> Any:
+    """Return a parameter's own count of steps: on its device where AdamW is fused, else in main memory."""
+    if not isinstance(step, Tensor):  # bitsandbytes counts with a plain number
+        return step
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return step.to(parameter.device if is_fused else "cpu", torch.float32, copy=True)
 
 
 def aliases(named_parameters: Iterator[tuple[str, Any]]) -> dict[str, str]:

@@ -6,11 +6,13 @@ this module imports little.
 
 from __future__ import annotations
 
+import ast
 import logging
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from rlt_lightning.types import InputError
@@ -38,6 +40,16 @@ NAMED_LETTER = re.compile(
     rf"(?i:answer|option|choice)(?i:\s+is|\s+must\s+be)?[\s:*(${{\\]*(?:\\\w+\{{)?\(?([{LETTERS}])\b"
 )
 EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
+SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def solution_block(response: str, solution_open: str, solution_close: str) -> str:
@@ -95,8 +107,8 @@ def arithmetic_expression(text: str) -> str | None:
     marked = marked_answer(text)
     lines = text[-ANSWER_CHARS:].strip().splitlines() or [""]
     words = lines[-1].rpartition(":")[2] if marked is None else marked
-    for sign, operator in ((r"\times", "*"), (r"\cdot", "*"), ("×", "*"), (r"\div", "/"), ("÷", "/")):
-        words = words.replace(sign, operator)
+    for sign, plain in ((r"\times", "*"), (r"\cdot", "*"), ("×", "*"), (r"\div", "/"), ("÷", "/")):
+        words = words.replace(sign, plain)
     words = words.replace("−", "-").replace(r"\left", "").replace(r"\right", "").replace("$", "")
     expression = words.partition("=")[0].strip().removesuffix(".").strip()
     usable = EXPRESSION.fullmatch(expression) and len(expression) <= EXPRESSION_CHARS
@@ -141,19 +153,6 @@ def require_answer(reference: Reference) -> str:
     return answer
 
 
-def require_reasoning_gym() -> None:
-    """Stop if the checker of Countdown is not installed.
-
-    Raises:
-        InputError: With the command that installs it.
-    """
-    if find_spec("reasoning_gym") is None:
-        raise InputError(
-            "Countdown needs the package reasoning-gym, but it is not installed. Run pip install -e "
-            "'.[countdown]' (it needs a C compiler)."
-        )
-
-
 def equals_reference(reference: str, answer: str, marked: bool) -> tuple[bool, str | None]:
     """Return whether an answer is mathematically equal to the reference, and the answer that was found.
 
@@ -185,20 +184,30 @@ def equivalence_classes(answers: list[str]) -> list[int]:
 
 
 def solves_countdown(expression: str, numbers: list[int], target: int) -> bool:
-    """Return whether an expression of `arithmetic_expression` gets reasoning-gym's full score."""
-    from sympy import parse_expr
+    """Return whether an `arithmetic_expression` has the target as its value and uses each number once."""
+    try:
+        value, used = exact_value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return False
+    return value == target and sorted(used) == sorted(numbers)
 
-    score = countdown_checker().score_answer(expression, {"metadata": {"numbers": numbers, "target": target}})
-    # The checker compares with a tolerance: it accepts 999999 for 1000001.
-    return bool(score == 1.0 and parse_expr(expression) == target)
 
+def exact_value(node: ast.AST) -> tuple[Fraction, list[int]]:
+    """Return the value of parsed arithmetic with + - * /, and the numbers that it uses.
 
-@lru_cache(maxsize=1)
-def countdown_checker() -> Any:
-    """Return the data set whose method is the checker; it creates no problem before one is requested."""
-    from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
-
-    return CountdownDataset(CountdownConfig(size=1, seed=0))
+    Raises:
+        SyntaxError: If there is anything else in it, such as the call `(95)(21)`.
+        ZeroDivisionError: If it divides by 0.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value), [node.value]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
+        value, used = exact_value(node.operand)
+        return SIGNS[type(node.op)](value), used
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        (left, some), (right, others) = exact_value(node.left), exact_value(node.right)
+        return OPERATORS[type(node.op)](left, right), some + others
+    raise SyntaxError(f"no arithmetic: {ast.unparse(node)}")
 
 
 @lru_cache(maxsize=4096)

@@ -29,7 +29,6 @@ from rlt_lightning.judging.answers import (
     equivalence_classes,
     marked_answer,
     require_answer,
-    require_reasoning_gym,
     solution_block,
     solves_countdown,
 )
@@ -123,8 +122,7 @@ class Judge:
             Their verdicts, in the same order.
 
         Raises:
-            InputError: If a reference has no answer, reasoning-gym is needed and not installed, or processes
-                end as soon as they begin.
+            InputError: If a reference has no answer, or processes end as soon as they begin.
         """
         waiting = [self._begin(response, reference) for response, reference in pairs]
         return [end() for end in waiting]
@@ -187,7 +185,10 @@ class Judge:
             correct = letter is not None and letter == require_answer(reference)
             return lambda: Verdict(correct, formatted, letter)
         if kind == "countdown":
-            return self._begin_countdown(block, reference, formatted)
+            expression = arithmetic_expression(block)
+            numbers, target = [int(number) for number in reference["numbers"]], int(reference["target"])
+            correct = expression is not None and solves_countdown(expression, numbers, target)
+            return lambda: Verdict(correct, formatted, expression)
         if kind != "math":
             raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")
         marked = marked_answer(block)
@@ -197,20 +198,6 @@ class Judge:
         def end() -> Verdict:
             (correct, answer), timed_out = result((False, marked))
             return Verdict(correct, formatted, answer, timed_out)
-
-        return end
-
-    def _begin_countdown(self, block: str, reference: Reference, formatted: bool) -> Callable[[], Verdict]:
-        require_reasoning_gym()
-        expression = arithmetic_expression(block)
-        if expression is None:
-            return lambda: Verdict(False, formatted, None)
-        numbers, target = [int(number) for number in reference["numbers"]], int(reference["target"])
-        result = self._submit(solves_countdown, expression, numbers, target)
-
-        def end() -> Verdict:
-            correct, timed_out = result(False)
-            return Verdict(correct, formatted, expression, timed_out)
 
         return end
 

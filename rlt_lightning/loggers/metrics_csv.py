@@ -1,15 +1,23 @@
-"""Write every metric of every step to metrics.csv."""
+"""Write every metric of every step to metrics.csv, and read the file."""
 
 from __future__ import annotations
 
 import csv
+import math
 from argparse import Namespace
+from collections import defaultdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
+
+from rlt_lightning.types import InputError
+
+# Steps and values; None for a value that is not finite.
+Curve = tuple[list[int], list[float | None]]
 
 
 class MetricsCSV(Logger):
@@ -87,3 +95,46 @@ class MetricsCSV(Logger):
         self.log_metrics({n: v for n, v in last_row.items() if n not in self.rows.get(step, {})}, step)
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
         self.save()  # at once, since the next checkpoint will not hold this step's row
+
+
+def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
+    """Read metrics.csv: a curve for each metric that has any value, and remarks for the page.
+
+    Raises:
+        InputError: If a step or a value is no number.
+    """
+    curves: dict[str, Curve] = {}
+    odd: dict[str, list[int]] = defaultdict(list)
+    if not path.exists():
+        return {}, []
+    whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # a kill may tear the last line
+    for row in csv.DictReader(StringIO(whole)):
+        step = number_in(row.pop("step", None), path, "step")
+        if not math.isfinite(step):
+            raise InputError(f"Steps in {path} must be whole numbers, but one is {step}. Correct it.")
+        for name, cell in row.items():
+            if not cell:
+                continue
+            value = number_in(cell, path, name)
+            if not math.isfinite(value):
+                odd[name].append(int(step))
+            steps, values = curves.setdefault(name, ([], []))
+            steps.append(int(step))
+            values.append(value if math.isfinite(value) else None)
+    curves = {name: curve for name, curve in curves.items() if any(v is not None for v in curve[1])}
+    notes = [
+        f"{name} is not finite at {len(steps)} step{'s' * (len(steps) > 1)} (first: {steps[0]}); gaps there."
+        for name, steps in odd.items()
+    ]
+    return curves, notes
+
+
+def number_in(cell: Any, path: Path, name: str | None) -> float:
+    """Return the number in a cell."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"Every cell of {path} must be a number or empty, but the column {name} has {cell!r}. Correct or "
+            "delete that line."
+        ) from error

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.loggers.wandb_files import ITERATION, iterations_in, kept_id
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.records import catalogue
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, missing_package
 
 TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
@@ -50,6 +51,8 @@ class WandbLogger(loggers.WandbLogger):
         offline: bool = False,
         save_dir: str = ".",
     ) -> None:
+        if find_spec("wandb") is None:
+            raise missing_package("WandbLogger", "wandb", "wandb", "leave the logger out")
         project = project or os.environ.get("WANDB_PROJECT", "rlt_lightning")
         super().__init__(
             name, save_dir, offline=offline, project=project, entity=entity, group=group, tags=tags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rlt_lightning.loggers.wandb_logger import TABLE, account
 from rlt_lightning.records.catalogue import held_out, metrics
 from rlt_lightning.records.catalogue.evaluation import EVALUATION, OVERALL_FIGURES, SET_TITLES
 from rlt_lightning.records.catalogue.saved import read_entries
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, missing_package
 
 
 def dashboard(
@@ -31,6 +32,8 @@ def dashboard(
         if not Path(run_dir).is_dir():
             raise InputError(f"--run_dir must be the folder of a run, but {run_dir} is none. Correct it.")
         read_entries(Path(run_dir))
+    if find_spec("wandb_workspaces") is None:
+        raise missing_package("rlt dashboard", "wandb-workspaces", "wandb", "use TensorBoard")
     with account() as api:
         workspace(project, entity or api.default_entity, name).save()
 

@@ -14,10 +14,12 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.announce import announce_model, announce_slow_bfloat16
-from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout
+from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import trained_parameters
+from rlt_lightning.modules.checked import check_model, fused_adamw
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.meter import StepMeter, matmul_rate
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
@@ -53,6 +55,7 @@ class PolicyModule(LightningModule):
         trust_remote_code: Run code that comes with a model.
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters of these layers, in fp32, and freeze the weights; None: train all.
+        kernels: Which fused kernels compute the same numbers faster.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PolicyModule(LightningModule):
         trust_remote_code: bool,
         seed: int,
         lora: LoRA | None,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         sizes = {"model.micro_batch_tokens": micro_batch_tokens, "model.head.logits_mib": head.logits_mib}
@@ -80,13 +84,15 @@ class PolicyModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         # Once the models are loaded, the best layout in which all of them are right.
         self.layout = layout
-        self.head = head
+        # The user's options, and what the checks have made of them.
+        self.wanted_head = self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.seed = seed
         self.lora = lora
+        self.kernels = kernels
         self.phase = StepMeter()
         # FLOP/s of the device, measured at the start of the fit.
         self.peak_flops = 0.0
@@ -118,6 +124,8 @@ class PolicyModule(LightningModule):
                 "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
                 "numbers of AdamW are 0. Set it to bfloat16."
             )
+        whole = type(sharding_of(self.trainer.strategy)) is Whole
+        require_settings(self.lora, self.optimizer_config, whole)
         deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         if deepspeed and precision == "32-true" and self.dtype_name != "float32":
             raise InputError(
@@ -169,7 +177,7 @@ class PolicyModule(LightningModule):
         state = super().state_dict(*args, **kwargs)
         named = self.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
-        return {name: tensor for name, tensor in state.items() if name not in frozen}
+        return without_frozen(state, frozen)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` returned; the frozen weights stay."""
@@ -188,6 +196,7 @@ class PolicyModule(LightningModule):
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
+            "states": self.optimizer_config.states,
             "format": data.trained_format().to_plain(),
             "training": {
                 "method": type(self).__name__,
@@ -200,11 +209,15 @@ class PolicyModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another adapter."""
         theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
+        # A checkpoint from before a field existed has its default.
+        theirs = theirs and asdict(LoRA(**theirs))
         if theirs != ours:
             raise InputError(
                 f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
                 f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
             )
+        if self.trainer.training:
+            require_same_states(checkpoint["model"].get("states", "full"), self.optimizer_config.states)
         base = checkpoint["model"]["pretrained"]
         if ours and base != self.pretrained:
             raise InputError(
@@ -223,11 +236,9 @@ class PolicyModule(LightningModule):
 
     @torch.no_grad()
     def get_ready(self) -> None:
-        """Choose a layout in which the model is right."""
-        if not self.needs_policy:
-            return
-        chosen = self.attn_implementation is not None
-        self.layout = verified_layout(self.run, self.pretrained, self.layout, chosen)
+        """Choose kernels and a layout in which the model is right."""
+        if self.needs_policy:
+            check_model(self, self.run, self.pretrained, trained=True)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
@@ -262,9 +273,8 @@ class PolicyModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and its schedule over the whole run."""
-        fused = self.sharding.steps_on_cpu or None
         optimizer, schedule = optimizer_and_schedule(
-            self.optimizer_config, trained_parameters(self.policy), self.total_steps(), fused
+            self.optimizer_config, trained_parameters(self.policy), self.total_steps(), fused_adamw(self)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -56,8 +56,8 @@ def mismatch_metrics(mismatch: Mismatch, alarm: float | None, step: int) -> dict
     if alarm is not None and mismatch.mean > alarm:
         rank_zero_warn(
             f"Step {step}: engine and trainer differ by {mismatch.mean:.3g} nats per token, more than "
-            f"model.mismatch_alarm {alarm:g}. Look at the engine's data type and settings, or set "
-            "model.importance_sampling."
+            f"model.mismatch_alarm {alarm:g}. Look at the engine's data type and settings, and set "
+            "model.importance_sampling if it is off."
         )
     return {
         "rollout/mismatch_mean": mismatch.mean,
@@ -81,6 +81,8 @@ def speed_metrics(phases: dict[str, PhaseCost], num_tokens: int, peak_flops: flo
         metrics[f"perf/{phase}_peak_gib"] = cost.peak_bytes / GIB
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = cost.tokens / cost.seconds
+    if score := phases.get("score"):
+        metrics["perf/score_hidden_frac"] = score.hidden_s / score.seconds
     train = phases["train"]
     return metrics | {
         "perf/mfu": train.flops / train.seconds / peak_flops,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
 
 GIB = 2**30
@@ -28,6 +29,7 @@ class PhaseCost:
         unshared_tokens: Tokens that would have been computed without shared prefixes.
         padding_tokens: Tokens that were computed for nothing.
         flops: Floating-point operations.
+        hidden_s: Seconds in which an engine sampled completions of the same step.
     """
 
     seconds: float = 0.0
@@ -36,6 +38,7 @@ class PhaseCost:
     unshared_tokens: int = 0
     padding_tokens: int = 0
     flops: float = 0.0
+    hidden_s: float = 0.0
 
     def count(
         self,
@@ -151,9 +154,10 @@ def flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> flo
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     weights = 0.0
-    for parameter in model.base_model.parameters():
+    codes = dequantised_weights(model.base_model)
+    for name, parameter in model.base_model.named_parameters():
         # ds_shape is the shape of the whole, if DeepSpeed shards it.
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = codes[name].shape if name in codes else getattr(parameter, "ds_shape", parameter.shape)
         if len(shape) >= 2 and parameter is not embedding:
             weights += shape.numel() * (chosen if len(shape) == 3 else 1)
     num_heads = getattr(config, "num_attention_heads", None) or 0

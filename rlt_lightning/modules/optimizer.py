@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from rlt_lightning.checkpoints.named import keep_implementation
 from rlt_lightning.models.weights import full_shape
 from rlt_lightning.types import InputError
 
@@ -23,6 +25,8 @@ class OptimizerConfig:
         scheduler: Shape of the learning rate after the warm-up: constant, linear or cosine to zero.
         warmup_frac: Fraction of the run, in [0, 1), over which the learning rate rises linearly from 0.
         max_grad_norm: Gradients are scaled down to this global L2 norm; 0 is off.
+        states: The type of AdamW's moments: full, that of the weights; 8bit: codes of 8 bits with a scale per
+            256 (arXiv:2110.02861), for one process or DDP.
     """
 
     lr: float
@@ -31,6 +35,7 @@ class OptimizerConfig:
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_frac: float = 0.0
     max_grad_norm: float = 1.0
+    states: Literal["full", "8bit"] = "full"
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_frac < 1:
@@ -53,7 +58,8 @@ def optimizer_and_schedule(
         config: The settings.
         named_parameters: The trained parameters, by name; matrices get weight decay, vectors do not.
         total_steps: Optimizer steps of the whole run.
-        fused: Whether AdamW runs in one pass over memory; None: PyTorch's choice.
+        fused: Whether AdamW runs in one pass over memory; None: PyTorch's choice. A checkpoint does
+            not change it.
     """
     from transformers import get_scheduler
 
@@ -66,7 +72,19 @@ def optimizer_and_schedule(
     ]
     # A LoRA has no vectors, and AdamW takes no empty group.
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+    optimizer: torch.optim.Optimizer
+    if config.states == "8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+        optimizer.register_load_state_dict_pre_hook(keep_implementation)
     name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
     schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
     return optimizer, schedule
+
+
+def states_8bit_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of both moments in 8 bits for tensors of these sizes; small ones are in fp32."""
+    return sum(8 * n if n < 4096 else 2 * (n + 4 * math.ceil(n / 256)) for n in sizes)

@@ -4,13 +4,16 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
 
     StratosDataModule        batch.problems: this rank's part of the step (`collate` in stratos.py, loader.py)
     RolloutCallback          batch.rollouts: group_size completions per problem, with their policy_version
+    Reading*                 in waves while others are sampled, or all at once in training_step (`reading.py`)
+      ├ Share*               divide all ranks' rollouts by their tokens (`shares.py`)
+      └ token_scores         StudentScorer: student and teacher read this rank's share; the reference too
     training_step
       ├ require_rollouts     refuse missing or stale rollouts
-      ├ score                StudentScorer: student (and teacher*) read rollouts → rewards (N,), batch.scores
-      ├ advantages           compare within each group → (N,)
+      ├ rewards*             what the student said, of whole groups, becomes batch.scores
+      ├ advantages*          compare within each group → (N,), then those of the share
       ├ update_policy
       │   ├ sum_over_ranks*  sequences and tokens of the whole step, which the loss divides by
-      │   ├ plan*            divide rollouts into micro-batches, equally many on all ranks
+      │   ├ plan*            divide the share into micro-batches, equally many on all ranks
       │   ├ for each of them micro_batch_loss → manual_backward; the last backward sums gradients*
       │   └ optimizer step*  `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
       └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
@@ -22,26 +25,37 @@ step). `models/packed.py` runs a micro-batch through a model; `numerics/` comput
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.layouts import verified_layout
-from rlt_lightning.models.lora import LoRA, without_adapter
+from rlt_lightning.models.kernels import Kernels
+from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.checked import get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.logged import held_out_metrics, mismatch_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scoring import StudentScorer, sampled_extents, sampled_log_probs, sampled_sequence
+from rlt_lightning.modules.reading import Reading, read_all
+from rlt_lightning.modules.scoring import (
+    StudentScorer,
+    TokenScores,
+    engine_mismatch,
+    sampled_extents,
+    sampled_log_probs,
+    sampled_sequence,
+)
+from rlt_lightning.modules.shares import StepTotals, require_group
 from rlt_lightning.modules.text_reward import TextReward, judged, require_student
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
+from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
@@ -63,8 +77,9 @@ class RLTModule(PolicyModule):
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
-        importance_sampling: Weights pi_trainer / pi_engine, capped. None: no weights; stale rollouts are then
-            clipped by their ratio instead.
+        importance_sampling: Weights pi_trainer / pi_engine, capped. "auto": of tokens, capped at 2, if the
+            engine is outside the process, unless rollouts are asynchronous. None: no weights; stale rollouts
+            are then clipped by their ratio instead.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
@@ -81,6 +96,7 @@ class RLTModule(PolicyModule):
         trust_remote_code: Run code that comes with a model.
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
+        kernels: Which fused kernels compute the same numbers faster.
 
     Raises:
         InputError: If group_size is below 2, since a group of one has no baseline.
@@ -95,7 +111,7 @@ class RLTModule(PolicyModule):
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
-        importance_sampling: TruncatedImportanceSampling | None = None,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         mismatch_alarm: float | None = 0.1,
         max_staleness: int = 0,
         micro_batch_tokens: int = 16384,
@@ -110,6 +126,7 @@ class RLTModule(PolicyModule):
         trust_remote_code: bool = False,
         seed: int = 0,
         lora: LoRA | None = None,
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__(
             pretrained=teacher,
@@ -123,12 +140,9 @@ class RLTModule(PolicyModule):
             trust_remote_code=trust_remote_code,
             seed=seed,
             lora=lora,
+            kernels=kernels,
         )
-        if group_size < 2:
-            raise InputError(
-                f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
-                "so every advantage would be zero. Raise it; the paper uses 64."
-            )
+        require_group(group_size)
         require_student(reward, student)
         self.student_name = student
         self.group_size = group_size
@@ -136,6 +150,8 @@ class RLTModule(PolicyModule):
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
         self.importance_sampling = importance_sampling
+        # RolloutCallback chooses for "auto", once it knows the engine.
+        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
         self.mismatch_alarm = mismatch_alarm
         self.max_staleness = max_staleness
         self.student_dtype: Dtype = student_dtype
@@ -145,6 +161,7 @@ class RLTModule(PolicyModule):
         # The initial teacher, which ReferenceSync moves towards the policy if it is used.
         self.reference: FrozenModel | None = None
         self.reference_moves = False
+        self.reading: Reading | None = None  # of the step that begins; None: training_step reads all
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
@@ -166,7 +183,7 @@ class RLTModule(PolicyModule):
         if self.offload_frozen and self.sharding.sharded:
             raise InputError(
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
-                "configs/overlays/cpu_offload.yaml keeps shards in main memory."
+                "--config overlays/cpu_offload keeps shards in main memory."
             )
         if self.student_name is not None:
             student = self.load(self.student_name, self.student_dtype, "the frozen student")
@@ -185,20 +202,14 @@ class RLTModule(PolicyModule):
     def get_ready(self) -> None:
         """Place student and reference too, since Lightning moves only what it trains."""
         super().get_ready()
-        for frozen in (self.student, self.reference):
-            if frozen is not None:
-                frozen.place(self.device, self.sharding)
-        if self.student is None:
-            return
-        assert self.student_name is not None
-        with self.student.on(self.device) as student:
-            chosen = self.attn_implementation is not None
-            self.layout = verified_layout(student, self.student_name, self.layout, chosen)
+        get_frozen_ready(self)
 
     def facts(self) -> dict[str, Any]:
         """See `PolicyModule.facts`."""
         facts = super().facts()
         facts["training"] |= {"reward": type(self.reward).__name__, "group size": self.group_size}
+        if self.importance_weights is not None:
+            facts["training"]["importance sampling"] = str(self.importance_weights)
         if self.student_name is not None:
             facts["training"]["frozen student"] = self.student_name
         return facts
@@ -220,15 +231,19 @@ class RLTModule(PolicyModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RLT iteration: score with the student, compare within groups, step the teacher."""
         rollouts = self.require_rollouts(batch)
-        with self.phase("score") as cost:
-            batch.scores = self.score(rollouts, cost)
+        reading, self.reading = (self.reading or read_all(self, rollouts)).in_order(), None
+        share = reading.share
+        with self.phase("score"):
+            batch.scores = self.rewards(rollouts, share.scores_of_own(reading.scores, self.device))
         rewards = batch.scores.terms.reward  # (N,)
         with self.phase("train") as cost:
-            advantages = self.advantages(rewards, self.group_size)  # (N,)
-            metrics = self.update_policy(rollouts, advantages, cost)
+            advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
+            read = replace(rollouts, rollouts=share.rollouts)
+            metrics = self.update_policy(read, advantages, reading.references, cost)
         metrics |= reward_metrics(batch.scores.terms, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        metrics["perf/rank_imbalance"] = imbalance(share.loads)
         self.log_step(metrics, len(rollouts.rollouts))
 
     def require_rollouts(self, batch: PromptBatch) -> Rollouts:
@@ -248,22 +263,30 @@ class RLTModule(PolicyModule):
             )
         return rollouts
 
-    def update_policy(self, rollouts: Rollouts, advantages: Tensor, cost: PhaseCost) -> dict[str, Any]:
-        """Accumulate the policy loss over packed micro-batches and take one optimizer step."""
+    def update_policy(
+        self, rollouts: Rollouts, advantages: Tensor, references: list[Tensor], cost: PhaseCost
+    ) -> dict[str, Any]:
+        """Accumulate the policy loss over packed micro-batches and take one optimizer step.
+
+        Args:
+            rollouts: This rank's share, N completions.
+            advantages: Their advantages, (N,).
+            references: The reference's log-probs of their tokens, N of (T,); empty without a KL penalty.
+            cost: Counts the tokens that the policy computes.
+        """
         own = rollouts.rollouts
         totals = StepTotals(*self.sum_over_ranks(len(own), sum(len(r.completion.token_ids) for r in own)))
         self.optimizers().zero_grad()  # type: ignore[union-attr]
         plan = self.plan(sampled_extents(own), meeting=True)
         sequences = [sampled_sequence(rollout) for rollout in own]
-        packed_rows = [self.packed(sequences, micro_batch) for micro_batch, _ in plan]
-        references = self.reference_log_probs(packed_rows, rollouts.temperature)
         metrics: dict[str, Any] = {}
         mismatch = Mismatch()
         for number, (micro_batch, weight) in enumerate(plan):
             # The strategy averages gradients over ranks, so a rank's share counts world_size times.
             share = weight * self.trainer.world_size
-            packed, reference = packed_rows[number], references[number]
-            flops = (self.forwards_per_step + (reference is not None)) * forward_flops(self.policy, packed)
+            packed = self.packed(sequences, micro_batch)
+            reference = torch.cat([references[i] for i in micro_batch.indices]) if references else None
+            flops = self.forwards_per_step * forward_flops(self.policy, packed)
             cost.count(packed, sequences, micro_batch, weight, flops)
             with self.sharding.micro_batch(last=number == len(plan) - 1):
                 loss, loss_metrics, row_mismatch = self.micro_batch_loss(
@@ -304,13 +327,13 @@ class RLTModule(PolicyModule):
         log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
         require_finite(log_probs, "policy log-prob", [row.problem.row for row in rows])
         stale = rollouts.policy_version < self.global_step
-        needed = stale or self.importance_sampling is not None
+        needed = stale or self.importance_weights is not None
         engine_log_probs = sampled_log_probs(rows, log_probs, needed)  # (n, T)
         weights, mismatch = None, Mismatch()
         if engine_log_probs is not None:
             mismatch = Mismatch.between(log_probs, engine_log_probs, token_mask)
-            if self.importance_sampling is not None:
-                weights = self.importance_sampling(log_probs, engine_log_probs, token_mask)
+            if self.importance_weights is not None:
+                weights = self.importance_weights(log_probs, engine_log_probs, token_mask)
         loss, metrics = self.policy_loss(
             log_probs=log_probs,
             old_log_probs=engine_log_probs if stale and weights is None else None,
@@ -324,29 +347,30 @@ class RLTModule(PolicyModule):
         entropy_share = entropy.detach().sum() / totals.num_tokens
         return loss, metrics | {"policy/loss": loss.detach(), "policy/entropy": entropy_share}, mismatch
 
-    @torch.no_grad()
-    def reference_log_probs(self, packed_rows: list[PackedSequences], temperature: float) -> list[Any]:
-        """Return the reference's log-probs of the sampled tokens, (M,) per row; None without a KL penalty.
-
-        All rows are computed before the first backward, when an offloaded reference leaves the GPU.
-        """
-        if not self.policy_loss.kl_coef:
-            return [None] * len(packed_rows)
-        base = nullcontext(partial(self.run, without_adapter))
-        with base if self.reference is None else self.reference.on(self.device) as run:
-            return [run(log_probs_of, packed, temperature, self.head)[0] for packed in packed_rows]
-
-    def score(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> Scores:
+    def score(self, rollouts: Rollouts) -> Scores:
         """Compute the reward of every rollout, the RLT reward with the student."""
+        return self.rewards(rollouts, self.token_scores(rollouts))
+
+    def token_scores(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> TokenScores:
+        """Let the student read rollouts, of any problems; nothing if the reward asks no model."""
+        if self.student is None:
+            return TokenScores([], [])
+        with self.student.on(self.device) as student:
+            return self.scorer(student, cost).token_scores(rollouts)
+
+    def rewards(self, rollouts: Rollouts, scores: TokenScores) -> Scores:
+        """Return the reward of every rollout from what the student said."""
         if isinstance(self.reward, TextReward):
             terms = judged(self.reward, rollouts.rollouts, stratos_of(self.trainer).format.tags)
             return Scores(terms.to(self.device), [], [], [])
-        assert isinstance(self.reward, RLTReward)
         assert self.student is not None
-        with self.student.on(self.device) as student:
-            options = self.head, self.recomputes, cost
-            scorer = StudentScorer(self.run, student, self.reward, self.device, self.plan_forward, *options)
-            return scorer(rollouts)
+        return self.scorer(self.student.run).rewards(rollouts.rollouts, scores)
+
+    def scorer(self, student: Callable[..., Any], cost: PhaseCost | None = None) -> StudentScorer:
+        """Return what computes the RLT reward with the student."""
+        assert isinstance(self.reward, RLTReward)
+        options = self.plan_forward, self.head, self.recomputes, cost
+        return StudentScorer(self.run, student, self.reward, self.device, *options)
 
     def recomputes(self, unknown: bool) -> bool:
         """Return whether to recompute the teacher's log-probs, of which this rank's may be unknown."""
@@ -363,34 +387,11 @@ class RLTModule(PolicyModule):
         rollouts = self.require_rollouts(batch)
         with self.phase("score"):
             terms = self.score(rollouts).terms
-            mismatch = self.mismatch(rollouts)
+            mismatch = engine_mismatch(self, rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.validation.add(held_out_metrics(terms, rollouts), len(rollouts.rollouts), largest)
-
-    @torch.no_grad()
-    def mismatch(self, rollouts: Rollouts) -> Mismatch:
-        """Compare the engine's log-probs of all rollouts with those of the current weights."""
-        mismatch, rows = Mismatch(), rollouts.rollouts
-        sequences = [sampled_sequence(row) for row in rows]
-        for micro_batch, weight in self.plan_forward(sampled_extents(rows)):
-            packed = self.packed(sequences, micro_batch)
-            chosen = [rows[i] for i in micro_batch.indices]
-            # The engine's log-probs of greedy completions are at temperature 1.
-            flat, _ = self.run(log_probs_of, packed, rollouts.temperature or 1.0, self.head)
-            log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
-            engine_log_probs = sampled_log_probs(chosen, log_probs, needed=False)
-            if engine_log_probs is not None and weight:
-                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
-        return mismatch
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score the rollouts, which may come with the data; a callback writes the batch's scores."""
         with self.phase("score"):
             batch.scores = self.score(self.require_rollouts(batch))
-
-
-class StepTotals(NamedTuple):
-    """What the loss divides by: counts over all ranks and micro-batches of a step."""
-
-    num_sequences: float
-    num_tokens: float

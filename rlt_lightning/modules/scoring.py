@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from rlt_lightning.models.packed import (
     states_and_log_probs,
 )
 from rlt_lightning.modules.meter import PhaseCost
+from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,
@@ -32,6 +33,18 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import RLTReward, require_finite
 from rlt_lightning.types import InputError, Problem, Rollout, Rollouts, Scores
+
+
+class TokenScores(NamedTuple):
+    """What models say of the tokens of N rollouts.
+
+    Attributes:
+        solution_log_probs: N of (S,), nats, of the solution under the student.
+        kl: N of (K,), nats, the KL of the explanation's tokens.
+    """
+
+    solution_log_probs: list[Tensor]
+    kl: list[Tensor]
 
 
 @dataclass
@@ -64,7 +77,6 @@ class StudentScorer:
     recompute: Callable[[bool], bool] = bool
     cost: PhaseCost | None = None
 
-    @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Scores:
         """Score N rollouts.
 
@@ -72,8 +84,16 @@ class StudentScorer:
             NonFiniteError: If a log-prob or reward is NaN or infinite, naming the rows and the term.
             InputError: If the reward's extra terms have wrong names or shapes.
         """
+        return self.rewards(rollouts.rollouts, self.token_scores(rollouts))
+
+    @torch.no_grad()
+    def token_scores(self, rollouts: Rollouts) -> TokenScores:
+        """Run the models, and return the log-probs that the reward of each rollout is made of.
+
+        Raises:
+            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
+        """
         rows = rollouts.rollouts
-        extra = self.extra_terms(rows)
         think = [think_tokens(r, self.reward.score_given) for r in rows]
         students = [student_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
         teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
@@ -116,12 +136,24 @@ class StudentScorer:
             require_finite_rows(kl_rows, "KL of the explanation", numbers)
             for place, i in enumerate(micro_batch.indices):
                 solution[i], kl[i] = pieces[2 * place + 1], kl_rows[place]
-        solution_log_probs, solution_mask = pad_rows(solution)  # (N, S)
-        kl_values, kl_mask = pad_rows(kl)  # (N, K)
+        return TokenScores(solution, kl)
+
+    @torch.no_grad()
+    def rewards(self, rows: list[Rollout], found: TokenScores) -> Scores:
+        """Return the rewards of N rollouts, whole groups, from their tokens' numbers.
+
+        Raises:
+            NonFiniteError: If a reward is NaN or infinite, naming the rows.
+            InputError: If the reward's extra terms have wrong names or shapes.
+        """
+        extra = self.extra_terms(rows)
+        solution_log_probs, solution_mask = pad_rows(found.solution_log_probs)  # (N, S)
+        kl_values, kl_mask = pad_rows(found.kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
         terms = self.reward(solution_log_probs, solution_mask, kl_values, kl_mask, format_ok, extra)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
-        return Scores(terms, solution, think, kl)
+        think = [think_tokens(r, self.reward.score_given) for r in rows]
+        return Scores(terms, found.solution_log_probs, think, found.kl)
 
     def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
         """Return the terms that the reward adds to RLT's, each (N,), in the order of their names."""
@@ -242,12 +274,29 @@ def sampled_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Te
         if needed:
             raise RuntimeError(
                 "Stale rollouts and importance sampling need the log-probs of the policy that sampled, but "
-                "the engine sent none. Let it report them, or set model.max_staleness to 0 and drop "
-                "model.importance_sampling."
+                "the engine sent none. Let it report them, or set model.max_staleness to 0 and "
+                "model.importance_sampling to null."
             )
         return None
     tensors = [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
     return pad_sequence(tensors, batch_first=True)
+
+
+@torch.no_grad()
+def engine_mismatch(module: Any, rollouts: Rollouts) -> Mismatch:
+    """Compare the engine's log-probs of rollouts with those of an RLTModule's current weights."""
+    mismatch, rows = Mismatch(), rollouts.rollouts
+    sequences = [sampled_sequence(row) for row in rows]
+    for micro_batch, weight in module.plan_forward(sampled_extents(rows)):
+        packed = module.packed(sequences, micro_batch)
+        chosen = [rows[i] for i in micro_batch.indices]
+        # The engine's log-probs of greedy completions are at temperature 1.
+        flat, _ = module.run(log_probs_of, packed, rollouts.temperature or 1.0, module.head)
+        log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
+        engine_log_probs = sampled_log_probs(chosen, log_probs, needed=False)
+        if engine_log_probs is not None and weight:
+            mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+    return mismatch
 
 
 def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
@@ -34,6 +36,7 @@ class SFTModule(PolicyModule):
         trust_remote_code: Run code that comes with the model.
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
+        kernels: Which fused kernels compute the same numbers faster.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class SFTModule(PolicyModule):
         trust_remote_code: bool = False,
         seed: int = 0,
         lora: LoRA | None = None,
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__(
             pretrained=pretrained,
@@ -62,6 +66,7 @@ class SFTModule(PolicyModule):
             trust_remote_code=trust_remote_code,
             seed=seed,
             lora=lora,
+            kernels=kernels,
         )
 
     def setup(self, stage: str) -> None:
@@ -69,13 +74,14 @@ class SFTModule(PolicyModule):
         super().setup(stage)
         data = stratos_of(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
-        for example in data.examples:
-            if len(example.token_ids) > context:
-                raise InputError(
-                    f"Examples must fit into the model's context of {context} tokens, but row "
-                    f"{example.row} has {len(example.token_ids)}. Lower data.max_length: longer rows are "
-                    "counted and kept out, or truncated with data.long_traces."
-                )
+        items = data.all_items
+        lengths = items.numbers("token_ids") if items.is_examples else items.rows[:0]
+        for place in np.flatnonzero(lengths > context)[:1]:
+            raise InputError(
+                f"Examples must fit into the model's context of {context} tokens, but row "
+                f"{items.rows[place]} has {lengths[place]}. Lower data.max_length: longer rows are "
+                "counted and kept out, or truncated with data.long_traces."
+            )
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step over all examples of the batch."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from rlt_lightning.judging.answers import require_reasoning_gym
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.rewards import TAKEN_NAMES, Reward, require_finite
 from rlt_lightning.records.catalogue.columns import COMPLETION
@@ -93,11 +92,6 @@ class CorrectnessReward(TextReward):
         reward = torch.where(formatted > 0, judged, self.unformatted)
         answers = [verdict.answer for verdict in verdicts]
         return CorrectnessTerms(reward, correct, formatted, timed_out, answers)
-
-    def check(self, problems: Sequence[Problem]) -> None:
-        """Check that Countdown's checker is installed if it is needed."""
-        if any(problem.columns.get("kind") == "countdown" for problem in problems):
-            require_reasoning_gym()
 
     def close(self) -> None:
         """End the judge's processes."""

@@ -9,6 +9,7 @@ from typing import Any
 from rlt_lightning import __version__
 from rlt_lightning.records.jsonl import Row
 
+TABLE = "distillation.parquet"  # the file of a set that lies beside its card
 BINS = 12  # of a histogram
 BAR = 40  # characters of its longest bar
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
+from rlt_lightning.records.group_plot import plot_groups
 from rlt_lightning.records.jsonl import Row, rewrite, to_line
 from rlt_lightning.types import InputError, Rollout
 
@@ -55,27 +55,6 @@ def write_groups(rows: list[Row], num_groups: int, terms: Sequence[str], folder:
         figures.append({"group": number, "file": name, "num_rows": len(group), **means, **bounds})
     (folder / "groups.json").write_text(json.dumps(figures, indent=1) + "\n")
     plot_groups(figures, terms, folder / "groups.svg")
-
-
-def plot_groups(figures: list[dict[str, Any]], terms: Sequence[str], path: Path) -> None:
-    """Draw the mean reward of every group, with its range and its terms."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    numbers = [row["group"] for row in figures]
-    low, high = ([row[name] for row in figures] for name in ("reward_min", "reward_max"))
-    axes.fill_between(numbers, low, high, color="C0", alpha=0.2, label="reward, range", linewidth=0)
-    for name in terms:
-        style = "o-" if name == "reward" else "s--"
-        axes.plot(numbers, [row[name] for row in figures], style, label=f"{name}, mean", markersize=4)
-    sizes = " or ".join(map(str, sorted({row["num_rows"] for row in figures})))
-    axes.set_xlabel(f"group by reward, best first ({sizes} rows each)")
-    axes.set_ylabel("reward, nats")
-    axes.set_xticks(numbers)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
 
 
 def write_comparison(

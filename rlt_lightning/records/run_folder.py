@@ -185,6 +185,27 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
             )
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return what a run's config.yaml holds; empty if there is none.
+
+    Raises:
+        InputError: If it is no YAML mapping.
+    """
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        reason = f"it is a {type(settings).__name__}"
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        settings, reason = None, " ".join(str(error).split())
+    if not isinstance(settings, dict):
+        raise InputError(
+            f"{path} must be YAML with settings, but is not ({reason}). Restore it, or move it away."
+        )
+    return settings
+
+
 def flat(value: Any, name: str = "") -> dict[str, Any]:
     """Return nested settings by their dotted names, which begin with a dot, without those that are None."""
     if not isinstance(value, dict):

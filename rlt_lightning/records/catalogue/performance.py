@@ -9,7 +9,7 @@ PERFORMANCE = (
         "perf/generate_s",
         "generate",
         "seconds",
-        "sampling; with vLLM workers, the wait for their completions",
+        "sampling; with vLLM workers, the wait for their completions while there is nothing to score",
         "usually the largest part; a fast engine shrinks it, `rollouts.asynchronous` hides it",
         logged_by="RLT",
         drawn="stack",
@@ -28,8 +28,9 @@ PERFORMANCE = (
         "perf/score_s",
         "score",
         "seconds",
-        "the student's forward for the reward, and the teacher's where the rollouts lack its log-probs",
-        "grows with `max_length`; about doubles where the teacher runs too",
+        "forwards of the student and, with a KL penalty, of the reference; of the teacher where the rollouts "
+        "lack its log-probs",
+        "grows with `max_length`; a part of it may be [hidden](rollouts.md#scoring-while-sampling)",
         logged_by="RLT",
         drawn="stack",
     ),
@@ -37,10 +38,22 @@ PERFORMANCE = (
         "perf/train_s",
         "train",
         "seconds",
-        "reference pass, forward, backward and optimizer step",
+        "the policy's forward, backward and optimizer step",
         "jumps: memory pressure, or another process on the device",
         logged_by="both",
         drawn="stack",
+    ),
+    Metric(
+        "perf/score_hidden_frac",
+        "Hidden scoring",
+        "fraction",
+        "fraction of the score phase in which workers still sampled completions of the same step",
+        "with workers on other GPUs near 1: scoring then costs no time. 0 with `HFEngine`, with workers that "
+        "take turns, and where asynchronous rollouts are complete when the step begins. Low otherwise: "
+        "completions end together, or scoring takes longer than sampling",
+        "0 to 1",
+        section="Time and memory",
+        logged_by="RLT",
     ),
     Metric(
         "perf/evaluate_s",
@@ -122,8 +135,8 @@ PERFORMANCE = (
         "perf/train_tokens_per_s",
         "Speed of training",
         "tokens/s",
-        "tokens that models computed per second of the phase; a token counts once, though reference, forward "
-        "and backward all compute it",
+        "tokens that the policy computed per second of the phase; a token counts once, though forward and "
+        "backward both compute it",
         "steady",
         panel="perf/generate_tokens_per_s",
         logged_by="both",
@@ -132,9 +145,9 @@ PERFORMANCE = (
         "perf/mfu",
         "Model FLOP utilisation",
         "fraction",
-        "model FLOP utilisation of the train phase: floating-point operations per second of reference pass, "
-        "forward and backward on the computed tokens, without the recomputation of gradient checkpointing, "
-        "as a fraction of `perf/peak_tflops`",
+        "model FLOP utilisation of the train phase: floating-point operations per second of forward and "
+        "backward on the computed tokens, without the recomputation of gradient checkpointing, as a fraction "
+        "of `perf/peak_tflops`",
         "on a GPU 0.3 to 0.5 with long rows. Low: rows are short, raise `model.micro_batch_tokens`",
         "0 to 1, or above if the machine was busy when the peak was measured",
         logged_by="both",
@@ -158,6 +171,18 @@ PERFORMANCE = (
         "0. Above: a process has fewer sequences than others have rows, raise `model.micro_batch_tokens`",
         "0 to 1",
         logged_by="both",
+    ),
+    Metric(
+        "perf/rank_imbalance",
+        "Imbalance of the ranks",
+        "ratio",
+        "tokens of the process that has most of them, as a multiple of the mean over processes: completions "
+        "are divided over processes by their tokens",
+        "near 1, and 1 with one process. Above 1.05: there are too few completions for so many processes, or "
+        "one is as long as many others together",
+        "1 or above",
+        panel="perf/padding_frac",
+        logged_by="RLT",
     ),
     Metric(
         "perf/shared_frac",

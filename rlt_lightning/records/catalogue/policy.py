@@ -52,7 +52,7 @@ POLICY = (
         "Importance ratio",
         "",
         "mean importance ratio of the policy to the policy that sampled",
-        "exactly 1 on policy and, stale or not, with `importance_sampling`. Stale rollouts without it: near "
+        "exactly 1 on policy and, stale or not, with importance weights. Stale rollouts without them: near "
         "1; far from it, the engine's log-probs are not the trainer's",
         logged_by="RLT",
     ),
@@ -61,7 +61,7 @@ POLICY = (
         "Clipped tokens",
         "fraction",
         "fraction of the tokens that clipping limits",
-        "exactly 0 on policy and with `importance_sampling`. Stale rollouts without it: below 0.2",
+        "exactly 0 on policy and with importance weights. Stale rollouts without them: below 0.2",
         "0 to 1",
         logged_by="RLT",
     ),
@@ -172,7 +172,7 @@ ROLLOUT = (
         "nats",
         "mean over sampled tokens of exp(d) − 1 − d, an estimate (k3) of the KL of the trainer's policy from "
         "the engine's",
-        "near 0. Grows: use `model.importance_sampling`",
+        "near 0. Grows: check that `model.importance_sampling` is not null",
         "≥ 0",
     ),
     Metric(

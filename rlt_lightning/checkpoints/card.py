@@ -1,0 +1,102 @@
+"""The card of a trained model, with what it inherits from the model that the training began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlt_lightning import __version__
+from rlt_lightning.models.announce import announce
+from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES
+from rlt_lightning.types import InputError
+
+# What lies in a repository of the hub.
+Kind = Literal["model", "dataset"]
+CARD = "README.md"
+LICENCE = ("license", "license_name", "license_link")
+# Header of the models that come with the package.
+EMBEDDED_HEADERS: dict[str, dict[str, Any]] = {
+    DEFAULT_MODEL: {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"},
+    **{name: {"license": "apache-2.0"} for name in MINIATURES},
+    **{str(folder): {"license": "apache-2.0"} for folder in MINIATURES.values()},
+}
+
+
+def model_card(facts: dict[str, Any], is_adapter: bool = False) -> str:
+    """Return a model card that says what the model is and how it was trained.
+
+    Args:
+        facts: What `PolicyModule.facts` returned.
+        is_adapter: Whether the folder holds a LoRA without its base.
+    """
+    from huggingface_hub import ModelCardData
+
+    pretrained, training = facts["pretrained"], dict(facts["training"])
+    method = "Supervised fine-tuning"
+    if "frozen student" in training:
+        method = "Reinforcement-Learned Teacher (arXiv:2506.08388)"
+    elif "reward" in training:
+        method = f"{training['reward']} and GRPO (arXiv:2402.03300)"
+    if facts["lora"] is not None:
+        training["LoRA"] = ", ".join(f"{key} {value}" for key, value in facts["lora"].items())
+    header = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        tags=["rlt_lightning", "reasoning"],
+        **inherited_header(pretrained),
+    )
+    lines = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {method} from {pretrained}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in training.items()),
+        f"| made with | rlt_lightning {__version__} |",
+        "",
+        "In the run folder, `metrics.csv` has the figures of every step, and `config.yaml` the resolved "
+        "configuration of a run of `rlt`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def inherited_header(pretrained: str) -> dict[str, Any]:
+    """Return the base model and the licence that a model's card takes over from the model it began as.
+
+    The hub takes only its own ids as `base_model`. So a model that was trained from a local folder has the
+    base of that folder's card: the nearest ancestor with an id. The licence of a hub id is not read here,
+    since a training needs no network; `rlt push` reads it.
+    """
+    folder = Path(pretrained).expanduser()
+    if pretrained in EMBEDDED_HEADERS:
+        return EMBEDDED_HEADERS[pretrained]
+    if not folder.is_dir():
+        return {"base_model": pretrained}
+    if not (folder / CARD).is_file():
+        return {}
+    try:
+        header = read_card(folder / CARD).data.to_dict()
+    except InputError as error:
+        # A training of days must not end without its model because of another model's card.
+        announce(f"{error} Until then the new model's card names neither base nor licence.")
+        return {}
+    return {name: header[name] for name in ("base_model", *LICENCE) if header.get(name)}
+
+
+def read_card(path: Path, kind: Kind = "model") -> Any:
+    """Return a card as `huggingface_hub` reads it: `.data`, its header, and `.text`.
+
+    Raises:
+        InputError: If the header is no YAML mapping, or its results have another form than `model-index`.
+    """
+    from huggingface_hub import DatasetCard, ModelCard
+
+    try:
+        return (ModelCard if kind == "model" else DatasetCard)(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"The header of {path}, between its --- lines, must be YAML as the hub reads it, but is not "
+            f"({reason:.200}). Correct it."
+        ) from error

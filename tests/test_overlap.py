@@ -1,0 +1,286 @@
+"""Completions are scored while others of the same step are sampled: what must not change, what may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from fake_worker import FakeWorker
+from test_rlt_module import Witness, data, module, trainer
+from test_vllm_engine import END, PROMPTS, SAMPLING, SEEDS, assert_each_prompt_once, start, undisturbed
+from test_vllm_engine import token_ids as ids
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.order import Order
+from rlt_lightning.callbacks.waves import hidden_seconds
+from rlt_lightning.engines import EngineError, HFEngine, Sampling, WorkersLost
+from rlt_lightning.engines.base import Arrived
+from rlt_lightning.engines.weights import in_background
+from rlt_lightning.modules.reading import Reading
+from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.types import Completion
+
+__all__ = ["start"]  # a fixture
+TEN = Sampling(temperature=0.7, max_completion_length=10)
+
+
+class Outside(HFEngine):
+    """Samples as workers do: for all ranks, in a thread. It tells of no completion before the last."""
+
+    in_process = False
+    unverified = False
+    reports_log_probs = False
+
+
+class Waiting(Outside):
+    """Finishes the last group only when `go` is set, which is what the test waits for."""
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__()
+        self.patience_s = patience_s
+        self.go = Event()
+        self.gave_up = False
+
+    def generate_and_tell(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        arrived: Arrived,
+    ) -> list[list[Completion]]:
+        groups = self.generate(prompts, sampling, num_completions, stop, seeds)
+        self.go.clear()  # what an earlier step has scored does not count
+        for position, group in enumerate(groups[:-1]):
+            for number, completion in enumerate(group):
+                arrived(position, number, completion)
+        self.gave_up = not self.go.wait(self.patience_s)
+        if self.gave_up:
+            raise EngineError("Nothing was scored before the last group was sampled.")
+        return groups
+
+
+@pytest.fixture
+def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
+    """Trains two steps with an engine; returns the module and what each step saw."""
+
+    def train(engine: HFEngine, precision: Any = "32-true", **options: Any) -> tuple[Any, Witness]:
+        witness = Witness()
+        callback = RolloutCallback(engine, TEN, **options)
+        # A wave of one group is enough: 4 completions of at most 10 tokens.
+        rlt = module(tiny_model, micro_batch_tokens=16)
+        run = trainer(tmp_path, callback, witness, steps=2, precision=precision)
+        run.fit(rlt, datamodule=data(tiny_model, tmp_path))
+        return rlt, witness
+
+    return train
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Waiting], None]:
+    """Lets an engine continue when a wave has been scored."""
+
+    def watch(engine: Waiting) -> None:
+        read = Reading.add
+
+        def add(self: Reading, arrived: Any) -> None:
+            read(self, arrived)
+            engine.go.set()
+
+        monkeypatch.setattr(Reading, "add", add)
+
+    return watch
+
+
+def rewards(witness: Witness) -> torch.Tensor:
+    return torch.stack([batch.scores.terms.reward for batch in witness.batches if batch.scores])
+
+
+def rows(witness: Witness) -> list[list[int]]:
+    return [r.completion.token_ids for batch in witness.batches for r in batch.rollouts.rollouts]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.full)])
+def test_groups_are_scored_before_the_last_is_sampled(fit: Any, scored: Any, precision: str) -> None:
+    engine = Waiting(patience_s=60)
+    scored(engine)
+    early, seen = fit(engine, precision)
+    late, expected = fit(Outside(), precision, score_early=False)
+    assert rows(seen) == rows(expected)
+    close = {"rtol": 1e-5, "atol": 1e-5} if precision == "32-true" else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(rewards(seen), rewards(expected), **close)
+    if precision == "32-true":
+        for name, tensor in early.policy.state_dict().items():
+            torch.testing.assert_close(tensor, late.policy.state_dict()[name], rtol=1e-4, atol=2e-5)
+    assert 0 < early.step_metrics["perf/score_hidden_frac"] < 1
+    assert late.step_metrics["perf/score_hidden_frac"] == 0
+
+
+def test_without_it_nothing_is_scored_meanwhile(fit: Any, scored: Any) -> None:
+    engine = Waiting(patience_s=0.5)
+    scored(engine)
+    with pytest.raises(EngineError, match="Nothing was scored"):
+        fit(engine, score_early=False)
+
+
+def test_an_engine_that_tells_nothing_is_scored_in_the_end(fit: Any) -> None:
+    rlt, seen = fit(Outside())
+    assert len(rows(seen)) == 16
+    assert rlt.step_metrics["perf/score_hidden_frac"] == 0
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
+    fit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Waiting(patience_s=60)
+
+    def spoilt(self: Reading, arrived: Any) -> None:
+        raise NonFiniteError("Every reward must be finite, but one is not.")
+
+    monkeypatch.setattr(Reading, "add", spoilt)
+    with pytest.raises(NonFiniteError):
+        fit(engine)
+    assert not engine.go.is_set()
+    assert not engine.gave_up  # it still samples: nobody has waited for it
+    engine.go.set()
+
+
+def order(num_prompts: int = 2) -> Order:
+    return Order([5, 6][:num_prompts], [[1], [2]][:num_prompts], [0, 0], 0, SAMPLING, 2, END)
+
+
+def completion(*token_ids: int) -> Completion:
+    return Completion(list(token_ids), None, "length")
+
+
+def test_a_wave_has_at_least_its_tokens_and_all_that_is_there() -> None:
+    asked = order()
+    asked.expect()
+    future: Future[list[list[Completion]]] = Future()
+    asked.follow(future)
+    for position, number in ((1, 0), (0, 1), (0, 0)):
+        asked.arrive(position, number, completion(7, 8))
+    wave = asked.next_wave(min_tokens=4)
+    assert sorted(wave.completions) == [(0, 0), (0, 1), (1, 0)]
+    assert not wave.complete
+    assert wave.sampling
+    future.set_result([[completion(7, 8)] * 2, [completion(7, 8)] * 2])
+    wave = asked.next_wave(min_tokens=4)
+    assert (list(wave.completions), wave.complete, wave.sampling) == ([(1, 1)], True, False)
+    assert asked.next_wave(4)[:2] == ({}, True)
+
+
+def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
+    asked = order()
+    asked.expect()
+    future: Future[list[list[Completion]]] = Future()
+    asked.follow(future)
+    asked.arrive(1, 0, completion(3))
+    future.set_exception(WorkersLost("lost", {0: [completion(1), completion(2)]}))
+    wave = asked.next_wave(100)
+    assert (sorted(wave.completions), wave.complete, wave.sampling) == (
+        [(0, 0), (0, 1), (1, 0)],
+        False,
+        False,
+    )
+    assert asked.expect() == [1]  # only the group that is not whole is asked for again
+    again: Future[list[list[Completion]]] = Future()
+    asked.follow(again)
+    asked.arrive(0, 0, completion(99))
+    asked.arrive(0, 1, completion(4))
+    again.set_result([[completion(99), completion(4)]])
+    wave = asked.next_wave(100)
+    assert (list(wave.completions), wave.complete) == ([(1, 1)], True)
+    assert asked.finished[1] == [completion(3), completion(4)]  # the first version, which was scored
+
+
+def test_a_failure_is_told_once_and_then_asked_for_again() -> None:
+    asked = order()
+    asked.expect()
+    future: Future[list[list[Completion]]] = Future()
+    asked.follow(future)
+    asked.arrive(0, 0, completion(3))
+    future.set_exception(EngineError("broken"))
+    with pytest.raises(EngineError, match="broken"):
+        asked.next_wave(100)
+    wave = in_background(lambda: asked.next_wave(100)).result(timeout=10)
+    assert (wave.complete, wave.sampling) == (False, False)
+    assert asked.expect() == [0, 1]
+
+
+class Failing(Outside):
+    """Fails once."""
+
+    failed = False
+
+    def generate(self, *arguments: Any) -> list[list[Completion]]:
+        if not self.failed:
+            self.failed = True
+            raise EngineError("broken")
+        return super().generate(*arguments)
+
+
+def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Path) -> None:
+    callback, witness = RolloutCallback(Failing(), TEN), Witness()
+    with pytest.raises(EngineError, match="broken"):
+        trainer(tmp_path, callback).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+    again = trainer(tmp_path, callback, witness)
+    fit = in_background(lambda: again.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path)))
+    fit.result(timeout=120)
+    assert len(rows(witness)) == 8
+
+
+def test_a_checkpoint_waits_only_for_what_it_keeps() -> None:
+    for asynchronous in (False, True):
+        callback = RolloutCallback(Outside(), asynchronous=asynchronous)
+        callback.order = order(1)
+        callback.order.expect()
+        future: Future[list[list[Completion]]] = Future()
+        callback.order.follow(future)
+        if asynchronous:
+            future.set_result([[completion(1), completion(2)]])
+        assert list(callback.state_dict()) == (["order"] if asynchronous else [])
+
+
+def test_only_what_was_scored_before_the_end_is_hidden() -> None:
+    assert hidden_seconds([(0.0, 2.0), (3.0, 6.0), (7.0, 9.0)], ended_at=4.0) == 2.0 + 1.0
+
+
+def test_an_engine_tells_of_each_completion_as_it_comes(start: Any) -> None:
+    # The fast worker's completions come while the slow one has its first.
+    told: dict[tuple[int, int], Completion] = {}
+    fast, slow = FakeWorker(), FakeWorker(delay_s=0.5)
+    engine = start(slow, fast, max_sequences=1)
+
+    def arrived(position: int, number: int, completion: Completion) -> None:
+        assert (position, number) not in told
+        told[position, number] = completion
+
+    groups = engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, arrived)
+    assert ids(groups) == undisturbed() == ids(engine.generate(PROMPTS, SAMPLING, 2, END, SEEDS))
+    assert told == {(i, j): c for i, group in enumerate(groups) for j, c in enumerate(group)}
+    assert [c.worker for c in list(told.values())[:3]] == [fast.url] * 3
+    assert [c.seed for group in groups for c in group] == [seed + i for seed in SEEDS for i in range(2)]
+
+
+def test_a_lost_worker_leaves_whole_groups_and_tells_of_the_rest(start: Any) -> None:
+    worker = FakeWorker(faults=("",) * 5 + ("die",))
+    engine = start(worker, max_sequences=1)
+    told: list[tuple[int, int]] = []
+    with pytest.raises(WorkersLost) as lost:
+        engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, lambda i, j, _: told.append((i, j)))
+    assert told == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert sorted(lost.value.finished) == [0, 1]
+
+
+def test_greedy_completions_are_asked_for_once(start: Any) -> None:
+    worker = FakeWorker()
+    greedy = Sampling(temperature=0, max_completion_length=6)
+    start(worker).generate_and_tell(PROMPTS, greedy, 2, END, SEEDS, lambda *_: None)
+    assert_each_prompt_once(worker)
