@@ -1,7 +1,7 @@
 """The pictures of docs/report.md: `python examples/report_pictures.py RUN RUN`, with Chromium and playwright.
 
 Two quickstart runs that differ in one setting will do, of rows few enough that problems come again:
-`rlt fit --config configs/quickstart.yaml --data.num_embedded_rows 4 --output_dir runs/a`, and with
+`rlt fit --config quickstart --data.num_embedded_rows 4 --output_dir runs/a`, and with
 `--model.reward.kl_weight 1 --output_dir runs/b`.
 """
 

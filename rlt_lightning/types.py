@@ -13,11 +13,13 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     ├── InputError *          types.py                 something the user controls is wrong
     └── NonFiniteError *      numerics/rewards.py      a reward, log-prob or gradient is not finite
     RuntimeError
-    └── EngineError *         engines/base.py          an engine failed, or a worker of it
-        ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
-        └── WorkerError       engines/client.py        one call to one worker failed
+    ├── EngineError *         engines/base.py          an engine failed, or a worker of it
+    │   ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
+    │   └── WorkerError       engines/client.py        one call to one worker failed
+    └── PushError *           loggers/hub_client.py    the hub refused a push or could not be reached
     Exception
-    └── BadRowError           datamodules/bad_rows.py  a row cannot be used: it is counted and left out
+    ├── BadRowError           datamodules/bad_rows.py  a row cannot be used: it is counted and left out
+    └── Refused               models/checks.py         a kernel is missing, or computes something else
 """
 
 from __future__ import annotations
@@ -37,6 +39,21 @@ FinishReason = Literal["stop", "eos", "length"]
 
 class InputError(ValueError):
     """Something the user controls is wrong. `rlt` prints its message on one line, without a traceback."""
+
+
+def missing_package(what: str, package: str, extra: str, instead: str) -> InputError:
+    """Return the error of a package that is not installed, since only an extra brings it.
+
+    Args:
+        what: What needs it, the beginning of the sentence.
+        package: Name of the package.
+        extra: The extra of pyproject.toml that has it.
+        instead: What to do without it, the end of the sentence.
+    """
+    return InputError(
+        f"{what} needs the package {package}, but it is not installed. Run pip install "
+        f"'rlt-lightning[{extra}]'; or {instead}."
+    )
 
 
 @dataclass(frozen=True)

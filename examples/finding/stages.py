@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RESULTS = {"fit": "model/config.json", "test": "evaluation.json"}  # what a finished run has, by verb
 PRELOADED = [
-    "rlt_lightning.cli",
+    "rlt_lightning.cli.main",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]

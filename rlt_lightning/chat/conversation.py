@@ -12,7 +12,7 @@ from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.pretrained import load_tokenizer
-from rlt_lightning.tags import TagStyle
+from rlt_lightning.tags import TagStyle, holds_half_pair
 from rlt_lightning.types import InputError
 
 COMMANDS = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
@@ -131,7 +131,7 @@ class Conversation:
             InputError: If the question is no text, or the conversation leaves no room for an answer.
         """
         # Python turns bytes that are no text into halves of surrogate pairs.
-        if any("\ud800" <= character <= "\udfff" for character in question):
+        if holds_half_pair(question):
             raise InputError("A question must be text in UTF-8, but holds other bytes. Convert it.")
         text = self.chat_format.student_chat(question, earlier=self.turns)
         prompt = encode(self.chat_format.tokenizer, text)

@@ -17,7 +17,9 @@ import torch
 
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, key_from, refusal, trusted_certificates
-from rlt_lightning.engines.hf import device_of, draw, eos_token_ids, row_uniforms
+from rlt_lightning.engines.decoders import device_of
+from rlt_lightning.engines.drawing import draw, row_uniforms
+from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.tags import decode

@@ -1,5 +1,1 @@
-"""The command line, `rlt`."""
-
-from rlt_lightning.cli.main import run
-
-__all__ = ["run"]
+"""The command line, `rlt`: `cli/main.py` runs it."""

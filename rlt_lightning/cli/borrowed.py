@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
+from rlt_lightning.cli.parser import with_config_files
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
@@ -51,6 +54,7 @@ class BorrowingCommandLine(RLTCommandLine):
         self.borrowed.prog = f"rlt {sys.argv[1]}"
         self.config = parser.parse_args([self.lender, *self.words(sys.argv[2:])])
         self.spread_seed()
+        self.share_gpus()
 
     def words(self, given: list[str]) -> list[str]:
         """Return what the parser reads for the words of the command line."""
@@ -58,9 +62,18 @@ class BorrowingCommandLine(RLTCommandLine):
 
 
 class PlanCommandLine(BorrowingCommandLine):
-    """`rlt plan`: the memory and time that `rlt fit` would need. It loads no model and makes no folder."""
+    """`rlt plan`: the memory and time that a run would need. It loads no model and makes no folder.
+
+    The parser of `rlt fit` reads the settings of `rlt predict` too; `rlt test` has other classes.
+    """
 
     lender, group = "fit", (PlanOptions, "plan")
+
+    @classmethod
+    def subcommands(cls) -> dict[str, set[str]]:
+        """Return `rlt test` for an evaluation, else `rlt fit`."""
+        cls.lender = "test" if names_evaluation(sys.argv[2:]) else "fit"
+        return super().subcommands()
 
     def before_instantiate_classes(self) -> None:
         """Make no run folder."""
@@ -68,10 +81,10 @@ class PlanCommandLine(BorrowingCommandLine):
     def instantiate_classes(self) -> None:
         """Make what loads nothing, and no trainer: its devices may not be here, so its settings must do."""
         config = self.config.clone()
-        trainer = config["fit"].trainer.clone()
+        trainer = config[self.lender].trainer.clone()
         for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
-            config["fit"].trainer[name] = "auto" if name == "strategy" else None
-        made = self.parser.instantiate_classes(config)["fit"]
+            config[self.lender].trainer[name] = "auto" if name == "strategy" else None
+        made = self.parser.instantiate_classes(config)[self.lender]
         setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
         plan = make_plan(setup)
         print(plan_page(plan))
@@ -81,6 +94,14 @@ class PlanCommandLine(BorrowingCommandLine):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run nothing: the plan has been printed."""
+
+
+def names_evaluation(words: list[str]) -> bool:
+    """Tell whether options, or configs that they name, choose the module of `rlt test`."""
+    words = [part for word in with_config_files(words) for part in word.split("=", 1)]
+    named = [Path(value) for option, value in pairwise(words) if option == "--config"]
+    texts = [*words, *(path.read_text() for path in named if path.is_file())]
+    return any(re.search(r"^[^#\n]*\bEvaluationModule\b", text, re.MULTILINE) for text in texts)
 
 
 class OneProblemCommandLine(BorrowingCommandLine):

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -16,7 +15,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from jsonargparse import auto_cli
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -27,14 +25,21 @@ from rlt_lightning.cli import ranks
 from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
 from rlt_lightning.cli.failure import MISTAKES
 from rlt_lightning.cli.parser import OneLineParser, bare_words, end_with_mistake
-from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig, global_rank
+from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.cli.teach import TeachCommandLine
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.judging.judge import refuse_while_imported
+from rlt_lightning.loggers.hub import push
 from rlt_lightning.loggers.workspace import dashboard
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.python.surroundings import (
+    TRAINER_DEFAULTS,
+    global_rank,
+    quiet_third_parties,
+)
 from rlt_lightning.records.run_folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.report import report
+from rlt_lightning.types import InputError
 
 # The verbs without a trainer.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -44,6 +49,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     ),
     "dashboard": (dashboard, "Save a W&B workspace that shows all metrics of a project's runs by iteration."),
     "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
+    "push": (push, "Publish a run's model, or with --data its distillation set, on the Hugging Face hub."),
     "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
 }
 
@@ -53,6 +59,7 @@ COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine, "teach"
 def run() -> int:
     """Run the command line and return the exit status."""
     quiet_third_parties()
+    warnings.formatwarning = format_warning
     ranks.start_watch(global_rank())
     try:
         refuse_while_imported()
@@ -63,12 +70,7 @@ def run() -> int:
             StratosDataModule,
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
-            trainer_defaults={
-                "log_every_n_steps": 1,
-                "num_sanity_val_steps": 0,
-                "enable_model_summary": False,
-                "use_distributed_sampler": False,  # our loader distributes the rows itself
-            },
+            trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=0,
             parser_class=OneLineParser,
             subclass_mode_model=True,
@@ -103,10 +105,10 @@ def run() -> int:
 def run_command(verb: str) -> int:
     """Run a verb that has no trainer, and return the exit status."""
     function, description = COMMANDS[verb]
-    words = sys.argv[2:]
+    readers = {"report": named_folders, "push": named_run}
     auto_cli(
         function,
-        args=named_folders(words) if verb == "report" else words,
+        args=readers.get(verb, list)(sys.argv[2:]),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
@@ -120,6 +122,28 @@ def named_folders(words: list[str]) -> list[str]:
     folders, options = bare_words(words)
     others = [word for option in options for word in option]
     return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
+
+
+def named_run(words: list[str]) -> list[str]:
+    """Return `RUN --data --repo_id ID` as the parser reads it: --run_dir=RUN --data=true --repo_id ID.
+
+    Raises:
+        InputError: If not one run is named.
+    """
+    following = [*words[1:], ""]
+    is_switch = [
+        word == "--data" and after not in ("true", "false")
+        for word, after in zip(words, following, strict=True)
+    ]
+    switched = [f"{word}=true" if switch else word for word, switch in zip(words, is_switch, strict=True)]
+    folders, options = bare_words(switched)
+    others = [word for option in options for word in option]
+    if not folders and {"--help", "-h"} & set(others):
+        return others
+    if len(folders) != 1:
+        came = ", ".join(folders) or "none"
+        raise InputError(f"rlt push takes one run, but got {came}: rlt push RUN [--data] --repo_id USER/NAME")
+    return [f"--run_dir={folders[0]}", *others]
 
 
 def how_to_resume() -> str:
@@ -140,33 +164,3 @@ def format_warning(
     if Path(__file__).parents[1] in Path(filename).parents:
         return f"rlt: warning: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
-
-
-def quiet_third_parties() -> None:
-    """Silence tips, hardware lists and warnings that say nothing about the user's run."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    warnings.formatwarning = format_warning
-    for pattern in (
-        # Our loaders make batches of lists and want no workers.
-        ".*does not have many workers.*",
-        # Our checkpoint callback saves at the end of a step.
-        ".*Using `?ModelCheckpoint`? with manual optimization.*",
-        # Scores lie in the batch, where the writer takes them.
-        ".*predict returned None.*",
-        # The folder of a resumed run is not empty.
-        ".*exists and is not empty.*",
-        ".*have overridden `transfer_batch_to_device`.*",
-        # No validation set was asked for.
-        ".*Total length of `list` across ranks is zero.*",
-        ".*defined a `validation_step` but have no `val_dataloader`.*",
-        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
-        ".*gradient_checkpointing_enable` is deprecated.*",
-        # DeepSpeed calls these two.
-        ".*all_gather_into_tensor.*deprecated.*",
-        ".*reduce_scatter_tensor.*deprecated.*",
-    ):
-        warnings.filterwarnings("ignore", pattern)

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from rlt_lightning.datamodules.sources import EMBEDDED
+from rlt_lightning.datamodules.sources import EMBEDDED, sources_of
+from rlt_lightning.datamodules.stored import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.types import as_list
+from rlt_lightning.records.shipped import find_config
 
 # Settings of the format, which are the same in all stages.
 STUDENT_FORMAT = ("tags", "student_system_prompt")
@@ -64,7 +65,7 @@ ANSWER_FILES = {
 }
 
 
-def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: list[Any]) -> None:
+def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: StoredItems) -> None:
     """Print what a finished training left, and the command of the next stage.
 
     Args:
@@ -104,30 +105,30 @@ def print_files(folder: Path, meanings: dict[str, str]) -> None:
             print(f"  {folder / name}: {meaning}")
 
 
-def propose_after_fit(config: Namespace, on_cpu: bool, examples: list[Any]) -> str | None:
+def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) -> str | None:
     """Return what to do with the trained model and the command for it; arguments as `print_after_fit`."""
     data, models, model = config.data.init_args, config.model.init_args, f"{config.output_dir}/model"
     if data.task == "teacher_sft":
-        path = config_path("teacher_rlt", on_cpu, config)
+        name = config_name("teacher_rlt", on_cpu, config)
         options: Options = {"model.teacher": model, **this_model("model.student", models.pretrained, on_cpu)}
-        options |= {"data.source": data.source, **completion_length(config, path, model, examples)}
+        options |= {"data.source": named_source(data), **completion_length(config, name, model, examples)}
         options |= forced(data)
-        words = command("fit", path, options, data, TEACHER_FORMAT)
+        words = command("fit", name, options, data, TEACHER_FORMAT)
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
-        path = config_path("generate", on_cpu, config)
+        name = config_name("generate", on_cpu, config)
         options = {"model.teacher": model, "model.student": models.student, **sampling_of(config)}
-        options |= at_most(path, "data.student_context", context_of(config, models.student))
+        options |= at_most(name, "data.student_context", context_of(config, models.student))
         options |= (new := new_questions(data)) | forced(data)
-        words = command("predict", path, options, data, TEACHER_FORMAT)
+        words = command("predict", name, options, data, TEACHER_FORMAT)
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         return f"write data for students (docs/generating.md{which}):\n  {words}"
     if data.task in ("student_rl", "student_sft"):
-        path = config_path("evaluate", on_cpu, config)
+        name = config_name("evaluate", on_cpu, config)
         is_rl = data.task == "student_rl"
-        sampling = sampling_of(config) if is_rl else completion_length(config, path, model, examples)
+        sampling = sampling_of(config) if is_rl else completion_length(config, name, model, examples)
         options = {"model.pretrained": model, **sampling}
-        return f"evaluate it (docs/evaluation.md):\n  {command('test', path, options, data, STUDENT_FORMAT)}"
+        return f"evaluate it (docs/evaluation.md):\n  {command('test', name, options, data, STUDENT_FORMAT)}"
     return None
 
 
@@ -147,7 +148,7 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
         source: The file of the traces.
     """
     data = config.data.init_args
-    path = config_path("student_sft", on_cpu, config)
+    name = config_name("student_sft", on_cpu, config)
     num_rows = sum(1 for _ in source.open())
     if not num_rows:
         return None
@@ -155,10 +156,10 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
     student = config.model.init_args.student or config.model.init_args.teacher
     options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
     options |= forced(data)
-    options |= at_most(path, "data.prompts_per_step", num_rows)
+    options |= at_most(name, "data.prompts_per_step", num_rows)
     limit = data.student_context or context_of(config, student)
-    options |= at_most(path, "data.max_length", limit)
-    return f"train a student on them:\n  {command('fit', path, options, data, STUDENT_FORMAT)}"
+    options |= at_most(name, "data.max_length", limit)
+    return f"train a student on them:\n  {command('fit', name, options, data, STUDENT_FORMAT)}"
 
 
 def forced(data: Namespace) -> Options:
@@ -166,12 +167,14 @@ def forced(data: Namespace) -> Options:
     return {"data.force_format": True} if data.get("force_format") else {}
 
 
-def command(verb: str, path: str, options: Options, data: Namespace, format_settings: tuple[str, ...]) -> str:
+def command(
+    verb: str, config: str, options: Options, data: Namespace, format_settings: tuple[str, ...]
+) -> str:
     """Return a command line with these options, in the format of the data."""
     formats = {f"data.{name}": data.get(name) for name in format_settings}
-    unlike = {n: v for n, v in formats.items() if v is not None or setting(path, n) is not None}
+    unlike = {n: v for n, v in formats.items() if v is not None or setting(config, n) is not None}
     words = (part for name, value in (options | unlike).items() for part in (f"--{name}", as_word(value)))
-    return shlex.join([program(), verb, "--config", path, *words])
+    return shlex.join([program(), verb, "--config", config, *words])
 
 
 def program() -> str:
@@ -183,14 +186,14 @@ def as_word(value: Any) -> str:
     """Return a setting as the command line takes it."""
     if isinstance(value, str):
         return value
-    return json.dumps(value.as_dict() if isinstance(value, Namespace) else value)
+    return json.dumps(value, default=Namespace.as_dict)
 
 
-def config_path(stage: str, on_cpu: bool, config: Namespace) -> str:
-    """Return the config of a stage that fits the device and, on a CPU, this run's models."""
+def config_name(stage: str, on_cpu: bool, config: Namespace) -> str:
+    """Return the name of a stage's config that fits the device and, on a CPU, this run's models."""
     models = {config.model.init_args.get(name) for name in ("pretrained", "teacher", "student")}
     laptop = IN_MINIATURE if models & MINIATURES.keys() else ON_A_CPU
-    return f"configs/{laptop[stage] if on_cpu else stage}.yaml"
+    return laptop[stage] if on_cpu else stage
 
 
 def this_model(option: str, model: str, on_cpu: bool) -> Options:
@@ -205,19 +208,24 @@ def sampling_of(config: Namespace) -> Options:
     return {"rollouts.sampling.temperature": sampling.temperature, **length}
 
 
+def named_source(data: Namespace) -> Any:
+    """Return the source of a run as an option; FILE stands for rows that its config holds."""
+    return data.source if all(isinstance(source, str) for source in sources_of(data.source)) else "FILE"
+
+
 def new_questions(data: Namespace) -> Options:
     """Return options for questions that this run has not seen: an embedded source has others by seed."""
-    if all(source in EMBEDDED for source in as_list(data.source)):
-        # The next seed is that of configs/quickstart_smollm2_warmup.yaml, so the one after it.
+    if all(source in EMBEDDED for source in sources_of(data.source)):
+        # The next seed is that of quickstart_smollm2_warmup, so the one after it.
         return {"data.source": data.source, "data.seed": data.seed + 2}
     return {"data.source": "FILE"}
 
 
-def completion_length(config: Namespace, path: str, model: str, examples: list[Any]) -> Options:
+def completion_length(config: Namespace, proposed: str, model: str, examples: StoredItems) -> Options:
     """Return an option for completions as long as the examples, where the proposed config does not fit."""
-    longest_prompt = max(example.loss_mask.count(False) for example in examples)
-    longest = max(sum(example.loss_mask) for example in examples)
-    limit = setting(path, MAX_COMPLETION_LENGTH)
+    prompts = examples.numbers("num_prompt")
+    longest_prompt, longest = int(prompts.max()), int((examples.numbers("token_ids") - prompts).max())
+    limit = setting(proposed, MAX_COMPLETION_LENGTH)
     if limit is not None and longest <= limit <= context_of(config, model) - longest_prompt:
         return {}
     return {MAX_COMPLETION_LENGTH: longest}
@@ -228,15 +236,15 @@ def context_of(config: Namespace, model: str) -> int:
     return context_length(model, config.model.init_args.trust_remote_code)
 
 
-def at_most(path: str, name: str, limit: int) -> Options:
+def at_most(config: str, name: str, limit: int) -> Options:
     """Return an option that lowers a setting of the proposed config to a limit; none if it is below."""
-    value = setting(path, name)
+    value = setting(config, name)
     return {} if value is not None and value <= limit else {name: limit}
 
 
-def setting(path: str, name: str) -> Any:
+def setting(config: str, name: str) -> Any:
     """Return what a config sets for an option; None if it does not set it."""
-    value: Any = yaml.safe_load(Path(path).read_text()) if Path(path).exists() else None
+    value: Any = yaml.safe_load(find_config(config).read_text())
     for key in name.split("."):
         value = value and value.get("init_args", value).get(key)
     return value

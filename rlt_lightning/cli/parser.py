@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
 from rlt_lightning.engines import Engine
 from rlt_lightning.records.run_folder import remove_empty_folders
+from rlt_lightning.records.shipped import find_config
 from rlt_lightning.types import InputError
 
+# What may be meant as a config's name or file; anything else is YAML itself.
+NAME = re.compile(r"[\w~./][\w./+-]*")
 # The parser says this much and not why.
 CLASS_FAULTS = re.compile("does not implement protocol|is abstract")
 
@@ -49,7 +53,7 @@ def one_line(message: str) -> str:
             "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
         )
     if "arguments are required" in text and sys.argv[1:2] != ["chat"]:
-        text += ". Name an experiment, such as --config configs/quickstart.yaml."
+        text += ". Name an experiment, such as --config quickstart."
     if "is not accepted" in text or "unrecognized arguments" in text:
         text += ". Check the spelling; `rlt fit --help` lists the settings"
         text += ", `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class."
@@ -67,6 +71,24 @@ def bare_words(words: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:
         else:
             options.append((word, *([] if "=" in word else islice(left, 1))))
     return bare, options
+
+
+def with_config_files(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with a file in place of each config's name.
+
+    Raises:
+        InputError: If a config is neither a file nor a name.
+    """
+    found = list(words)
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option not in ("--config", "-c"):
+            continue
+        if equals and NAME.fullmatch(value):
+            found[place] = f"{option}={find_config(value)}"
+        elif not equals and place + 1 < len(words) and NAME.fullmatch(words[place + 1]):
+            found[place + 1] = str(find_config(words[place + 1]))
+    return found
 
 
 def unreadable_config() -> str:
@@ -124,7 +146,14 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 
 class OneLineParser(LightningArgumentParser):
-    """A parser that says in one line what is wrong with an argument, without the usage text."""
+    """A parser that knows the shipped configs by name and says in one line what is wrong with an argument."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *others: Any, **options: Any
+    ) -> Namespace:
+        """Parse a command line; the name of a shipped config stands for its file."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_args(with_config_files(words), *others, **options)
 
     def error(self, message: str, *args: Any) -> NoReturn:
         """Print the innermost reason and exit with status 2."""

@@ -1,6 +1,6 @@
 """The life of `rlt fit|validate|predict|test`, in Lightning's command line.
 
-parse_arguments               read the configs and options; --seed sets the seeds
+parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
 before_instantiate_classes    choose and make the run folder (records/run_folder.py)
 instantiate_trainer           add what every run has; watch the other processes (ranks.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,20 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning import __version__, callbacks
-from rlt_lightning.callbacks.metrics import MetricsResume
-from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.loggers.metrics_csv import MetricsCSV
+from rlt_lightning.engines.gpus import trainer_devices
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.python.surroundings import global_rank, require_known_strategy
+from rlt_lightning.python.trainer import TESTING, TRAINING, make_parts
 from rlt_lightning.records.catalogue.saved import write_entries
 from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, as_list, missing_package
 
 VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -137,19 +135,11 @@ class RLTCommandLine(LightningCLI):
             help="Set the seeds of data, model, rollouts and all else; --data.seed and the like override it.",
         )
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
+        for name, kind in (TESTING if self.verb == "test" else TRAINING).items():
+            parser.add_lightning_class_args(kind, name)
         if self.verb == "test":
-            parser.add_lightning_class_args(callbacks.ResponseCallback, "rollouts")
-            parser.add_lightning_class_args(callbacks.EvaluationWriter, "records")
             parser.link_arguments("rollouts.num_samples", "data.init_args.num_samples")
             return
-        parser.add_lightning_class_args(callbacks.RolloutCallback, "rollouts")
-        parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
-        parser.add_lightning_class_args(callbacks.ModelExporter, "export")
-        parser.add_lightning_class_args(callbacks.RolloutRecorder, "recorder")
-        parser.add_lightning_class_args(callbacks.CompletionsTable, "completions")
-        parser.add_lightning_class_args(callbacks.Alarms, "alarms")
-        parser.add_lightning_class_args(callbacks.ScoreWriter, "scores")
-        parser.add_lightning_class_args(callbacks.DistillationWriter, "distillation")
         parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -157,6 +147,7 @@ class RLTCommandLine(LightningCLI):
         require_whole_sets(sys.argv[1:])
         super().parse_arguments(parser, args)
         self.spread_seed()
+        self.share_gpus()
 
     def spread_seed(self) -> None:
         """Set every seed of this verb and its classes, except those that the command line names."""
@@ -170,9 +161,17 @@ class RLTCommandLine(LightningCLI):
         # A run repeated from config.yaml would let it override a seed that was an option.
         config.seed = None
 
+    def share_gpus(self) -> None:
+        """Let as many GPUs train as the share of the workers says."""
+        config = self.config[self.config.subcommand]
+        share = config.rollouts.get("engine.init_args.launch.share")
+        if share is not None:
+            config.trainer.devices = trainer_devices(share, config.trainer.devices)
+
     def before_instantiate_classes(self) -> None:
         """Choose and make the run folder before anything is built."""
         config = self.config[self.subcommand]
+        require_loggers(as_list(config.trainer.logger))
         verb = str(self.subcommand)
         default = "" if config.output_dir else self.default_run_folder(config.config)
         options = (config.get("ckpt_path"), config.resume, config.overwrite)
@@ -214,9 +213,10 @@ class RLTCommandLine(LightningCLI):
                 "there; its settings are those under rollouts."
             )
         require_known_strategy(config["strategy"])
-        config["logger"] = [MetricsCSV(config["default_root_dir"]), *as_list(config["logger"])]
-        config["plugins"] = [FolderCheckpointIO(), *as_list(config["plugins"])]
-        config["callbacks"] = [ranks.FailureReport(), *named, IterationBar(), MetricsResume()]
+        parts = make_parts(config["default_root_dir"], config["logger"], config["plugins"])
+        parts["callbacks"] = [ranks.FailureReport(), *named, *parts["callbacks"]]
+        for name, made in parts.items():
+            config[name] = made
         trainer = super().instantiate_trainer(**kwargs)
         ranks.watch_trainer(trainer)
         return trainer
@@ -229,6 +229,8 @@ class RLTCommandLine(LightningCLI):
         if self.trainer.is_global_zero:
             steps, items = self.trainer.global_step, self.datamodule.items
             next_steps.print_after_fit(self.config[self.subcommand], self.on_cpu, steps, items)
+            # A script must notice; the model lies in the run folder.
+            self.status = int(any(getattr(c, "push_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""
@@ -251,7 +253,7 @@ def within(folder: Path, path: str | None) -> bool:
 
 def code_version() -> dict[str, Any]:
     """Return this package's version and, in a checkout, the commit and whether tracked files have changed."""
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
 
     def git(*words: str) -> str | None:
         try:
@@ -264,12 +266,6 @@ def code_version() -> dict[str, Any]:
     if (folder / ".git").exists() and (commit := git("rev-parse", "HEAD")):
         found |= {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
     return found
-
-
-def global_rank() -> int:
-    """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def trained_model(model: Any) -> str | None:
@@ -294,12 +290,8 @@ def require_whole_sets(words: list[str]) -> None:
             )
 
 
-def require_known_strategy(strategy: Any) -> None:
-    """Check that steps of several micro-batches, and our checkpoints, work under a strategy."""
-    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
-    if not known and strategy not in ("auto", "ddp"):
-        name = strategy if isinstance(strategy, str) else type(strategy).__name__
-        raise InputError(
-            f"trainer.strategy must be auto, ddp or an overlay's, but is {name}. For weights in shards add "
-            "--config configs/overlays/fsdp2.yaml or zero3.yaml; docs/scaling.md lists all overlays."
-        )
+def require_loggers(loggers: list[Any]) -> None:
+    """Check that what the loggers need is installed: the parser would not show the reason of theirs."""
+    for name, package in (("TensorBoardLogger", "tensorboard"), ("WandbLogger", "wandb")):
+        if any(name in str(logger) for logger in loggers) and find_spec(package) is None:
+            raise missing_package(name, package, package, "leave the logger out")

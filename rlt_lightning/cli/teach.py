@@ -25,13 +25,14 @@ from lightning.pytorch import Trainer
 from rlt_lightning.callbacks import DistillationWriter
 from rlt_lightning.cli.borrowed import OneProblemCommandLine
 from rlt_lightning.cli.parser import bare_words
+from rlt_lightning.datamodules.sources import names_of
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, key_from
 from rlt_lightning.models.announce import announce
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.report.teach import TeachOptions, TeachPrinter, given_row
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError
 
 ANSWER_S = 10.0  # deadline of a server that is asked what it serves
 RLT_MODULE, DATA_MODULE = "rlt_lightning.modules.RLTModule", "rlt_lightning.datamodules.StratosDataModule"
@@ -103,7 +104,7 @@ class TeachCommandLine(OneProblemCommandLine):
             data.update(Namespace(source=options.file, max_rows=None))
         number, columns = given_row(options, data.as_dict())
         named = options.file is not None or options.row is not None
-        self.problem = f"Row {number} of {', '.join(as_list(data.source))}" if named else "The problem"
+        self.problem = f"Row {number} of {names_of(data.source)}" if named else "The problem"
         self.take(config, [columns], number, "rlt")
         rollouts.update(Namespace(num_traces=options.num, val_sampling=None, asynchronous=False))
         if options.temperature is not None:

@@ -9,6 +9,7 @@ from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_bat
 from rlt_lightning.planner.shapes import Activations, Shape
 
 Sharding = Literal["whole", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+Verb = Literal["fit", "predict", "test"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,20 @@ class LanguageModel:
     flops_per_token: float  # of a forward, without the head
     flops_per_pair: float  # per pair of tokens where one attends to the other
     flops_per_scored: float  # per token in the head
+    states_8bit: int | None = None  # bytes of the optimizer's states, if they are in 8 bits
+    nf4_numel: int = 0  # weights in 4 bits
+    nf4_bytes: int = 0  # of all of them, with scales and tables
+    nf4_whole: int = 0  # bytes of the largest of these layers while it computes
+    kv_bytes: int = 4  # per number in the key-value cache of HFEngine
+    uses_slots: bool = True  # whether that is the engine's own cache rather than transformers'
+
+    @property
+    def stored_bytes(self) -> float:
+        """Return the bytes of all weights in storage; beside a base in 4 bits the adapter is in fp32."""
+        if not self.nf4_numel:
+            return self.shape.weights * self.weight_bytes
+        plain = self.shape.weights - self.nf4_numel - self.shape.trained
+        return self.nf4_bytes + plain * self.weight_bytes + 4 * self.shape.trained
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ class PlannedWorkers:
     bucket_bytes: int  # gathered from the trainer's ranks at once
     colocated: bool  # whether they share GPUs with the trainer
     sleeps: bool  # whether they sleep while the trainer trains
+    pushed: bool = True  # whether they get the trainer's weights
 
     @property
     def num_copies(self) -> int:
@@ -75,7 +91,7 @@ class PlannedWorkers:
 
 @dataclass(frozen=True)
 class Step:
-    """The sequences of one optimizer step."""
+    """The sequences of one optimizer step, or of one batch of a run that does not train."""
 
     num_processes: int
     prompts: int  # over all processes
@@ -86,6 +102,11 @@ class Step:
     mean_completion_length: int
     micro_batch_tokens: int
     layout: Layout
+    mean_solution_length: int = 0  # what the student scores after a completion; part of the prompt
+    # Standard deviations of the logarithm of lengths, between problems and within the group of one.
+    spread_between: float = 0.0
+    spread_within: float = 0.0
+    balanced: bool = False  # whether ranks get equal tokens rather than equal numbers of problems
 
     @property
     def num_sequences(self) -> int:
@@ -158,6 +179,15 @@ class Setup:
     push_bandwidth: float  # bytes per second
     decode_rate: float | None  # tokens per second of one copy; None: from bandwidth and flops
     notes: list[str]  # assumptions, for the page
+    asynchronous: bool = False  # whether the next step is sampled while this one trains
+    scores_early: bool = False  # whether completions are scored while others are sampled
+    verb: Verb = "fit"
+    loads_policy: bool = True  # False: only workers hold the model, which they load themselves
+
+    @property
+    def trains(self) -> bool:
+        """Return whether there are gradients and an optimizer; other runs only sample and score."""
+        return self.verb == "fit"
 
     @property
     def copies_reference(self) -> bool:

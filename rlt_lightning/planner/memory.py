@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rlt_lightning.models.cpu_linear import packing_pays
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules.meter import GIB
 from rlt_lightning.planner.inputs import LanguageModel, PlannedWorkers, Setup
 
 Sizes = dict[str, float]  # part -> bytes on one device
 HEAD_TILES = 4  # tiles of logits, and of what is computed from them, that the head holds at a time
-DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, and sums in float64
+DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, weights, some in float64
 ASLEEP = 1.5 * GIB  # stated: what a sleeping vLLM worker keeps of a GPU
 # DeepSpeed's limits, in numbers of weights or gradients.
 LIVE_NUMEL = 10**9  # gathered at a time by stage 3 (stage3_max_live_parameters)
@@ -41,11 +42,15 @@ def weights(setup: Setup, model: LanguageModel, frozen: bool) -> float:
     """Return the weights of one model on one device, whole or a shard; none while they are offloaded."""
     if (frozen and setup.offload_frozen and not setup.device.is_cpu) or setup.offload_parameters:
         return 0.0
-    return model.shape.weights * model.weight_bytes / setup.shards
+    # A separate reference has whole weights, even beside a policy in 4 bits.
+    size = model.shape.weights * model.weight_bytes if frozen else model.stored_bytes
+    return size / setup.shards
 
 
 def gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> float:
     """Return the whole weights that sharding gathers for a pass and, in a backward, their whole gradients.
+
+    Without shards these are only the weights of the layer in 4 bits that is computing.
 
     FSDP2 holds three things in a pass: the weights outside the blocks, one block, and the next block with the
     buffer that it arrives in. A backward adds gradients: those of the weights outside the blocks until its
@@ -55,7 +60,7 @@ def gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> float:
     the bucket yet; a full bucket is copied to be sent.
     """
     if setup.shards == 1:
-        return 0.0
+        return float(model.nf4_whole)
     shape, size = model.shape, model.product_bytes
     if setup.sharding == "fsdp2":
         outside, block = shape.outside * size, shape.block * size
@@ -99,6 +104,8 @@ def gradients(setup: Setup) -> float:
 
 def optimizer_states(setup: Setup) -> float:
     """Return AdamW's two moments and, if weights are in half precision, the fp32 weights that it steps."""
+    if setup.policy.states_8bit is not None:
+        return setup.policy.states_8bit
     master = setup.is_deepspeed and (
         setup.policy.weight_bytes != setup.master_bytes or setup.sharding != "zero3"
     )
@@ -119,6 +126,9 @@ def step_workspace(setup: Setup) -> float:
     if setup.is_deepspeed:
         together = min(own, setup.sub_group_numel) if setup.sharding == "zero3" else own
         return together * setup.master_bytes * (3 if setup.device.is_cpu else 2)
+    if setup.policy.states_8bit is not None:
+        # On a GPU one kernel does all in place; on a CPU five copies of a tensor in fp32 are made.
+        return 5 * 4 * setup.policy.shape.largest_trained if setup.device.is_cpu else 0.0
     if setup.device.is_cpu:
         return 2 * setup.policy.shape.largest_trained * setup.master_bytes / setup.shards
     return own * setup.master_bytes
@@ -143,28 +153,36 @@ def head_backward(setup: Setup, num_scored: int) -> float:
 def kv_cache(setup: Setup) -> float:
     """Return keys and values while HFEngine samples, and what it needs to draw a token.
 
-    A layer's keys and values are copied as they grow: one layer at a time exists twice.
+    With the engine's own cache a prompt's keys and values exist once, and those of a layer are copied as
+    their room doubles. With transformers' cache every row repeats its prompt, and one layer at a time exists
+    twice.
     """
-    per_turn = max(1, setup.hf_sequences // setup.step.group_size) * setup.step.group_size
-    rows = min(per_turn, setup.step.num_sequences)
-    shape, size = setup.policy.shape, setup.policy.weight_bytes
-    length = setup.step.prompt_length + setup.step.completion_length
-    return rows * (
-        length * shape.kv_per_token * size * (1 + 1 / shape.num_blocks) + DRAW_BYTES * shape.num_words
-    )
+    step, policy = setup.step, setup.policy
+    token = policy.shape.kv_per_token * policy.kv_bytes
+    if policy.uses_slots:
+        rows = min(setup.hf_sequences, step.num_sequences)
+        prompts = min(rows, -(-step.num_sequences // step.group_size))
+        sampled = rows * step.completion_length * (1 + 0.5 / policy.shape.num_blocks)
+        tokens = sampled + prompts * step.prompt_length
+    else:
+        per_turn = max(1, setup.hf_sequences // step.group_size) * step.group_size
+        rows = min(per_turn, step.num_sequences)
+        tokens = rows * (step.prompt_length + step.completion_length) * (1 + 1 / policy.shape.num_blocks)
+    return tokens * token + rows * DRAW_BYTES * policy.shape.num_words
 
 
 def lasting_parts(setup: Setup) -> Sizes:
     """Return what lies on a device from one step to the next."""
     policy, student = setup.policy, setup.student
     # PyTorch keeps the gradients of the step before until the next update; DeepSpeed frees most.
-    keeps_gradients = setup.holds_gradients or not setup.is_deepspeed
+    keeps_gradients = setup.trains and (setup.holds_gradients or not setup.is_deepspeed)
+    keeps_states = setup.trains and not setup.offload_optimizer
     parts = {
         "runtime": setup.device.reserved,
-        "policy weights": weights(setup, policy, frozen=False),
+        "policy weights": weights(setup, policy, frozen=False) if setup.loads_policy else 0.0,
         "reference weights": weights(setup, policy, frozen=True) if setup.copies_reference else 0.0,
         "student weights": weights(setup, student, frozen=True) if student else 0.0,
-        "optimizer states": 0.0 if setup.offload_optimizer else optimizer_states(setup),
+        "optimizer states": optimizer_states(setup) if keeps_states else 0.0,
         "gradient buckets": buckets(setup) if keeps_gradients else 0.0,
     }
     if setup.worker and setup.worker.colocated and not setup.device.is_cpu:
@@ -173,20 +191,37 @@ def lasting_parts(setup: Setup) -> Sizes:
 
 
 def generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
-    """Return what sampling in the trainer's own processes needs."""
+    """Return what sampling needs: in the trainer's own processes, or of a GPU that a worker shares."""
     if not setup.hf_sequences:
-        return None
-    return {"kv cache": kv_cache(setup), "gathered": gathered_bytes(setup, setup.policy, backward=False)}
+        samples = setup.worker is not None and not setup.trains
+        return awake_parts(setup, lasting) if samples else None
+    parts = {"kv cache": kv_cache(setup), "gathered": gathered_bytes(setup, setup.policy, backward=False)}
+    rows = min(setup.hf_sequences, setup.step.num_sequences)
+    exact = setup.policy.weight_bytes == setup.policy.kv_bytes == 4
+    if (
+        setup.device.is_cpu
+        and setup.shards == 1
+        and exact
+        and packing_pays(rows, setup.step.completion_length)
+    ):
+        parts["packed weights"] = float(setup.policy.shape.weights * 4)
+    return parts
 
 
 def push_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what a push needs: the bucket of gathered weights, and a worker that is awake."""
     worker = setup.worker
-    if worker is None:
+    if worker is None or not worker.pushed:
         return None
     largest = setup.policy.shape.largest * setup.policy.weight_bytes if setup.shards > 1 else 0
-    awake = {"vLLM worker": awake_worker(setup, worker)} if "vLLM worker" in lasting else {}
-    return awake | {"gathered": float(max(min(worker.bucket_bytes, pushed(setup, worker)), largest))}
+    gathered = float(max(min(worker.bucket_bytes, pushed(setup, worker)), largest))
+    return awake_parts(setup, lasting) | {"gathered": gathered}
+
+
+def awake_parts(setup: Setup, lasting: Sizes) -> Sizes:
+    """Return what a worker that is awake takes of a GPU that it shares with the trainer."""
+    worker = setup.worker
+    return {"vLLM worker": awake_worker(setup, worker)} if worker and "vLLM worker" in lasting else {}
 
 
 def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
@@ -216,7 +251,7 @@ def forward_parts(setup: Setup, model: LanguageModel) -> Sizes:
     }
 
 
-def train_parts(setup: Setup, lasting: Sizes) -> Sizes:
+def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what forward and backward need at their worst moment, which is one of three.
 
     1. The head's backward begins: all activations are kept.
@@ -226,6 +261,8 @@ def train_parts(setup: Setup, lasting: Sizes) -> Sizes:
     The first and largest row of a step creates its gradients during the backward, unless they have memory of
     their own. For the next row, which may be smaller, they exist already.
     """
+    if not setup.trains:
+        return None
     policy, scored = setup.policy, setup.step.scored_tokens
     grads, sent = gradients(setup), buckets(setup)
     kept, block = policy.activations.kept, policy.activations.backward
@@ -258,8 +295,10 @@ def train_parts(setup: Setup, lasting: Sizes) -> Sizes:
     }
 
 
-def step_parts(setup: Setup, lasting: Sizes) -> Sizes:
+def step_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what the optimizer's step needs."""
+    if not setup.trains:
+        return None
     return {"step workspace": step_workspace(setup), "gradients": gradients(setup)}
 
 
@@ -275,12 +314,19 @@ PHASES: dict[str, Callable[[Setup, Sizes], Sizes | None]] = {
 
 
 def phases(setup: Setup) -> Iterator[Phase]:
-    """Yield every phase of a step from the second on, when moments and gradients exist."""
+    """Yield every phase of a step from the second on, when moments and gradients exist.
+
+    A run that does not train has no checkpoint. If no model computes anything either, only texts are judged.
+    """
     lasting, host = lasting_parts(setup), host_memory(setup)
-    for name, parts_of in PHASES.items():
-        parts = parts_of(setup, lasting)
-        if parts is not None:
-            yield Phase(name, lasting | parts, host)
+    found = {name: parts_of(setup, lasting) for name, parts_of in PHASES.items()}
+    computing = {name: parts for name, parts in found.items() if parts is not None}
+    for name, parts in computing.items():
+        yield Phase(name, lasting | parts, host)
+    if not setup.trains:
+        if not computing:
+            yield Phase("judge", lasting, host)
+        return
     written = {"checkpoint file": file_buffer(setup)}
     if setup.device.is_cpu:
         yield Phase("checkpoint", lasting | written, host)
@@ -312,12 +358,13 @@ def host_memory(setup: Setup) -> Sizes:
     if setup.offload_parameters:
         models = [policy] + ([policy] if setup.copies_reference else []) + ([student] if student else [])
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
-    if setup.offload_optimizer:
+    if setup.offload_optimizer and setup.trains:
         parts["optimizer states"] = optimizer_states(setup)
         # As they are accumulated, and as they are stepped.
         parts["gradients"] = 2 * trained * setup.master_bytes / setup.state_shards
     worker = setup.worker
-    if worker and worker.colocated and worker.sleeps:
+    if worker and worker.colocated and worker.sleeps and worker.only_adapter:
+        # Any other worker drops its weights, since a push brings them.
         parts["sleeping worker"] = policy.shape.weights * worker.weight_bytes / worker.tensor_parallel_size
     return parts
 

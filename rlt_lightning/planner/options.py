@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rlt_lightning.types import InputError
 
@@ -24,6 +25,8 @@ class PlanOptions:
     """What a plan needs to know beyond the settings of the run.
 
     Args:
+        verb: What is planned: fit or predict; None: predict where settings say so that only `rlt predict`
+            reads. An evaluation is always planned as `rlt test`.
         device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
         device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
         tflops: Peak of its matrix products, TFLOP/s; None: the device's, or measured on this CPU.
@@ -32,14 +35,17 @@ class PlanOptions:
         prompt_length: Longest prompt, tokens; None: data.max_prompt_length, in fine-tuning 0.
         completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning
             data.max_length less the prompt.
-        mean_frac: Mean length as a part of the longest: memory is for the longest, time for the mean.
+        mean_prompt_length: Mean of prompts, tokens; None: of the rows, or 1/16 of the longest.
+        mean_completion_length: Mean of completions, tokens; None: of the rows, or 0.3 of the longest.
+            Memory is for the longest lengths, time for lengths with these means.
         gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments take precedence.
         tensor_parallel_size: GPUs that share a copy of the weights, for workers that are named by URL.
         decode_tokens_per_s: Rate of one copy; None: from its memory bandwidth and mfu.
-        push_gb_s: Rate at which weights reach workers, GB/s; None: 1 by gloo or disk, 50 by NCCL.
+        push_gb_s: Rate at which weights reach workers, GB/s; None: 0.8 by gloo or disk, 50 by NCCL.
         json: File that the plan is also written to.
     """
 
+    verb: Literal["fit", "predict"] | None = None
     device: str = "auto"
     device_gib: float | None = None
     tflops: float | None = None
@@ -47,7 +53,8 @@ class PlanOptions:
     mfu: float = 0.4
     prompt_length: int | None = None
     completion_length: int | None = None
-    mean_frac: float = 0.5
+    mean_prompt_length: int | None = None
+    mean_completion_length: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     decode_tokens_per_s: float | None = None
@@ -63,6 +70,8 @@ class PlanOptions:
             "bandwidth_gb_s",
             "prompt_length",
             "completion_length",
+            "mean_prompt_length",
+            "mean_completion_length",
             "push_gb_s",
         )
         for name in (*numbers, "decode_tokens_per_s", "tensor_parallel_size"):
@@ -71,8 +80,7 @@ class PlanOptions:
                 raise InputError(f"plan.{name} must be above 0, but is {value}.")
         if self.json is not None and not Path(self.json).resolve().parent.is_dir():
             raise InputError(f"plan.json must be in a folder that exists, but is {self.json}.")
-        parts = {"mfu": self.mfu, "mean_frac": self.mean_frac}
-        parts["gpu_memory_utilization"] = self.gpu_memory_utilization
+        parts = {"mfu": self.mfu, "gpu_memory_utilization": self.gpu_memory_utilization}
         for name, value in parts.items():
             if not 0 < value <= 1:
                 raise InputError(f"plan.{name} must be above 0 and at most 1, but is {value}.")

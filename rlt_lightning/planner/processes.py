@@ -120,7 +120,7 @@ def read_device(options: PlanOptions, processes: Processes, notes: list[str]) ->
         gib, peak, bandwidth = GPUS[name]
         peak = 1e12 * options.tflops if options.tflops else peak
         if options.device == "auto":
-            notes.append("trainer.accelerator is not cpu and plan.device not set: planned for an H100")
+            notes.append("plan.device is not set: planned for an H100")
     return Device(
         name=name,
         memory=GIB * (options.device_gib or gib),

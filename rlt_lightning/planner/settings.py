@@ -1,6 +1,7 @@
-"""Turn the settings of a fit into the inputs of its plan.
+"""Turn the settings of a run into the inputs of its plan.
 
 settings of trainer, module, data, rollouts
+  ├─ verb_of ────────▶ fit, predict or test
   ├─ read_processes ─▶ Processes ─ read_device ─▶ Device
   ├─ read_step ──────▶ Step (rows on this machine are read and tokenised)
   ├─ read_model ─────▶ LanguageModel, of policy and student (their shapes are traced, nothing is loaded)
@@ -12,26 +13,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.sources import EMBEDDED
+from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.engines.decoders import architecture_fault
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.modules import RLTModule
+from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
+from rlt_lightning.modules import EvaluationModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.meter import flops
+from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.planner.inputs import LanguageModel, Setup, Step
+from rlt_lightning.planner.inputs import LanguageModel, Setup, Step, Verb
+from rlt_lightning.planner.known import Models
 from rlt_lightning.planner.options import PlanOptions
 from rlt_lightning.planner.processes import Processes, read_device, read_processes
+from rlt_lightning.planner.rows import read_step, scores_given
 from rlt_lightning.planner.shapes import Shape, activations
+from rlt_lightning.planner.verbs import (
+    as_prediction,
+    loads_own_model,
+    require_questions,
+    verb_of,
+    workers_device,
+)
 from rlt_lightning.planner.workers import push_bandwidth, read_worker
 from rlt_lightning.pretrained import meta_model
-from rlt_lightning.types import SFTExample
 
 # Lightning's defaults of DeepSpeed, in numbers of weights.
 REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12
@@ -39,9 +51,9 @@ REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12
 
 def read_setup(
     trainer: Any,
-    module: PolicyModule,
-    data: StratosDataModule,
-    rollouts: RolloutCallback,
+    module: PolicyModule | EvaluationModule,
+    data: StratosDataModule | EvaluationDataModule,
+    rollouts: RolloutCallback | ResponseCallback,
     options: PlanOptions,
 ) -> Setup:
     """Collect the inputs of the plan.
@@ -50,17 +62,41 @@ def read_setup(
         trainer: The settings of the trainer, parsed and not instantiated.
         module: The module, which has loaded nothing.
         data: The datamodule, which has read nothing.
-        rollouts: The callback that would bring completions.
+        rollouts: The callback that would bring completions or responses.
         options: The options of the plan.
 
     Raises:
         InputError: If a setting is wrong, or the planner does not know the strategy.
     """
-    notes: list[str] = []
+    with TemporaryDirectory(prefix="rlt-plan-") as scratch:
+        notes: list[str] = []
+        models = Models(Path(scratch), notes)
+        if isinstance(data, EvaluationDataModule):
+            require_questions(data)
+        policy, callback = as_prediction(module, rollouts)
+        verb = verb_of(data, callback, options, notes)
+        if verb != "test" or not loads_own_model(rollouts.engine):
+            return setup_of(verb, trainer, policy, data, callback, options, models, notes)
+        trainer = workers_device(trainer, rollouts.engine)
+        setup = setup_of(verb, trainer, policy, data, callback, options, models, notes)
+        return without_policy(setup)
+
+
+def setup_of(
+    verb: Verb,
+    trainer: Any,
+    module: PolicyModule,
+    data: StratosDataModule | EvaluationDataModule,
+    rollouts: RolloutCallback,
+    options: PlanOptions,
+    models: Models,
+    notes: list[str],
+) -> Setup:
+    """Collect the inputs of the plan, with the models that `models` finds."""
     processes = read_processes(trainer, options, notes)
     device = read_device(options, processes, notes)
-    step = read_step(module, data, rollouts, options, processes.number, notes)
-    policy = read_model(module.pretrained, module.dtype_name, module.lora, module, processes, step)
+    step = read_step(verb, module, data, rollouts, options, processes.number, models, notes)
+    policy = read_model(module.pretrained, module.dtype_name, module.lora, module, processes, step, models)
     callbacks = read_callbacks(trainer, notes)
     # An adapter's matrices are in fp32, whatever type the model's weights have.
     trained_bytes = policy.weight_bytes if module.lora is None else 4
@@ -92,11 +128,27 @@ def read_setup(
         push_bandwidth=push_bandwidth(rollouts.engine, options),
         decode_rate=options.decode_tokens_per_s,
         notes=notes,
+        verb=verb,
     )
     if isinstance(module, RLTModule):
-        worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
-        setup = replace(with_rollouts(setup, module, rollouts, processes), worker=worker)
+        setup = with_rollouts(setup, module, rollouts, processes, models)
+        if scores_given(data):
+            # Nobody has told the log-probs of given completions, so the teacher runs where they count.
+            asks_teacher = isinstance(module.reward, RLTReward)
+            setup = replace(setup, hf_sequences=0, recompute_teacher=asks_teacher)
+        else:
+            worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
+            setup = replace(setup, worker=worker)
     return replace(setup, notes=[*model_notes(setup), *notes])
+
+
+def without_policy(setup: Setup) -> Setup:
+    """Return the setup of a run whose workers load the model themselves: it plans the GPU of one."""
+    worker = setup.worker
+    if worker is None or setup.device.is_cpu:
+        return replace(setup, loads_policy=False)
+    device, alone = replace(setup.device, reserved=0.0), replace(worker, colocated=True, sleeps=False)
+    return replace(setup, loads_policy=False, device=device, worker=alone)
 
 
 def read_callbacks(trainer: Any, notes: list[str]) -> str:
@@ -107,15 +159,21 @@ def read_callbacks(trainer: Any, notes: list[str]) -> str:
     return callbacks
 
 
-def with_rollouts(setup: Setup, module: RLTModule, rollouts: RolloutCallback, processes: Processes) -> Setup:
-    """Add to a setup what reinforcement learning needs beside training: sampling and frozen models."""
+def with_rollouts(
+    setup: Setup, module: RLTModule, rollouts: RolloutCallback, processes: Processes, models: Models
+) -> Setup:
+    """Add to a setup what reinforcement learning and predictions need: sampling and frozen models."""
     student = None
     if module.student_name:
-        student = read_model(module.student_name, module.student_dtype, None, module, processes, setup.step)
+        name, dtype = module.student_name, module.student_dtype
+        student = read_model(name, dtype, None, module, processes, setup.step, models)
+    outside = not rollouts.engine.in_process and not rollouts.engine.takes_turns
     return replace(
         setup,
+        asynchronous=rollouts.asynchronous and setup.trains,
+        scores_early=outside and rollouts.score_early and setup.trains,
         student=student,
-        with_reference=bool(module.policy_loss.kl_coef),
+        with_reference=bool(module.policy_loss.kl_coef) and setup.trains,
         offload_frozen=module.offload_frozen,
         hf_sequences=rollouts.engine.describe().sequences_in_process,
         recompute_teacher=recomputes_teacher(module, rollouts),
@@ -123,17 +181,30 @@ def with_rollouts(setup: Setup, module: RLTModule, rollouts: RolloutCallback, pr
 
 
 def read_model(
-    name: str, dtype: str, lora: LoRA | None, module: PolicyModule, processes: Processes, step: Step
+    name: str,
+    dtype: str,
+    lora: LoRA | None,
+    module: PolicyModule,
+    processes: Processes,
+    step: Step,
+    models: Models,
 ) -> LanguageModel:
     """Describe one model as the run holds it, from its configuration."""
-    model = meta_model(name, dtype, module.attn_implementation, module.trust_remote_code)
+    whole = processes.sharding in ("whole", "ddp")
+    require_settings(module.lora, module.optimizer_config, whole, installed=False)
+    model = meta_model(models.folder(name), dtype, module.attn_implementation, module.trust_remote_code)
     weight_bytes = next(model.parameters()).element_size()
+    in_4_bits: list[int] = []
+    if lora is not None and lora.base == "4bit":
+        in_4_bits = [layer.weight.numel() for _, layer in quantisable_layers(model)]
     if lora is not None:
         add_adapter(model, lora, module.seed)
     if processes.cast_models:
         model = model.to(torch.bfloat16)
     product_bytes = next(model.parameters()).element_size()
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
     shares_prefix = step.group_size > 1 and module.layout in ("auto", "shared_prefix")
+    uses_slots = architecture_fault(model) is None
     traced = activations(
         model,
         step.row_tokens,
@@ -150,6 +221,13 @@ def read_model(
         flops_per_token=flops(model, 1, 0, 0),
         flops_per_pair=flops(model, 0, 1, 0),
         flops_per_scored=flops(model, 0, 0, 1),
+        nf4_numel=sum(in_4_bits),
+        nf4_bytes=sum(map(nf4_bytes, in_4_bits)),
+        # Autocast casts fp32 weights once more.
+        nf4_whole=max(in_4_bits, default=0) * (6 if processes.mixed and weight_bytes == 4 else weight_bytes),
+        states_8bit=states_8bit_bytes(trained) if module.optimizer_config.states == "8bit" else None,
+        kv_bytes=2 if processes.mixed and uses_slots else product_bytes,
+        uses_slots=uses_slots,
     )
 
 
@@ -167,58 +245,6 @@ def logits_bytes(module: PolicyModule, on_cpu: bool) -> int:
     """Return the bytes of one tile of logits, which depend on the kind of device."""
     sized_as = torch.empty(0, device="cpu" if on_cpu else "meta")
     return 2**20 * block_size(module.head.logits_mib, sized_as)
-
-
-def read_step(
-    module: PolicyModule,
-    data: StratosDataModule,
-    rollouts: RolloutCallback,
-    options: PlanOptions,
-    num_processes: int,
-    notes: list[str],
-) -> Step:
-    """Return the sequences of one optimizer step.
-
-    Rows that lie on this machine are read and tokenised. Otherwise the limits count as the longest lengths.
-    """
-    rlt = module if isinstance(module, RLTModule) else None
-    limit = rollouts.sampling.max_completion_length if rlt else 0
-    is_local = all(source in EMBEDDED or Path(source).exists() for source in data.sources)
-    if options.prompt_length is None and is_local:
-        data.setup("fit")
-        if rlt:
-            prompts, rests = [len(p.teacher_prompt) for p in data.problems], [limit]
-        else:
-            examples = [example for example in data.items if isinstance(example, SFTExample)]
-            rests = [sum(example.loss_mask) for example in examples]
-            prompts = [len(example.token_ids) - n for example, n in zip(examples, rests, strict=True)]
-        longest, mean = max(prompts), round(sum(prompts) / len(prompts))
-        rest, mean_rest = max(rests), max(1, round(sum(rests) / len(rests)))
-        source = f"read from the {len(prompts)} rows of {data.source}"
-    else:
-        prompt_limit = data.max_prompt_length if rlt else 0
-        longest = prompt_limit if options.prompt_length is None else options.prompt_length
-        rest = limit or data.max_length - longest
-        mean, mean_rest = round(options.mean_frac * longest), max(1, round(options.mean_frac * rest))
-        source = "given" if options.prompt_length is not None else "the settings' limits"
-    if rlt or options.completion_length is not None:
-        rest = options.completion_length or rest
-        mean_rest = max(1, round(options.mean_frac * rest))
-    notes.append(
-        f"prompts of up to {longest} tokens, {mean} on average ({source}); completions of up to {rest}, "
-        f"{mean_rest} on average"
-    )
-    return Step(
-        num_processes=num_processes,
-        prompts=data.prompts_per_step,
-        group_size=rlt.group_size if rlt else 1,
-        prompt_length=longest,
-        completion_length=rest,
-        mean_prompt_length=mean,
-        mean_completion_length=mean_rest,
-        micro_batch_tokens=module.micro_batch_tokens,
-        layout=module.layout,
-    )
 
 
 def recomputes_teacher(module: RLTModule, rollouts: RolloutCallback) -> bool:

@@ -94,6 +94,7 @@ def activations(
     ]
     family = tuple(range(len(sequences)))
     families = (family,) if prefix else tuple((i,) for i in family)
+    packed = PackedSequences.from_sequences(sequences, families)
     kept: list[int] = []
     for number in (1, 2):
         small = first_blocks(model, number)
@@ -106,7 +107,6 @@ def activations(
             small.get_input_embeddings().weight.requires_grad_(False)
             for parameter in small.parameters():
                 parameter.grad = torch.empty_like(parameter)
-            packed = PackedSequences.from_sequences(sequences, families)
             with LiveBytes(small) as live, torch.no_grad():
                 scored_hidden_states(small, packed)
             forward = live.peak

@@ -1,16 +1,26 @@
-"""Estimate the time of a step: work divided by stated rates, without waiting and communication."""
+"""Estimate the time of a step: work divided by stated rates, without waiting and communication.
+
+The slowest rank counts, of lengths that differ (lengths.py). How the phases add up depends on the run:
+
+    one after the other    generate ─ push ─ sleep ─ score ─ reference ─ train ─ cpu
+    score while sampling   [generate | score ─ reference] ─ push ─ train ─ cpu
+    asynchronous           [generate | score ─ reference ─ train ─ cpu] ─ push         [a | b]: the longer one
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlt_lightning.modules.meter import GIB
-from rlt_lightning.numerics.packing import Extent, MicroBatch
-from rlt_lightning.planner.inputs import LanguageModel, PlannedWorkers, Setup
+from rlt_lightning.planner.inputs import LanguageModel, Setup
+from rlt_lightning.planner.lengths import NUM_STEPS, rank_loads
 from rlt_lightning.planner.memory import pushed
+from rlt_lightning.planner.sampling import rows_at_once, sampling_seconds
 
-WORKER_OVERHEAD = 3 * GIB  # stated: vLLM's own activations and graphs, per GPU
-HOST_BANDWIDTH = 20e9  # stated, bytes per second and process: for offloaded states and their transfer
+# These constants are stated; docs/planning.md says where each comes from.
+HOST_BANDWIDTH = 20e9  # bytes per second and process: for offloaded states and their transfer
+SLEEP_BANDWIDTH = 1e9  # bytes per second and worker: a sleeping worker copies into freshly pinned memory
+ROW_SECONDS = 0.3e-6  # per token and pass: a row is built on the CPU while the GPU waits
+TOKEN_SECONDS = 1e-6  # per token of a step: every process reads and checks all completions
 
 
 @dataclass(frozen=True)
@@ -22,101 +32,124 @@ class Timing:
     reason: str
 
 
-def forward_flops_of_step(setup: Setup, model: LanguageModel) -> float:
-    """Return the operations of one forward over all sequences of a step, at their mean lengths."""
-    means, rows = setup.step.mean_sequences, setup.step.mean_rows
-    tokens = sum(row.num_tokens for row in rows)
-    pairs = sum(pairs_of(row, means) for row in rows)
-    scored = sum(extent.num_rest for extent in means)
-    per_process = model.flops_per_token * tokens + model.flops_per_pair * pairs
-    return setup.num_processes * (per_process + model.flops_per_scored * scored)
+@dataclass(frozen=True)
+class StepTime:
+    """The phases of a step, and how they add up."""
+
+    phases: list[Timing]
+    scores_early: bool = False
+    asynchronous: bool = False
+
+    def sum_of(self, *names: str) -> float:
+        """Return the seconds of the named phases."""
+        return sum(phase.seconds for phase in self.phases if phase.name in names)
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of a step."""
+        sampling, scoring = self.sum_of("generate"), self.sum_of("score", "reference")
+        training = self.sum_of("train", "step", "cpu")
+        between = self.sum_of("push", "sleep")
+        if self.asynchronous:
+            return max(sampling, scoring + training) + between
+        if self.scores_early:
+            return max(sampling, scoring) + training + between
+        return sampling + scoring + training + between
+
+    @property
+    def order(self) -> str:
+        """Return in words how the phases follow each other."""
+        if self.asynchronous:
+            return "the next step is sampled while this one is scored and trained"
+        if self.scores_early:
+            return "completions are scored while others are sampled"
+        return "one phase after the other"
 
 
-def pairs_of(row: MicroBatch, sequences: list[Extent]) -> float:
-    """Return the pairs of tokens where one attends to the other: within and between prefix and rests."""
-    pairs = 0.0
-    for family in row.families:
-        prefix = sequences[family[0]].num_prefix
-        rests = [sequences[i].num_rest for i in family]
-        pairs += prefix * (prefix + 1) / 2 + sum(rest * (rest + 1) / 2 + rest * prefix for rest in rests)
-    return pairs
-
-
-def kv_capacity(setup: Setup, worker: PlannedWorkers) -> float:
-    """Return how many tokens' keys and values fit beside the weights of one copy, over its GPUs."""
-    gpus = worker.tensor_parallel_size
-    room = gpus * (worker.gpu_memory_utilization * setup.device.memory - WORKER_OVERHEAD)
-    room -= setup.policy.shape.weights * worker.weight_bytes
-    return max(0.0, room / (setup.policy.shape.kv_per_token * worker.weight_bytes))
-
-
-def rows_at_once(setup: Setup, worker: PlannedWorkers) -> float:
-    """Return how many completions one copy works on at a time.
-
-    The smallest of three limits counts: what fits at full length, the completions of a step, and
-    `max_sequences`. A group shares its prompt's keys and values.
-    """
-    per_row = setup.step.completion_length + setup.step.prompt_length / setup.step.group_size
-    in_step = setup.step.prompts * setup.step.group_size / worker.num_copies
-    return min(kv_capacity(setup, worker) / per_row, in_step, worker.max_sequences)
-
-
-def decode_seconds(setup: Setup, weight_bytes: int, num_gpus: int, rows: float, length: float) -> float:
-    """Return the seconds to sample one token for each of `rows`, which are `length` tokens long so far.
-
-    This step reads all weights and all keys and values once, and multiplies every weight with every row. The
-    slower of the two decides.
-    """
-    shape, device = setup.policy.shape, setup.device
-    read = (shape.weights + rows * length * shape.kv_per_token) * weight_bytes
-    products = rows * (setup.policy.flops_per_token + setup.policy.flops_per_scored)
-    return max(read / device.bandwidth, products / (device.flops * setup.mfu)) / num_gpus
+def forward_flops(setup: Setup, model: LanguageModel, solution: int = 0) -> float:
+    """Return the operations of one forward over the slowest rank's sequences; see `rank_loads`."""
+    totals = []
+    for seed in range(NUM_STEPS):
+        loads = rank_loads(setup.step, solution, seed)
+        totals.append(
+            max(
+                model.flops_per_token * load.tokens
+                + model.flops_per_pair * load.pairs
+                + model.flops_per_scored * load.scored
+                for load in loads
+            )
+        )
+    return sum(totals) / NUM_STEPS
 
 
 def generate_timing(setup: Setup) -> Timing:
-    """Return the time of sampling: of a copy's share of the work, or of the longest completion if longer."""
-    worker = setup.worker
-    copies = worker.num_copies if worker else setup.num_processes
-    gpus = worker.tensor_parallel_size if worker else 1
-    size = worker.weight_bytes if worker else setup.policy.weight_bytes
-    if worker and not setup.device.is_cpu:
-        rows = rows_at_once(setup, worker)
-    else:
-        rows = min(setup.hf_sequences or 64, setup.step.num_sequences)
-    if rows < 1:
+    """Return the time of sampling."""
+    worker, step = setup.worker, setup.step
+    if worker and not setup.device.is_cpu and rows_at_once(setup, worker) < 1:
         return Timing("generate", float("inf"), "no completion of full length fits into a worker")
-    mean = setup.step.mean_prompt_length / setup.step.group_size + setup.step.mean_completion_length / 2
-    step = decode_seconds(setup, size, gpus, rows, mean)
-    rate = setup.decode_rate or rows / step
-    tokens = setup.step.prompts * setup.step.group_size * setup.step.mean_completion_length
-    longest = setup.step.mean_prompt_length + setup.step.completion_length / 2
-    single = decode_seconds(setup, size, gpus, 1, longest)
-    seconds = max(tokens / (copies * rate), setup.step.completion_length * single)
-    reason = f"{tokens:,} tokens, {copies} copies at {rate:,.0f} tokens/s, {rows:,.0f} at once"
-    return Timing("generate", seconds, reason)
+    seconds = sampling_seconds(setup)
+    copies = worker.num_copies if worker else setup.num_processes
+    tokens = step.prompts * step.group_size * step.mean_completion_length
+    rate = tokens / copies / seconds
+    return Timing("generate", seconds, f"{tokens:,} tokens: {copies} copies at {rate:,.0f} tokens/s")
 
 
-def timings(setup: Setup) -> list[Timing]:
+def worker_timings(setup: Setup) -> list[Timing]:
+    """Return the times that each step takes to bring weights to the workers, and of their sleep."""
+    worker = setup.worker
+    if worker is None or not worker.pushed or not setup.trains:
+        return []  # a run that does not train pushes once, at its start
+    size = pushed(setup, worker)
+    reason = f"{size / 1e9:.1f} GB at {setup.push_bandwidth / 1e9:g} GB/s"
+    found = [Timing("push", size / setup.push_bandwidth, reason)]
+    # A worker drops its weights, which the next push brings, but not the base of an adapter.
+    if worker.colocated and worker.sleeps and worker.only_adapter and not setup.device.is_cpu:
+        own = setup.policy.shape.weights * worker.weight_bytes / worker.tensor_parallel_size
+        seconds = own / SLEEP_BANDWIDTH + own / HOST_BANDWIDTH
+        rates = f"{SLEEP_BANDWIDTH / 1e9:g}, and back at {HOST_BANDWIDTH / 1e9:g} GB/s"
+        found.append(Timing("sleep", seconds, f"{own / 1e9:.1f} GB a worker at {rates}"))
+    return found
+
+
+def timings(setup: Setup) -> StepTime:
     """Return the time of each phase of a step at the stated rates, without waiting and communication."""
     policy, student = setup.policy, setup.student
-    rate = setup.num_processes * setup.device.flops * setup.mfu
-    forward = forward_flops_of_step(setup, policy)
-    found = []
-    if setup.hf_sequences or setup.worker:
-        found.append(generate_timing(setup))
-    if setup.worker:
-        size = pushed(setup, setup.worker)
-        reason = f"{size / 1e9:.1f} GB at {setup.push_bandwidth / 1e9:g} GB/s"
-        found.append(Timing("push", size / setup.push_bandwidth, reason))
+    rate = setup.device.flops * setup.mfu
+    forward = forward_flops(setup, policy)
+    samples = bool(setup.hf_sequences or setup.worker)
+    found = [generate_timing(setup)] if samples else []
+    found += worker_timings(setup)
+    passes = 0
+
+    def work(name: str, flops: float, reason: str) -> Timing:
+        return Timing(name, flops / rate, f"{flops / 1e15:.3g} PFLOP on the slowest rank: {reason}")
+
     if student:
-        work = forward_flops_of_step(setup, student) + (forward if setup.recompute_teacher else 0.0)
-        found.append(Timing("score", work / rate, f"{work / 1e15:.3g} PFLOP"))
-    passes = setup.forwards_per_step + setup.checkpointing + setup.with_reference
-    reason = f"{passes * forward / 1e15:.3g} PFLOP: {passes} forwards' worth"
-    found.append(Timing("train", passes * forward / rate, reason))
-    if setup.offload_optimizer:
+        passes += 1 + setup.recompute_teacher
+        flops = forward_flops(setup, student, setup.step.mean_solution_length)
+        reason = "the student's forward" + (" and the teacher's" if setup.recompute_teacher else "")
+        found.append(work("score", flops + setup.recompute_teacher * forward, reason))
+    if setup.with_reference:
+        passes += 1
+        found.append(work("reference", forward, "one forward"))
+    if setup.trains:
+        passes += 1
+        repeated = setup.forwards_per_step + setup.checkpointing
+        found.append(work("train", repeated * forward, f"{repeated} forwards' worth"))
+    if setup.offload_optimizer and setup.trains:
         own = policy.shape.trained / setup.state_shards
         moved = own * (setup.grad_bytes + policy.weight_bytes) + own * 2 * 3 * setup.master_bytes
         reason = f"{moved / 1e9:.1f} GB of states and gradients at {HOST_BANDWIDTH / 1e9:g} GB/s"
         found.append(Timing("step", moved / HOST_BANDWIDTH, reason))
-    return found
+    if not setup.device.is_cpu:  # on a CPU this is a small part of the rest
+        found.append(cpu_timing(setup, passes, samples))
+    return StepTime(found, scores_early=setup.scores_early, asynchronous=setup.asynchronous)
+
+
+def cpu_timing(setup: Setup, passes: int, samples: bool) -> Timing:
+    """Return the time in which the GPUs wait for rows to be built and completions to be read."""
+    own = max(load.tokens for load in rank_loads(setup.step))
+    sampled = setup.step.prompts * setup.step.group_size * setup.step.mean_completion_length if samples else 0
+    seconds = own * passes * ROW_SECONDS + sampled * TOKEN_SECONDS
+    work = [f"rows for {passes} passes"] * (passes > 0) + ["completions read"] * samples
+    return Timing("cpu", seconds, ", ".join(work))

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlt_lightning.modules.meter import GIB
 from rlt_lightning.planner.inputs import Setup
 from rlt_lightning.planner.memory import Phase, phases
-from rlt_lightning.planner.timing import Timing, rows_at_once, timings
+from rlt_lightning.planner.sampling import rows_at_once
+from rlt_lightning.planner.timing import StepTime, timings
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to divide a machine's GPUs between training and sampling."""
+
+    name: str
+    time: StepTime
+    fits: bool
+
+    def figures(self) -> dict[str, Any]:
+        """Return the split for JSON."""
+        seconds = {phase.name: phase.seconds for phase in self.time.phases}
+        return {"name": self.name, "seconds": seconds, "step_seconds": self.time.total, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -16,7 +32,8 @@ class Plan:
 
     setup: Setup
     phases: list[Phase]
-    timings: list[Timing]
+    time: StepTime
+    splits: list[Split] = field(default_factory=list)
 
     @property
     def peak(self) -> Phase:
@@ -53,13 +70,100 @@ class Plan:
 
 def make_plan(setup: Setup) -> Plan:
     """Compute memory and time of a step."""
-    return Plan(setup, list(phases(setup)), timings(setup))
+    return Plan(setup, list(phases(setup)), timings(setup), splits(setup))
+
+
+def splits(setup: Setup) -> list[Split]:
+    """Return the splits of one machine's GPUs: as configured, in halves, by turns, the fastest asynchronous.
+
+    There are none for a run that does not train, without vLLM workers on the trainer's machine or without
+    shards: a model that every GPU holds whole is better trained on few GPUs.
+    """
+    worker, trains = setup.worker, setup.processes_per_machine
+    if (
+        worker is None
+        or not setup.trains
+        or setup.device.is_cpu
+        or setup.shards == 1
+        or trains != setup.num_processes
+    ):
+        return []
+    gpus = max(trains, worker.num_gpus) if worker.colocated else trains + worker.num_gpus
+    size = worker.tensor_parallel_size
+    if gpus < 2 * size:
+        return []
+    wanted = [setup, divided(setup, gpus // 2 // size * size, gpus), by_turns(setup, gpus)]
+    ahead = [divided(setup, n, gpus, asynchronous=True) for n in range(size, gpus, size)]
+    fitting = [other for other in ahead if not Plan(other, list(phases(other)), StepTime([])).problems()]
+    if fitting:
+        wanted.append(min(fitting, key=lambda other: timings(other).total))
+    found: dict[str, Split] = {}
+    for number, other in enumerate(wanted):
+        if (name := split_name(other)) not in found and f"{name} *" not in found:
+            plan = Plan(other, list(phases(other)), timings(other))
+            name += "" if number else " *"
+            found[name] = Split(name, plan.time, plan.fits)
+    return sorted(found.values(), key=lambda split: -split.time.total)
+
+
+def split_name(setup: Setup) -> str:
+    """Return what a split is called: `5 train, 3 sample, asynchronous`."""
+    worker = setup.worker
+    assert worker is not None
+    if worker.colocated:
+        return f"{setup.num_processes} by turns"
+    name = f"{setup.num_processes} train, {worker.num_gpus} sample"
+    return f"{name}, asynchronous" if setup.asynchronous else name
+
+
+def divided(setup: Setup, samples: int, gpus: int, asynchronous: bool = False) -> Setup:
+    """Return the setup with so many GPUs that sample, and the others that train."""
+    return on_gpus(setup, gpus - samples, samples, colocated=False, asynchronous=asynchronous)
+
+
+def by_turns(setup: Setup, gpus: int) -> Setup:
+    """Return the setup with all GPUs doing both, and as much memory for workers as the trainer leaves."""
+    for percent in range(90, 25, -5):
+        found = on_gpus(setup, gpus, gpus, colocated=True, utilization=percent / 100)
+        if not Plan(found, list(phases(found)), StepTime([])).problems():
+            break
+    return found
+
+
+def on_gpus(
+    setup: Setup,
+    trains: int,
+    samples: int,
+    colocated: bool,
+    asynchronous: bool = False,
+    utilization: float = 0.9,
+) -> Setup:
+    """Return the setup with these numbers of GPUs."""
+    assert setup.worker is not None
+    samples -= samples % setup.worker.tensor_parallel_size
+    worker = replace(
+        setup.worker,
+        num_gpus=samples,
+        colocated=colocated,
+        sleeps=colocated,
+        gpu_memory_utilization=utilization,
+    )
+    return replace(
+        setup,
+        num_processes=trains,
+        processes_per_machine=trains,
+        step=replace(setup.step, num_processes=trains),
+        worker=worker,
+        asynchronous=asynchronous,
+        scores_early=not colocated,
+    )
 
 
 def remedies(setup: Setup, part: str) -> list[str]:
     """Return settings that make a part smaller and are not set yet."""
     whole = setup.sharding in ("whole", "ddp")
-    shard = "--config configs/overlays/zero3.yaml"
+    # Traces, scores and responses are written by one process.
+    shard = "--config overlays/zero3"
     if setup.num_processes == 1:
         shard += " on several devices"
     step = setup.step
@@ -74,13 +178,13 @@ def remedies(setup: Setup, part: str) -> list[str]:
         ],
         "optimizer states": [
             (whole, shard),
-            (setup.is_deepspeed, "--config configs/overlays/cpu_offload.yaml"),
+            (setup.is_deepspeed, "--config overlays/cpu_offload"),
         ],
         "step workspace": [
             (setup.sharding == "zero3", "a sub_group_size of the strategy, such as 500000000"),
         ],
         "gradients": [(whole, shard)],
-        "policy weights": [(setup.shards == 1, shard)],
+        "policy weights": [(setup.shards == 1 and setup.trains, shard)],
         "reference weights": [(frozen, "--model.offload_frozen true")],
         "student weights": [
             (wide, "--model.student_dtype bfloat16"),

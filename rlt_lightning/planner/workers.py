@@ -9,8 +9,8 @@ from rlt_lightning.planner.inputs import LanguageModel, PlannedWorkers
 from rlt_lightning.planner.options import PlanOptions
 from rlt_lightning.planner.processes import count_devices, gpu_ids
 
-# Stated, GB/s; gloo and disk were measured by benchmarks/push.py.
-PUSH_GB_S = {"gloo": 1.0, "disk": 1.0, "nccl": 50.0}
+# Stated, GB/s; docs/planning.md says where each comes from.
+PUSH_GB_S = {"gloo": 0.8, "disk": 0.8, "nccl": 50.0}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -64,6 +64,7 @@ def read_worker(
         bucket_bytes=settings.push_bytes,
         colocated=colocated,
         sleeps=engine.takes_turns,
+        pushed=settings.push_backend is not None,
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlt_lightning.loggers.metrics_csv import Curve
 from rlt_lightning.records.catalogue import Metric, base, figures, held_out, metric_of, metrics
 from rlt_lightning.records.results import HEADER, PAPER_SOURCE, comparable_sets, paper_table, result_row
-from rlt_lightning.report.collect import Curve, Run
+from rlt_lightning.report.collect import Run
 from rlt_lightning.report.completions import Spread
 
 Chart = dict[str, Any]

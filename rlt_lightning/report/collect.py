@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import math
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rlt_lightning.loggers.metrics_csv import Curve, read_metrics
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.records.catalogue.saved import read_entries
 from rlt_lightning.records.jsonl import Row, rows_in
-from rlt_lightning.records.run_folder import flat
+from rlt_lightning.records.run_folder import flat, read_settings
 from rlt_lightning.report.completion_rows import COMPLETION_FILES
 from rlt_lightning.report.completions import Bounds, Completions, read_completions
 from rlt_lightning.types import InputError
 
 FILES = ("metrics.csv", *COMPLETION_FILES, "groups.json", "evaluation.json")
 GROUP = {"group", "num_rows", "reward", "reward_min", "reward_max"}
-# Steps and values; None for a value that is not finite.
-Curve = tuple[list[int], list[float | None]]
 
 
 @dataclass
@@ -76,23 +69,7 @@ def collect(folder: Path, bounds: Bounds) -> Run:
             "problem's best, worst, first, last and most improved, as far as there is room, then evenly over "
             "iterations. Curves and their spreads count all. More: --max_completions, --max_text_mib."
         )
-    return Run(folder, metrics, completions, groups, evaluation, read_settings(folder), notes)
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the run's config.yaml as dotted names and values; empty if there is none.
-
-    Raises:
-        InputError: If it is no YAML.
-    """
-    path = folder / "config.yaml"
-    try:
-        return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path} must be YAML, but is not ({reason}). Restore it, or move it away."
-        ) from error
+    return Run(folder, metrics, completions, groups, evaluation, flat(read_settings(folder)), notes)
 
 
 def read_json(path: Path, kind: type) -> Any:
@@ -121,46 +98,3 @@ def require_keys(value: Any, keys: set[str], path: Path) -> None:
             f"{path} must have {', '.join(sorted(keys))}, as rlt writes them, but has {value!r:.40}. "
             "Write it again, or move it away."
         )
-
-
-def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
-    """Read metrics.csv: a curve for each metric that has any value, and remarks for the page.
-
-    Raises:
-        InputError: If a step or a value is no number.
-    """
-    curves: dict[str, Curve] = {}
-    odd: dict[str, list[int]] = defaultdict(list)
-    if not path.exists():
-        return {}, []
-    whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # a kill may tear the last line
-    for row in csv.DictReader(StringIO(whole)):
-        step = number_in(row.pop("step", None), path, "step")
-        if not math.isfinite(step):
-            raise InputError(f"Steps in {path} must be whole numbers, but one is {step}. Correct it.")
-        for name, cell in row.items():
-            if not cell:
-                continue
-            value = number_in(cell, path, name)
-            if not math.isfinite(value):
-                odd[name].append(int(step))
-            steps, values = curves.setdefault(name, ([], []))
-            steps.append(int(step))
-            values.append(value if math.isfinite(value) else None)
-    curves = {name: curve for name, curve in curves.items() if any(v is not None for v in curve[1])}
-    notes = [
-        f"{name} is not finite at {len(steps)} step{'s' * (len(steps) > 1)} (first: {steps[0]}); gaps there."
-        for name, steps in odd.items()
-    ]
-    return curves, notes
-
-
-def number_in(cell: Any, path: Path, name: str | None) -> float:
-    """Return the number in a cell."""
-    try:
-        return float(cell)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"Every cell of {path} must be a number or empty, but the column {name} has {cell!r}. Correct or "
-            "delete that line."
-        ) from error

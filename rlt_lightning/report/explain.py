@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.sources import read_rows, sources_of
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
@@ -29,7 +29,7 @@ from rlt_lightning.report.heat import (
 )
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError, PromptBatch, as_list
+from rlt_lightning.types import InputError, PromptBatch
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def require_same_problem(recorded: Row, columns: Row, tags: TagStyle, options: E
 def read_row(number: int, data: dict[str, Any]) -> Row:
     """Return the columns of a row; its number counts through all sources."""
     first = 1
-    for source in as_list(data["source"]):
+    for source in sources_of(data["source"]):
         rows = read_rows(source, data["split"], data["num_embedded_rows"], data["seed"], data["max_rows"])
         if number < first + rows[-1][0]:
             columns = dict(rows).get(number + 1 - first)
@@ -191,7 +191,7 @@ class Explainer(Callback):
             raise InputError(
                 f"`rlt explain` shows what a student makes of tokens, but model.reward is "
                 f"{type(reward).__name__}, which asks no model. Choose a config with an RLTReward, such as "
-                "configs/rank.yaml."
+                "--config rank."
             )
         if self.options.html:
             require_replaceable(Path(self.options.html))

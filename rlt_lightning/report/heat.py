@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from html import escape
 
 from rlt_lightning.chat.screen import has_styles
 from rlt_lightning.numerics.rewards import RLTReward
@@ -116,6 +118,16 @@ def caveats(reward: RLTReward, terminal: Terminal) -> list[str]:
         return []
     words = "Values of tokens are before clipping and normalisation, the terms' after."
     return ["", *hanging("", words, terminal)]
+
+
+def heat_html(tokens: list[str], surprise: list[float]) -> str:
+    """Return the text as HTML, each token on a background by its value in nats, which a tooltip names."""
+    spans = []
+    for token, value in zip(tokens, surprise, strict=True):
+        opacity = 1 - math.exp(-max(0.0, value))  # 0.5 nats have 0.39 of the colour, 2 nats 0.86
+        style = f"background:rgba(214,69,65,{0.8 * opacity:.2f})"
+        spans.append(f'<span style="{style}" title="{value:.3f} nats">{escape(token)}</span>')
+    return f'<div style="white-space:pre-wrap;font-family:monospace">{"".join(spans)}</div>'
 
 
 def format_of(row: Row) -> str:

@@ -25,6 +25,7 @@ from rlt_lightning.callbacks.rollout_checks import fixed_tokens
 from rlt_lightning.chat.conversation import tell
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import missing_columns, parse_row
+from rlt_lightning.datamodules.sources import names_of
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.client import ADDRESS
 from rlt_lightning.models.waiting import waiting_for
@@ -35,7 +36,7 @@ from rlt_lightning.report.heat import this_terminal
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.report.taught import Taught, lesson
 from rlt_lightning.tags import STRATOS
-from rlt_lightning.types import InputError, PromptBatch, as_list
+from rlt_lightning.types import InputError, PromptBatch
 
 WAYS = (
     "Give --question '…' --solution '…', or --file FILE --row N, or pipe in a JSON object with question and "
@@ -91,6 +92,36 @@ class TeachOptions:
                 raise InputError(f"--{name} must be at least {least}, but is {value}. Raise it.")
 
 
+def fit_context(trainer: Trainer, module: Any, max_model_len: int = sys.maxsize) -> bool:
+    """Shorten the run's completions to what the only problem leaves of the contexts; return whether it did.
+
+    Args:
+        trainer: The trainer, whose RolloutCallback is changed.
+        module: The RLTModule.
+        max_model_len: Tokens that a server takes, if one samples.
+
+    Raises:
+        InputError: If there is no room for an explanation.
+    """
+    [problem] = stratos_of(trainer).problems
+    room = max_model_len - len(problem.teacher_prompt)
+    for name, role in ((module.pretrained, "teacher"), (module.student_name, "student")):
+        if name is not None:
+            context = context_length(name, module.trust_remote_code)
+            room = min(room, context - fixed_tokens(problem, role))
+    if room < 1:
+        raise InputError(
+            "Question and solution must leave room for an explanation, but with their prompts they are "
+            f"{1 - room} tokens too long for the models' contexts. Shorten them."
+        )
+    rollouts = RolloutCallback.of(trainer)
+    shortens = room < rollouts.sampling.max_completion_length
+    if shortens:
+        rollouts.sampling = replace(rollouts.sampling, max_completion_length=room)
+    rollouts.val_sampling = rollouts.sampling
+    return shortens
+
+
 def given_row(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]:
     """Return the number of the row to explain, from 1, and its columns.
 
@@ -109,7 +140,7 @@ def given_row(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]:
         columns = read_row(number, data)
         if missing := missing_columns(columns, (), allows_completion=False):
             raise InputError(
-                f"Row {number} of {', '.join(as_list(data['source']))} must have question and solution, or "
+                f"Row {number} of {names_of(data['source'])} must have question and solution, or "
                 f"conversations, but lacks {' and '.join(missing)}. Choose another."
             )
         return number, columns
@@ -177,22 +208,7 @@ class TeachPrinter(Callback):
         if isinstance(self.options.json, str) and not Path(self.options.json).parent.is_dir():
             raise InputError(f"--json {self.options.json} must lie in a folder that exists. Make it.")
         module: Any = pl_module
-        [problem] = stratos_of(trainer).problems
-        room = self.max_model_len - len(problem.teacher_prompt)
-        for name, role in ((module.pretrained, "teacher"), (module.student_name, "student")):
-            if name is not None:
-                context = context_length(name, module.trust_remote_code)
-                room = min(room, context - fixed_tokens(problem, role))
-        if room < 1:
-            raise InputError(
-                "Question and solution must leave room for an explanation, but with their prompts they are "
-                f"{1 - room} tokens too long for the models' contexts. Shorten them."
-            )
-        rollouts = RolloutCallback.of(trainer)
-        self.shortened = room < rollouts.sampling.max_completion_length
-        if self.shortened:
-            rollouts.sampling = replace(rollouts.sampling, max_completion_length=room)
-        rollouts.val_sampling = rollouts.sampling
+        self.shortened = fit_context(trainer, module, self.max_model_len)
 
     @override
     def on_predict_batch_start(

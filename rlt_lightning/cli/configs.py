@@ -1,0 +1,92 @@
+"""`rlt configs`: list the configs that come with the package, show one, or copy it.
+
+This file imports nothing heavy, so the verb answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from rlt_lightning.records.shipped import find_config, shipped
+from rlt_lightning.types import InputError
+
+RUN = "# Run: "
+ON_A_CPU = re.compile(r"^# Needs: .*\bCPU\b", re.MULTILINE)
+
+
+def run_configs(words: Sequence[str]) -> None:
+    """Run `rlt configs [NAME] [--copy DIR]`: list the shipped configs, show one, or copy it.
+
+    Raises:
+        InputError: If there is no config of that name, or a copy would replace a file.
+    """
+    parser = argparse.ArgumentParser(
+        prog="rlt configs", description="List the configs of the package, show one of them, or copy it."
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="such as quickstart or overlays/lora")
+    parser.add_argument("--copy", metavar="DIR", help="copy it there, with the configs of its launch line")
+    options = parser.parse_args(words)
+    if options.name is None and options.copy is not None:
+        raise InputError("--copy needs the name of a config: rlt configs NAME --copy DIR.")
+    if options.name is None:
+        print(listing())
+    elif options.copy is None:
+        print(find_config(options.name).read_text(), end="")
+    else:
+        print(copy_config(options.name, Path(options.copy)))
+
+
+def listing() -> str:
+    """Return a table of the shipped configs: verb, name, and the first line of each."""
+    titles = {
+        "on a CPU": "Experiments for a CPU: rlt VERB --config NAME",
+        "on GPUs": "Experiments for GPUs, or for models and data of any size",
+        "overlays": "Overlays, on top of an experiment: rlt VERB --config NAME --config OVERLAY",
+    }
+    groups = {group: [title] for group, title in titles.items()}
+    for name, path in shipped().items():
+        text = path.read_text()
+        group = "overlays" if "/" in name else "on a CPU" if ON_A_CPU.search(text) else "on GPUs"
+        first_line = text.partition("\n")[0].removeprefix("# ")
+        groups[group].append(f"  {launch_line(text)[1]:8} {name:30} {first_line}")
+    end = "rlt configs NAME shows one; rlt configs NAME --copy DIR copies it, to change it."
+    return "\n\n".join([*("\n".join(lines) for lines in groups.values()), end])
+
+
+def launch_line(text: str) -> list[str]:
+    """Return the words of the command in the first lines of a config."""
+    top = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    [line] = [line.removeprefix(RUN) for line in top if line.startswith(RUN)]
+    return shlex.split(line)
+
+
+def copy_config(name: str, folder: Path) -> str:
+    """Copy a shipped config, with the other configs of its launch line, and return what to do with them.
+
+    Args:
+        name: Name of a config.
+        folder: Where the copies go; overlays into its folder overlays/. It is made.
+
+    Raises:
+        InputError: If there is no config of that name, or a file is in the way.
+    """
+    files = shipped()
+    if name not in files:
+        find_config(name)
+        raise InputError(f"--copy takes the name of a config of the package, but {name} is a file. Copy it.")
+    words = launch_line(files[name].read_text())
+    copies = {word: folder / f"{word}.yaml" for word in words if word in files}
+    if taken := [path for path in copies.values() if path.exists()]:
+        raise InputError(f"A copy must not replace a file, but {taken[0]} is there. Choose another folder.")
+    for word, path in copies.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(files[word], path)
+    lines = [f"  {path}" for path in copies.values()]
+    command = shlex.join([str(copies.get(word, word)) for word in words])
+    return "\n".join(["Copied:", *lines, f"Run: {command}"])

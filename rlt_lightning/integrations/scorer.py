@@ -1,0 +1,166 @@
+"""The RLT reward of explanations that another program has sampled, computed as `rlt predict` does.
+
+row ────────▶ Problem ┐
+completion ───────────┴▶ Rollout ─▶ StudentScorer (modules/scoring.py) ─▶ reward and its terms
+                                        ├ student: loaded here, frozen
+                                        └ teacher: a model of the caller, by which it has sampled
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rlt_lightning.datamodules.bad_rows import BadRowError
+from rlt_lightning.datamodules.format_choice import FormatOptions, check_shared_vocabulary, choose_format
+from rlt_lightning.datamodules.items import ItemMaker
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.models.kernels import Kernels, prepare_model
+from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer
+from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.tags import TagStyle, decode
+from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout, Rollouts
+
+
+class ExplanationScorer:
+    """Score explanations with a frozen student.
+
+    Args:
+        student: Frozen model that scores: local folder, hub id, miniature or smollm2-135m.
+        teacher: The model that is trained, as it is when training starts: its tokenizer and its format.
+        reward: The RLT reward and its options, or a subclass with further terms.
+        tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
+        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
+            a file.
+        student_system_prompt: None: as the student was trained, else the row's, else ours; '' and @FILE too.
+        force_format: Use these settings although a model records that it was trained in others.
+        student_dtype: Type of the student's weights.
+        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
+        layout: How sequences share a forward; see `RLTModule`.
+        trust_remote_code: Run code that comes with a model.
+
+    Raises:
+        InputError: If a model or its tokenizer cannot be loaded, if their vocabularies differ, or if a
+            setting contradicts what a model was trained in.
+    """
+
+    def __init__(
+        self,
+        student: str,
+        teacher: str,
+        reward: RLTReward = RLTReward(),
+        tags: str | TagStyle | None = None,
+        teacher_system_prompt: str | None = None,
+        student_system_prompt: str | None = None,
+        force_format: bool = False,
+        student_dtype: Dtype = "float32",
+        micro_batch_tokens: int = 16384,
+        layout: Layout = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        prompts = teacher_system_prompt, student_system_prompt
+        options = FormatOptions(tags, *prompts, force_format=force_format, group="")
+        chosen = choose_format(options, teacher, student)
+        self.tokenizer = load_tokenizer(teacher, trust_remote_code)
+        students = load_tokenizer(student, trust_remote_code)
+        check_shared_vocabulary(self.tokenizer.get_vocab(), students.get_vocab())
+        self.format = chosen.chat_format(self.tokenizer)
+        chosen.warn_of_guesses()
+        self.items = ItemMaker(
+            format=self.format,
+            task="rlt",
+            trace_columns=[TRACE_COLUMN],
+            keep_row_prompts=chosen.keeps_row_prompts,
+            # The caller has chosen its rows.
+            max_prompt_length=sys.maxsize,
+            max_solution_length=None,
+            max_length=sys.maxsize,
+            long_traces="drop",
+        )
+        self.student_name, self.teacher_name = student, teacher
+        self.reward = reward
+        self.student_dtype: Dtype = student_dtype
+        self.micro_batch_tokens = micro_batch_tokens
+        # Once the models are there, the best layout in which both are right.
+        self.layout: Layout = layout
+        self.head = HeadOptions()
+        self.trust_remote_code = trust_remote_code
+        self.student: Entry | None = None
+
+    def problem(self, number: int, row: dict[str, Any]) -> Problem:
+        """Tokenise a row: question and solution, or a Bespoke-Stratos row.
+
+        Args:
+            number: Number of the row, from 1.
+            row: Its columns.
+
+        Raises:
+            InputError: If the row cannot be used; it names the number and the reason.
+        """
+        try:
+            problem = self.items.items_of(number, self.items.parsed(row), row)[0]
+        except BadRowError as error:
+            raise InputError(
+                f"Row {number} must have a question and a solution, but cannot be used: {error.detail}. "
+                "Correct it, or leave it out."
+            ) from error
+        assert isinstance(problem, Problem)
+        return problem
+
+    def problems(self, rows: Iterable[dict[str, Any]]) -> list[Problem]:
+        """Tokenise rows, numbered from 1; equal rows share one problem, and its number.
+
+        Raises:
+            InputError: If a row cannot be used; it names the number and the reason.
+        """
+        found: dict[str, Problem] = {}
+        keys = []
+        for row in rows:
+            keys.append(key := repr(row))
+            if key not in found:
+                found[key] = self.problem(len(found) + 1, row)
+        return [found[key] for key in keys]
+
+    def prompt(self, problem: Problem) -> str:
+        """Return the text that the teacher continues; it ends after the opening explanation tag."""
+        return decode(self.tokenizer, problem.teacher_prompt)
+
+    def terms(
+        self, rollouts: Sequence[Rollout], teacher: Callable[..., Any], device: torch.device
+    ) -> RewardTerms:
+        """Return the reward of N explanations and its terms, each (N,).
+
+        Args:
+            rollouts: N explanations; those of one problem share its prompt's computation.
+            teacher: Calls the teacher: teacher(function, *arguments) is function(model, *arguments).
+            device: The teacher's device; the student moves there.
+
+        Raises:
+            NonFiniteError: If a log-prob or reward is NaN or infinite.
+        """
+        student = self._ready_student(teacher, device)
+        scorer = StudentScorer(teacher, student, self.reward, device, self._plan, self.head)
+        return scorer(Rollouts(list(rollouts), 1, 0, self.reward.teacher_temperature)).terms
+
+    def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
+        return [(row, 1.0) for row in micro_batches(extents, self.micro_batch_tokens, self.layout)]
+
+    def _ready_student(self, teacher: Callable[..., Any], device: torch.device) -> Entry:
+        """Return the student on a device; the first time, load it, and check both models."""
+        if self.student is None:
+            options = None, self.trust_remote_code, "the frozen student"
+            model = load_model(self.student_name, self.student_dtype, *options).requires_grad_(False)
+            self.student = Entry(model).to(device)
+            self.head = prepare_model(self.student, self.student_name, Kernels(), self.head, device)
+            self.layout = verified_layout(self.student, self.student_name, self.layout)
+            # A teacher whose attention is not ours has it by its architecture: nothing to warn of.
+            self.layout = verified_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
+        return self.student.to(device)

@@ -1,0 +1,73 @@
+"""What a process that trains sets up before it starts, from the command line or from a script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.types import InputError
+
+# Arguments of Lightning's Trainer that a run has unless others are set.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,  # our loader distributes the rows itself
+}
+# Warnings of other packages that say nothing about the user's run.
+STRAY = (
+    # Our loaders make batches of lists and want no workers.
+    ".*does not have many workers.*",
+    # Our checkpoint callback saves at the end of a step.
+    ".*Using `?ModelCheckpoint`? with manual optimization.*",
+    # Scores lie in the batch, where the writer takes them.
+    ".*predict returned None.*",
+    # The folder of a resumed run is not empty.
+    ".*exists and is not empty.*",
+    ".*have overridden `transfer_batch_to_device`.*",
+    # No validation set was asked for.
+    ".*Total length of `list` across ranks is zero.*",
+    ".*defined a `validation_step` but have no `val_dataloader`.*",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    ".*gradient_checkpointing_enable` is deprecated.*",
+    # DeepSpeed calls these two.
+    ".*all_gather_into_tensor.*deprecated.*",
+    ".*reduce_scatter_tensor.*deprecated.*",
+)
+
+
+def quiet_third_parties() -> None:
+    """Silence tips, hardware lists and warnings that say nothing about the user's run."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    # It tells of a kernel that it has not found, even where nothing is quantised.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for pattern in STRAY:
+        warnings.filterwarnings("ignore", pattern)
+
+
+def global_rank() -> int:
+    """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
+def require_known_strategy(strategy: Any) -> None:
+    """Check that steps of several micro-batches, and our checkpoints, work under a strategy."""
+    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
+    if not known and strategy not in ("auto", "ddp"):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise InputError(
+            f"trainer.strategy must be auto, ddp or an overlay's, but is {name}. For weights in shards add "
+            "--config overlays/fsdp2 or overlays/zero3; in a script take FSDP2() or "
+            "DeepSpeed(stage=3) of rlt_lightning.strategies. docs/scaling.md lists all overlays."
+        )

@@ -1,0 +1,303 @@
+"""A teacher to ask from Python: what it explains, and what an explanation is worth to a student.
+
+score(rows, teacher, student)       one Score per row; the same as `rlt predict` with configs/rank.yaml
+Teacher(teacher, student)           loads the models at its first use and keeps them
+  .explain(question, solution)      one Explanation with its Score; the same as `rlt teach`
+  .score(rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch
+from lightning.pytorch import Callback, LightningModule
+from typing_extensions import override
+
+from rlt_lightning.callbacks.recorder import warn_of_foreign_traces
+from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.engines.base import Sampling
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
+from rlt_lightning.pretrained import Dtype
+from rlt_lightning.python.surroundings import TRAINER_DEFAULTS, quiet_third_parties
+from rlt_lightning.report.heat import heat_html
+from rlt_lightning.report.taught import NoReward
+from rlt_lightning.report.teach import fit_context
+from rlt_lightning.tags import TagStyle, decode_each
+from rlt_lightning.types import FinishReason, InputError, PromptBatch, Rollout, Scores
+
+# For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
+EXACT = RLTReward(kl_estimator="exact")
+ROWS_AT_ONCE = 8  # as configs/rank.yaml
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an explanation is worth to a student: RLT's reward, in total and by token.
+
+    reward = solution_weight * r_ss - kl_weight * r_kl + format          (RLT, arXiv:2506.08388, section 3.3)
+
+    Attributes:
+        reward: The sum of `terms`.
+        r_ss: How probable the student finds the solution after the explanation, nats, without its weight.
+        r_kl: How unnatural the explanation is to the student, nats, without its weight.
+        terms: What adds up to the reward, by name, weights and signs included.
+        token_ids: The K tokens of the explanation that r_kl counts.
+        tokens: Their texts.
+        kl: Their KL of teacher from student, nats, before clipping and normalisation.
+        solution_ids: The S tokens of the solution, which r_ss counts.
+        solution_tokens: Their texts.
+        solution_log_probs: The student's log-probs of them, nats, likewise.
+    """
+
+    reward: float
+    r_ss: float
+    r_kl: float
+    terms: dict[str, float]
+    token_ids: list[int] = field(repr=False)
+    tokens: list[str] = field(repr=False)
+    kl: list[float] = field(repr=False)
+    solution_ids: list[int] = field(repr=False)
+    solution_tokens: list[str] = field(repr=False)
+    solution_log_probs: list[float] = field(repr=False)
+
+    @classmethod
+    def of(cls, rollout: Rollout, scores: Scores, place: int, reward: RLTReward, tokenizer: Any) -> Score:
+        """Return the score of one rollout of a batch.
+
+        Args:
+            rollout: The rollout.
+            scores: The scores of its batch.
+            place: Its place in the batch, from 0.
+            reward: What scored it.
+            tokenizer: The tokenizer of its tokens.
+        """
+        terms = scores.terms
+        assert isinstance(terms, RLTRewardTerms)
+        solution = terms.solution_log_prob_mean + reward.min_coef * terms.solution_log_prob_min  # (N,)
+        kl = terms.kl_mean + reward.max_coef * terms.kl_max  # (N,)
+        return cls(
+            reward=float(terms.reward[place]),
+            r_ss=float(solution[place]),
+            r_kl=float(kl[place]),
+            terms={name: float(values[place]) for name, values in terms.parts().items()},
+            token_ids=scores.think_tokens[place],
+            tokens=decode_each(tokenizer, scores.think_tokens[place]),
+            kl=scores.kl[place].tolist(),
+            solution_ids=rollout.problem.solution_ids,
+            solution_tokens=decode_each(tokenizer, rollout.problem.solution_ids),
+            solution_log_probs=scores.solution_log_probs[place].tolist(),
+        )
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: each token on a background by how it surprises the student."""
+        terms = f"r<sub>SS</sub> {self.r_ss:.3f}, r<sub>KL</sub> {self.r_kl:.3f}"
+        return (
+            f"<p>reward {self.reward:+.3f} ({terms})</p>"
+            f"<p>explanation, KL by token</p>{heat_html(self.tokens, self.kl)}"
+            "<p>solution, -log-prob by token</p>"
+            f"{heat_html(self.solution_tokens, [-value for value in self.solution_log_probs])}"
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a teacher wrote about one problem.
+
+    Attributes:
+        question: The question.
+        solution: Its solution, which the teacher saw.
+        text: The explanation.
+        token_ids: All sampled tokens, the end tag included.
+        finish_reason: Why sampling ended; "stop" if the explanation is complete.
+        score: What it is worth to the student; None without a student.
+    """
+
+    question: str
+    solution: str
+    text: str
+    token_ids: list[int] = field(repr=False)
+    finish_reason: FinishReason
+    score: Score | None
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the problem, and the explanation with its score."""
+        shown = f"<pre>{escape(self.text)}</pre>" if self.score is None else self.score._repr_html_()
+        return f"<p><b>{escape(self.question)}</b></p>{shown}"
+
+
+class Teacher:
+    """A teacher and, for the rewards, its student; both are loaded at the first use and kept.
+
+    Models that record their format, as those of this package do, are asked in it.
+
+    Args:
+        teacher: Run, or local folder, hub id, miniature or smollm2-135m.
+        student: The frozen student, which shares the teacher's vocabulary; None: explain without a reward.
+        reward: The reward and its options.
+        sampling: Temperature and limits of explanations, which also end with the models' contexts.
+        tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
+        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none.
+        student_system_prompt: None: as the student was trained, else ours; '' for none.
+        force_format: Use these settings although a model records that it was trained in others.
+        dtype: Type of both models' weights.
+        accelerator: Lightning's: auto takes a GPU if there is one.
+        trust_remote_code: Run code that comes with a model.
+    """
+
+    def __init__(
+        self,
+        teacher: str | Path,
+        student: str | None = None,
+        *,
+        reward: RLTReward = EXACT,
+        sampling: Sampling = Sampling(),
+        tags: str | TagStyle | None = None,
+        teacher_system_prompt: str | None = None,
+        student_system_prompt: str | None = None,
+        force_format: bool = False,
+        dtype: Dtype = "float32",
+        accelerator: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.reward = reward
+        self.sampling = sampling
+        self.accelerator = accelerator
+        self.data_options: dict[str, Any] = {
+            "tags": tags,
+            "teacher_system_prompt": teacher_system_prompt,
+            "student_system_prompt": student_system_prompt,
+            "force_format": force_format,
+            "trust_remote_code": trust_remote_code,
+        }
+        of_run = Path(teacher).expanduser() / "model"
+        self.module = RLTModule(
+            str(of_run if of_run.is_dir() else teacher),
+            student,
+            reward=NoReward() if student is None else reward,
+            dtype=dtype,
+            student_dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def explain(self, question: str, solution: str, seed: int = 0) -> Explanation:
+        """Return the teacher's explanation of a solution; another seed samples another one.
+
+        Raises:
+            InputError: If question and solution are not usable or leave no room in the models' contexts.
+        """
+        rows = [{"question": question, "solution": solution}]
+        [(rollout, score)] = self._ask(rows, "rlt", TRACE_COLUMN, seed)
+        completion = rollout.completion
+        ids, reason = completion.token_ids, completion.finish_reason
+        return Explanation(question, solution, rollout.text, ids, reason, score)
+
+    def score(self, rows: Iterable[dict[str, Any]], trace_column: str = TRACE_COLUMN) -> list[Score]:
+        """Return a score for each row: what its explanation is worth to the student.
+
+        Args:
+            rows: Rows with question, solution and a trace, or Bespoke-Stratos rows; a `completion`, raw
+                generated text, replaces `reasoning_trace`.
+            trace_column: The column of the explanation.
+
+        Raises:
+            InputError: If there is no student, or a row cannot be used.
+        """
+        if self.module.student_name is None:
+            raise InputError(
+                "A score needs a student, but this Teacher has none. Name it as second argument."
+            )
+        return [score for _, score in self._ask(rows, "score", trace_column, 0) if score is not None]
+
+    def _ask(self, rows: Any, task: Any, trace_column: str, seed: int) -> list[tuple[Rollout, Score | None]]:
+        """Let RLTModule predict as in `rlt predict`, and return its rollouts with their scores."""
+        quiet_third_parties()
+        data = StratosDataModule(
+            rows,
+            task=task,
+            trace_columns=[trace_column],
+            prompts_per_step=ROWS_AT_ONCE,
+            max_bad_frac=0.0,
+            **self.data_options,
+        )
+        keeper = Keeper()
+        with TemporaryDirectory(prefix="rlt-") as folder:
+            trainer = lightning.pytorch.Trainer(
+                accelerator=self.accelerator,
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                default_root_dir=folder,
+                callbacks=[keeper, RolloutCallback(sampling=self.sampling, seed=seed)],
+                **TRAINER_DEFAULTS,
+            )
+            trainer.predict(self.module, datamodule=data, return_predictions=False)
+        found: list[tuple[Rollout, Score | None]] = []
+        for batch in keeper.batches:
+            assert batch.rollouts is not None
+            assert batch.scores is not None
+            for place, rollout in enumerate(batch.rollouts.rollouts):
+                parts = (rollout, batch.scores, place, self.reward, data.format.tokenizer)
+                found.append((rollout, None if self.module.student_name is None else Score.of(*parts)))
+        return found
+
+
+class Keeper(Callback):
+    """Keep the scored batches of a prediction; fit an explanation into the models' contexts."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+
+    @override
+    def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
+        data = stratos_of(trainer)
+        if data.task == "rlt":
+            fit_context(trainer, pl_module)
+        else:
+            warn_of_foreign_traces(data.items, pl_module)
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: lightning.pytorch.Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.batches.append(batch)
+
+
+def score(
+    rows: Iterable[dict[str, Any]],
+    teacher: str | Path,
+    student: str,
+    *,
+    reward: RLTReward = EXACT,
+    trace_column: str = TRACE_COLUMN,
+    tags: str | TagStyle | None = None,
+) -> list[Score]:
+    """Return what the explanation of each row is worth to a student; `Teacher.score` keeps the models loaded.
+
+    Args:
+        rows: Rows with question, solution and a trace, or Bespoke-Stratos rows.
+        teacher: Run, or local folder, hub id, miniature or smollm2-135m.
+        student: The frozen student: folder, hub id, miniature or smollm2-135m.
+        reward: The reward and its options.
+        trace_column: The column of the explanation.
+        tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
+
+    Raises:
+        InputError: If a row cannot be used.
+    """
+    return Teacher(teacher, student, reward=reward, tags=tags).score(rows, trace_column)

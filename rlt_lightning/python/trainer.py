@@ -1,0 +1,245 @@
+"""Lightning's Trainer with what every run of `rlt` has: run folder, metrics, checkpoints, completions.
+
+Trainer(output_dir, …)                make_parts: loggers, plugins and callbacks, as `rlt` makes them
+fit, validate, predict, test          in_run_folder: open the folder, lend it to the datamodule
+                                      Lightning's method of the same name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from typing_extensions import override
+
+from rlt_lightning import callbacks as ours
+from rlt_lightning.callbacks.metrics import MetricsResume
+from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
+from rlt_lightning.datamodules import EvaluationDataModule
+from rlt_lightning.loggers.metrics_csv import MetricsCSV
+from rlt_lightning.python.surroundings import (
+    TRAINER_DEFAULTS,
+    global_rank,
+    quiet_third_parties,
+    require_known_strategy,
+)
+from rlt_lightning.records.catalogue.saved import write_entries
+from rlt_lightning.records.run_folder import (
+    choose_run_folder,
+    lock_folder,
+    open_run_folder,
+    remove_empty_folders,
+)
+from rlt_lightning.types import InputError, as_list
+
+# The callbacks of every run, by the names of their settings: those of `rlt test`, and those of other verbs.
+TESTING: dict[str, type[Callback]] = {"rollouts": ours.ResponseCallback, "records": ours.EvaluationWriter}
+TRAINING: dict[str, type[Callback]] = {
+    "rollouts": ours.RolloutCallback,
+    "checkpoint": ours.Checkpoint,
+    "export": ours.ModelExporter,
+    "recorder": ours.RolloutRecorder,
+    "completions": ours.CompletionsTable,
+    "alarms": ours.Alarms,
+    "scores": ours.ScoreWriter,
+    "distillation": ours.DistillationWriter,
+}
+
+
+def make_parts(folder: str, logger: Any, plugins: Any, progress_bar: bool = True) -> dict[str, list[Any]]:
+    """Return the loggers, plugins and callbacks of every run that have no settings, before the given ones.
+
+    Args:
+        folder: The run folder.
+        logger: Loggers that the user adds.
+        plugins: Plugins that the user adds.
+        progress_bar: Whether to show a line per iteration.
+    """
+    return {
+        "logger": [MetricsCSV(folder), *as_list(logger)],
+        "plugins": [FolderCheckpointIO(), *as_list(plugins)],
+        "callbacks": [*([IterationBar()] if progress_bar else []), MetricsResume()],
+    }
+
+
+class Trainer(lightning.pytorch.Trainer):
+    """Lightning's Trainer for the modules of this package; a run equals that of `rlt` with the same settings.
+
+    The first verb writes into `output_dir`, and each further one, such as `validate` after `fit`, into a
+    folder of its name inside it. `fit` leaves the trained model in `output_dir/model`.
+
+    Args:
+        output_dir: The run folder. If it contains a run, resume or overwrite must be set.
+        resume: Resume the run in output_dir; start it if there is none.
+        overwrite: Replace the run in output_dir.
+        callbacks: Further callbacks. Every run has those of `TRAINING`, or of `TESTING` for `test`: one of
+            these classes replaces the run's own, as `Checkpoint(every_n_train_steps=10)`.
+        logger: Further loggers; `metrics.csv` is always written.
+        plugins: Further plugins.
+        enable_progress_bar: Show a line per iteration.
+        enable_checkpointing: Write checkpoints.
+        options: All other arguments of `lightning.pytorch.Trainer`, such as max_steps, accelerator, devices.
+
+    Raises:
+        InputError: If two callbacks bring completions, or the strategy is not known.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        callbacks: list[Callback] | Callback | None = None,
+        logger: Logger | Iterable[Logger] | None = None,
+        plugins: Any = None,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        **options: Any,
+    ) -> None:
+        quiet_third_parties()
+        require_known_strategy(options.get("strategy", "auto"))
+        self.output_dir = Path(output_dir)
+        self.resume, self.overwrite = resume, overwrite
+        self._is_open = False
+        given = as_list(callbacks)
+        self._training, self._testing = chosen(TRAINING, given), chosen(TESTING, given)
+        if not enable_checkpointing:
+            # Lightning refuses one that is given.
+            self._training = [p for p in self._training if p in given or not isinstance(p, ModelCheckpoint)]
+        named = [part for part in given if part not in [*self._training, *self._testing]]
+        parts = make_parts(str(self.output_dir), logger, plugins, enable_progress_bar)
+        [self._metrics, *_] = parts["logger"]
+        super().__init__(
+            default_root_dir=self.output_dir,
+            enable_progress_bar=enable_progress_bar,
+            enable_checkpointing=enable_checkpointing,
+            logger=parts["logger"],
+            plugins=parts["plugins"],
+            callbacks=[*named, *parts["callbacks"], *self._training],
+            **(TRAINER_DEFAULTS | options),
+        )
+
+    @override
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best."""
+        with self.in_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+
+    @override
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Mapping[str, float]]:
+        """Measure held-out rows: `trainer.validate(module, data)`."""
+        with self.in_run_folder("validate", datamodule or dataloaders, ckpt_path) as path:
+            return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
+
+    @override
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = False,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Mapping[str, float]]:
+        """Evaluate a student: `trainer.test(EvaluationModule(…), EvaluationDataModule(…))`."""
+        with self.in_run_folder("test", datamodule or dataloaders, ckpt_path) as path:
+            return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
+
+    @override
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = False,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | list[list[Any]] | None:
+        """Write traces or scores into the run folder: `trainer.predict(module, data)`."""
+        with self.in_run_folder("predict", datamodule or dataloaders, ckpt_path) as path:
+            options = (datamodule, return_predictions, path, weights_only)
+            return super().predict(model, dataloaders, *options)
+
+    @contextmanager
+    def in_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
+        """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
+        path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
+        own = self._testing if verb == "test" else self._training
+        others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
+        # Lightning lets checkpoints be written last, too.
+        self.callbacks = sorted([*others, *own], key=lambda part: isinstance(part, ModelCheckpoint))
+        if isinstance(data, EvaluationDataModule) and data.responses is None:
+            data.num_samples = next(p.num_samples for p in own if isinstance(p, ours.ResponseCallback))
+        lends = getattr(data, "output_dir", "") is None
+        if lends:
+            data.output_dir = self.default_root_dir
+        try:
+            yield path
+        except BaseException:
+            remove_empty_folders()
+            raise
+        finally:
+            if lends:
+                data.output_dir = None
+
+    def _open(self, verb: str, ckpt_path: str | None) -> str | None:
+        """Open the folder of a verb, and return the checkpoint to load."""
+        output_dir, again, is_fit = str(self.output_dir), self._is_open, verb == "fit"
+        if again:
+            choice = choose_run_folder(verb, output_dir, ckpt_path=ckpt_path, overwrite=not is_fit)
+            choice = replace(choice, folder=self.output_dir if is_fit else self.output_dir / verb)
+        else:
+            choice = choose_run_folder(verb, output_dir, "", ckpt_path, self.resume, self.overwrite)
+        if global_rank() == 0:
+            if again and is_fit:  # it continues
+                lock_folder(choice.folder)
+            else:
+                open_run_folder(choice)
+            write_entries(choice.folder)
+        self._is_open = True
+        self._default_root_dir = str(choice.folder)
+        metrics = self._metrics if choice.folder == self.output_dir else MetricsCSV(str(choice.folder))
+        self.loggers = [metrics if isinstance(log, MetricsCSV) else log for log in self.loggers]
+        return choice.ckpt_path
+
+
+def chosen(kinds: dict[str, type[Callback]], given: list[Callback]) -> list[Callback]:
+    """Return the callbacks of every run: the given ones, and a default one of each other class.
+
+    Raises:
+        InputError: If several bring completions.
+    """
+    found: list[Callback] = []
+    for name, kind in kinds.items():
+        own = [part for part in given if isinstance(part, kind)]
+        if name == "rollouts" and len(own) > 1:
+            raise InputError(
+                f"Every run has one {kind.__name__}, but callbacks has {len(own)}. Remove all but one."
+            )
+        found += own or [kind()]
+    return found

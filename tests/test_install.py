@@ -1,0 +1,132 @@
+"""What `pip install` brings: the wheel, in an empty folder, with the base dependencies and no others."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from wheel import READS, build_wheel, fresh_environment
+
+from rlt_lightning.records.shipped import shipped
+
+pytestmark = pytest.mark.full
+Rlt = Callable[..., subprocess.CompletedProcess[str]]
+# What makes a proposed command tiny, by verb.
+TINY = {
+    "fit": ["--trainer.max_steps", "2"],
+    "predict": ["--data.max_rows", "32"],
+    "test": ["--data.max_rows", "4"],
+    "teach": ["--max_tokens", "8"],
+    "chat": ["--max_tokens", "8"],
+    "report": [],
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment with the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    return fresh_environment(build_wheel(folder), folder / "environment")
+
+
+@pytest.fixture
+def rlt(programs: Path, tmp_path: Path) -> Rlt:
+    """`rlt` in an empty folder, with an environment of its own. It may read nothing of the checkout."""
+    (tmp_path / "empty").mkdir()
+
+    def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", READS: str(tmp_path / "reads")}
+        done = subprocess.run(
+            [programs / "rlt", *words],
+            cwd=tmp_path / "empty",
+            env=environment,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert (tmp_path / "reads").read_text() == "", words
+        return done
+
+    return run
+
+
+def proposed(output: str) -> list[list[str]]:
+    """The commands that a run prints at its end, without the program."""
+    found = re.findall(r"^(?:See it|Try it|Next): (?:.*:\n  )?(.+)$", output, re.MULTILINE)
+    commands = [shlex.split(line) for line in found]
+    assert all(Path(words[0]).name == "rlt" for words in commands), commands
+    return [words[1:] for words in commands]
+
+
+def follow(rlt: Rlt, words: list[str]) -> list[str]:
+    """Run a command at tiny size and everything that it and the next ones propose; returns the verbs."""
+    done = rlt(*words, *TINY[words[0]], text="What is 2 + 3?" if words[0] == "chat" else "")
+    assert done.returncode == 0, (words, done.stderr)
+    assert str(ROOT) not in done.stdout + done.stderr
+    verbs = [words[0]]
+    for following in proposed(done.stdout):
+        verbs += follow(rlt, following)
+    return verbs
+
+
+def test_a_file_of_the_checkout_would_be_noticed(programs: Path, tmp_path: Path) -> None:
+    code = f"open({str(ROOT / 'README.md')!r}).close()"
+    environment = {READS: str(tmp_path / "reads")}
+    subprocess.run([programs / "python", "-c", code], check=True, env=environment)
+    assert (tmp_path / "reads").read_text() == f"{ROOT / 'README.md'}\n"
+
+
+def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt, tmp_path: Path) -> None:
+    first = re.findall(r"^  rlt (.+)$", rlt().stdout, re.MULTILINE)
+    assert first == ["fit --config quickstart --output_dir runs/first"]
+    verbs = follow(rlt, shlex.split(first[0]))
+    assert verbs == ["fit", "report", "teach", "predict", "fit", "report", "chat", "test"]
+    for config in (tmp_path / "empty").glob("runs/*/config.yaml"):
+        assert str(ROOT) not in config.read_text()
+
+
+@pytest.mark.parametrize("config", ["miniature_warmup", "miniature_grpo"])
+def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
+    done = rlt("fit", "--config", config, *TINY["fit"])
+    assert done.returncode == 0, done.stderr
+    *_, following = proposed(done.stdout)
+    done = rlt(*following, *TINY[following[0]])
+    assert done.returncode == 0, (following, done.stderr)
+
+
+def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
+    table = rlt("configs").stdout
+    assert all(f" {name} " in table for name in shipped())
+    assert rlt("configs", "overlays/lora").stdout == shipped()["overlays/lora"].read_text()
+    command = shlex.split(rlt("configs", "overlays/lora", "--copy", "mine").stdout.splitlines()[-1])
+    files = ["mine/quickstart.yaml", "mine/overlays/lora.yaml"]
+    assert command == ["Run:", "rlt", "fit", "--config", files[0], "--config", files[1]]
+    assert all((tmp_path / "empty" / file).exists() for file in files)
+    done = rlt(*command[2:], *TINY["fit"])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["fit", "--config=quickstart", "--config=overlays/wandb"], "wandb"),
+        (["fit", "--config=quickstart", "--config=overlays/tensorboard"], "tensorboard"),
+        (["fit", "--config=quickstart", "--config=overlays/zero3"], "deepspeed"),
+        (["fit", "--config=quickstart", "--config=overlays/qlora"], "quant"),
+        (["fit", "--config=quickstart", "--model.kernels.liger=true"], "liger"),
+        (["dashboard", "--project=mine"], "wandb"),
+    ],
+)
+def test_a_missing_extra_is_one_line_with_the_command(words: list[str], extra: str, rlt: Rlt) -> None:
+    done = rlt(*words)
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("rlt: error: ")]
+    assert f"pip install 'rlt-lightning[{extra}]'" in line
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,193 @@
+"""`rlt plan` of the shipped configs on a machine without a network, hub cache or package cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import ROOT, python
+
+from rlt_lightning.planner.known import KNOWN, Models
+from rlt_lightning.planner.shapes import Shape
+from rlt_lightning.pretrained import meta_model
+from rlt_lightning.types import InputError
+
+# Plans every list of arguments; notes each attempt to reach another machine or to call pip, and stops it.
+# Activations are traced once per model and length: tracing them again would show nothing new.
+PROGRAM = """
+import contextlib, io, json, socket, subprocess, sys, traceback
+import huggingface_hub.constants
+import rlt_lightning.planner.settings as settings
+from rlt_lightning.cli.main import run
+
+huggingface_hub.constants.HF_HUB_OFFLINE = False
+attempts = []
+
+def refuse(*arguments, **options):
+    attempts.append(str(arguments)[:200])
+    raise OSError("there is no network")
+
+start = subprocess.run
+
+def refuse_pip(words, *arguments, **options):
+    return (refuse if "pip" in words else start)(words, *arguments, **options)
+
+socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
+subprocess.run = refuse_pip
+traced, trace = {}, settings.activations
+
+def remember(model, *arguments, **options):
+    key = str((model.config.to_dict(), model.dtype, arguments, options))
+    if key not in traced:
+        traced[key] = trace(model, *arguments, **options)
+    return traced[key]
+
+settings.activations = remember
+for arguments in json.loads(sys.stdin.read()):
+    page, mistakes = io.StringIO(), io.StringIO()
+    sys.argv = ["rlt", "plan", *arguments]
+    with contextlib.redirect_stdout(page), contextlib.redirect_stderr(mistakes):
+        try:
+            status = run()
+        except SystemExit as ending:
+            status = ending.code
+        except Exception:
+            status, _ = "a bug", mistakes.write(traceback.format_exc())
+    found = {"arguments": arguments, "status": status, "page": page.getvalue()}
+    found |= {"mistakes": mistakes.getvalue(), "attempts": list(attempts)}
+    sys.__stdout__.write("PLAN " + json.dumps(found) + "\\n")
+    attempts.clear()
+"""
+
+
+def planned(commands: list[list[str]], folder: Path) -> list[dict]:  # type: ignore[type-arg]
+    """Plan each list of arguments in one process, whose caches are empty."""
+    empty = {
+        "HF_HOME": str(folder / "hub"),
+        "RLT_CACHE_DIR": str(folder / "cache"),
+    }
+    code = PROGRAM.replace("sys.stdin.read()", repr(json.dumps(commands)))
+    found = python(code, ROOT, **empty)
+    plans = [json.loads(line[5:]) for line in found.stdout.splitlines() if line.startswith("PLAN ")]
+    assert len(plans) == len(commands), found.stderr[-2000:]
+    return plans
+
+
+def launch_line(config: Path) -> list[str]:
+    """Return the words of a config's `# Run: rlt VERB …`, from the verb on."""
+    [line] = [line for line in config.read_text().splitlines() if line.startswith("# Run: rlt ")]
+    return line.split()[3:]
+
+
+def launches() -> dict[str, tuple[str, list[str]]]:
+    """Return verb and options of every config's launch line, without folders of earlier stages."""
+    found = {}
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        verb, *words = launch_line(path)
+        pairs = list(zip(words[::2], words[1::2], strict=True))
+        kept = [pair for pair in pairs if pair[0] in ("--config", "--trainer.devices")]
+        found[path.stem] = verb, [word for pair in kept for word in pair]
+    return found
+
+
+def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
+    """Check that a command printed the plan of its verb, whether or not the run fits, and asked nobody."""
+    assert plan["status"] in (0, 1), plan
+    assert plan["page"].startswith(f"rlt {verb} on "), plan
+    assert "estimates from stated rates" in plan["page"], plan
+    # Only training has gradients, an optimizer and checkpoints.
+    parts = ("gradients", "optimizer states", "checkpoint", "train ", "reference")
+    assert [part in plan["page"] for part in parts[:3]] == [verb == "fit"] * 3, plan
+    assert verb == "fit" or not any(part in plan["page"] for part in parts), plan
+    assert plan["attempts"] == [], plan
+    assert max(map(len, plan["page"].splitlines())) <= 110, plan["page"]
+
+
+def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
+    lines = launches()
+    unknown = ["--config=configs/quickstart.yaml", "--model.teacher=somebody/something"]
+    *plans, refused = planned([lines["zero3_8gpu"][1], lines["quickstart_smollm2"][1], unknown], tmp_path)
+    for plan in plans:
+        check(plan)
+    [recipe, chained] = [plan["page"] for plan in plans]
+    for split in ("4 train, 4 sample *", "8 by turns", "5 train, 3 sample, asynchronous"):
+        assert split in recipe
+    assert "assumed, for bespokelabs/Bespoke-Stratos-17k" in recipe
+    # runs/quickstart_smollm2_warmup/model is what another config trains.
+    assert "planned as smollm2-135m" in " ".join(chained.split())
+    assert refused["status"] == 2
+    assert refused["attempts"] == []
+    assert "must know the shape of 'somebody/something'" in refused["mistakes"]
+    assert len(refused["mistakes"].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "verb", "phases"),
+    [
+        ("miniature_generate", "predict", ["generate", "score"]),
+        ("miniature_rejection", "predict", ["generate"]),
+        ("score", "predict", ["score"]),
+        ("evaluate", "test", ["generate"]),
+    ],
+)
+def test_run_without_training_has_no_train_phase(
+    config: str, verb: str, phases: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    [plan] = planned([["--config", f"configs/{config}.yaml", f"--plan.json={file}"]], tmp_path)
+    check(plan, verb)
+    figures = json.loads(file.read_text())
+    assert list(figures["phases"]) == phases
+    assert figures["seconds"].keys() <= {*phases, "cpu"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+def test_every_config_and_overlay_is_planned_without_a_network(part: int, tmp_path: Path) -> None:
+    verbs, commands = map(list, zip(*launches().values(), strict=True))
+    base = ["--config", "configs/student_grpo.yaml", "--config"]
+    # Overlays that start workers themselves exclude vllm.yaml, which names workers that run.
+    commands.append([*base, "configs/overlays/zero3_8gpu_colocated.yaml"])
+    for overlay in ("fsdp2", "cpu_offload", "lora", "vllm_async"):
+        words = ["configs/overlays/vllm.yaml", "--config", f"configs/overlays/{overlay}.yaml"]
+        commands.append([*base, *words, "--trainer.devices=8"])
+    verbs += ["fit"] * (len(commands) - len(verbs))
+    verbs, commands = verbs[part::4], commands[part::4]
+    plans = planned(commands, tmp_path)
+    assert [plan for plan in plans if plan["status"] not in (0, 1)] == []
+    for plan, verb in zip(plans, verbs, strict=True):
+        check(plan, verb)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [  # as their model cards say
+        ("Qwen/Qwen2.5-7B-Instruct", 7.61),
+        ("Qwen/Qwen2.5-32B-Instruct", 32.5),
+        ("Qwen/Qwen3-0.6B", 0.6),
+        ("Qwen/Qwen3-1.7B", 1.7),
+        ("smollm2-135m", 0.1345),
+    ],
+)
+def test_known_shapes_have_the_published_sizes(
+    name: str, billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path / "cache"))
+    model = meta_model(Models(tmp_path, []).folder(name))
+    assert Shape.of(model).weights / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def test_every_model_of_the_configs_has_a_known_shape(tmp_path: Path) -> None:
+    import yaml
+
+    named = set()
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        settings = (yaml.safe_load(path.read_text()) or {}).get("model", {}).get("init_args", {})
+        named |= {settings.get(key) for key in ("teacher", "student", "pretrained")} - {None}
+    models = Models(tmp_path, [])
+    for name in named:
+        assert (Path(models.folder(name)) / "config.json").is_file()
+    assert {name for name in named if "/" in name and not name.startswith("runs/")} <= set(KNOWN)
+    with pytest.raises(InputError, match=r"must know the shape of 'a/b'"):
+        models.folder("a/b")

@@ -1,0 +1,78 @@
+"""Two steps of TRL's GRPOTrainer with our reward, in the current folder; test_integrations.py compares it.
+
+Of step N: `step-N/`, the weights that sampled, and `step-N.jsonl`, each completion with its reward.
+`run.json` holds the mean rewards that TRL has logged, and how often each model ran to score a step.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.integrations.trl import RLTRewardFunction
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.tags import decode
+
+forwards: list[dict[str, int]] = []
+
+
+class Recorded(RLTRewardFunction):
+    """The reward, with a record of what it was given."""
+
+    def __call__(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        counts = {"student": 0, "teacher": 0}
+
+        def count(name: str) -> Any:
+            def hook(*_: Any) -> None:
+                counts[name] += 1
+
+            return hook
+
+        hooks = [self.model.base_model.register_forward_pre_hook(count("teacher"))]
+        if self.student is not None:  # else it is loaded now, and checked with further forwards
+            hooks.append(self.student.model.base_model.register_forward_pre_hook(count("student")))
+        rewards = super().__call__(prompts, completions, completion_ids, **columns)
+        for hook in hooks:
+            hook.remove()
+        forwards.append(counts)
+        folder = Path(f"step-{columns['trainer_state'].global_step}")
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        names = ("question", "solution", "completion", "token_ids", "trl_reward")
+        texts = [decode(self.tokenizer, ids) for ids in completion_ids]
+        rows = zip(columns["question"], columns["solution"], texts, completion_ids, rewards, strict=True)
+        lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
+        folder.with_suffix(".jsonl").write_text("\n".join(lines))
+        return rewards
+
+
+reward = Recorded("miniature", "miniature", tags="r1", teacher_system_prompt="", student_system_prompt="")
+rows = [row for _, row in read_rows("chains", num_embedded_rows=8)]
+config = GRPOConfig(
+    output_dir="trl",
+    per_device_train_batch_size=8,
+    num_generations=4,
+    max_completion_length=32,  # too few for some
+    temperature=0.7,
+    learning_rate=1e-3,
+    max_steps=2,
+    logging_steps=1,
+    use_cpu=True,
+    bf16=False,
+    report_to="none",
+    save_strategy="no",
+)
+trainer = GRPOTrainer(
+    resolve("miniature"),
+    reward_funcs=[reward],
+    callbacks=[reward],
+    args=config,
+    train_dataset=Dataset.from_list(reward.dataset(rows)),
+    processing_class=reward.tokenizer,
+)
+trainer.train()
+logged = [line["rewards/rlt/mean"] for line in trainer.state.log_history if "rewards/rlt/mean" in line]
+Path("run.json").write_text(json.dumps({"forwards": forwards, "logged": logged}))
