@@ -2,29 +2,34 @@
 
     .venv/bin/python benchmarks/gpu.py [--shape qwen2.5-0.5b|7b|tiny] [--tokens 16384] [--rounds 5]
 
-bf16 weights, one group of completions behind one prompt, about `--tokens` tokens in one packed row. The
-other side is the same model one completion at a time with full logits. MFU is of the optimise phase, that is
-reference pass, forward and backward, without credit for what gradient checkpointing computes again, against
-the rate of a large matrix product measured first. The profile of one phase is written beside the JSON.
+bf16 weights, one group of completions behind one prompt, about `--tokens` tokens in one packed row.
+Attention, blocks and head use the kernels that a run chooses by default; the JSON names them. The other side
+is the same model with the same blocks, one completion at a time with full logits. MFU is of the optimise
+phase, that is reference pass, forward and backward, without credit for what gradient checkpointing computes
+again, against the rate of a large matrix product measured first. The profile of one phase is written beside
+the JSON.
 Without a GPU it runs a tiny shape on the CPU, to show that it works, and says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import alternate, bars, measure, write
+from side_by_side import alternate, bars, benchmark_parser, draw_picture, finish, measure, read_options
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.packed import log_probs_of
+from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
+from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.meter import forward_flops, matmul_rate
 from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
+from rlt_lightning.numerics.attention import KERNELS
 
 GOAL = 0.45
 SHAPES: dict[str, dict[str, Any]] = {
@@ -43,10 +48,32 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Group:
-    """One prompt and its completions, through policy and reference."""
+def call(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(model, *arguments)`."""
+    return function(model, *arguments)
 
-    def __init__(self, shape: dict[str, Any], tokens: int, checkpointing: bool, device: torch.device) -> None:
+
+class Group:
+    """One prompt and its completions, through policy and reference.
+
+    Args:
+        shape: Of the model, one of `SHAPES`.
+        tokens: In the packed row, about.
+        checkpointing: Whether the policy's blocks are computed again in the backward pass.
+        device: Computes.
+        kernels: As `model.kernels`; the default is what a run chooses by itself.
+        head: As `model.head`, likewise.
+    """
+
+    def __init__(
+        self,
+        shape: dict[str, Any],
+        tokens: int,
+        checkpointing: bool,
+        device: torch.device,
+        kernels: Kernels = Kernels(),
+        head: HeadOptions = HeadOptions(),
+    ) -> None:
         register_segment_attention()
         torch.manual_seed(0)
         config = Qwen2Config(**shape, max_position_embeddings=32768, attn_implementation=SEGMENT_ATTENTION)
@@ -56,6 +83,14 @@ class Group:
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
         if checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+        name = f"{shape['hidden_size']} x {shape['num_hidden_layers']}"
+        # As at the start of a run: modules/checked.py.
+        self.head = prepare_model(partial(call, self.policy), name, kernels, head, device)
+        self.kernels: dict[str, Any] = {
+            "attention": KERNELS[device.type].name,
+            "blocks": fuse_blocks(partial(call, self.reference), name, kernels, device),
+            "compiled_head": bool(self.head.compiled),
+        }
         self.device, self.prompt_length = device, max(4, tokens // 8)
         self.length = max(2, (tokens - self.prompt_length) // 16)
         prompt = torch.randint(shape["vocab_size"], (self.prompt_length,)).tolist()
@@ -72,12 +107,12 @@ class Group:
 
     @torch.no_grad()
     def score(self) -> Tensor:
-        return log_probs_of(self.reference, self.packed, 0.7)[0]
+        return log_probs_of(self.reference, self.packed, 0.7, self.head)[0]
 
     def optimise(self) -> None:
         lengths = [self.length] * 16
         ref_log_probs = to_padded(self.score(), lengths)[0]
-        flat, _ = log_probs_of(self.policy, self.packed, 0.7, with_entropy=True)
+        flat, _ = log_probs_of(self.policy, self.packed, 0.7, self.head, with_entropy=True)
         self.loss(to_padded(flat, lengths)[0], ref_log_probs, self.advantages).backward()
 
     def full_log_probs(self, model: Any, sequence: ScoredSequence) -> Tensor:
@@ -106,18 +141,16 @@ def profile(function: Any, path: Path) -> None:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with torch.profiler.profile(activities=activities) as recorded:
         function()
-    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     path.write_text(recorded.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=60))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--gradient_checkpointing", choices=["true", "false"], default="true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/gpu.json"))
-    options = parser.parse_args()
+    options = read_options(parser, shape="tiny", tokens=256)
     device, shape, tokens = torch.device("cuda"), options.shape, options.tokens
     if not torch.cuda.is_available():
         print("No GPU: a tiny shape on the CPU, which shows that the script works and nothing of its speed.")
@@ -142,27 +175,28 @@ def main() -> None:
     flops = 4 * forward_flops(group.policy, group.packed)  # reference 1, forward 1, backward 2
     mfu = flops / optimise["ours"]["seconds"] / peak
     speed_up = {
-        name: found["one by one"]["seconds"] / found["ours"]["seconds"]
-        for name, found in (("score", reward), ("optimise", optimise))
+        phase: found["one by one"]["seconds"] / found["ours"]["seconds"]
+        for phase, found in (("score", reward), ("optimise", optimise))
     }
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    setting = {"device": name, "shape": shape, "tokens": group.packed.input_ids.shape[1]}
-    results = {"peak_tflops": peak / 1e12, "mfu": mfu, "speed_up": speed_up}
-    write(options.output, setting | results | {"score": reward, "optimise": optimise})
-    profile(group.optimise, options.output.with_suffix(".profile.txt"))
-    bars(
-        options.output,
-        f"{shape}, {group.packed.input_ids.shape[1]} packed tokens, {name}",
-        {
-            "score, s": {side: found["seconds"] for side, found in reward.items()},
-            "optimise, s": {side: found["seconds"] for side, found in optimise.items()},
-            "optimise, GiB": {side: found["peak_bytes"] / 2**30 for side, found in optimise.items()},
-        },
-    )
+    setting: dict[str, Any] = {"device": name, "shape": shape, "tokens": group.packed.input_ids.shape[1]}
+    setting["kernels"] = group.kernels
+    results = {"peak_tflops": peak / 1e12, "speed_up": speed_up, "score": reward, "optimise": optimise}
+    panels = {
+        "score, s": {side: found["seconds"] for side, found in reward.items()},
+        "optimise, s": {side: found["seconds"] for side, found in optimise.items()},
+        "optimise, GiB": {side: found["peak_bytes"] / 2**30 for side, found in optimise.items()},
+    }
+
+    def draw() -> None:
+        bars(options.output, f"{shape}, {setting['tokens']} packed tokens, {name}", panels)
+
     print(
         f"{name}, {shape}: score {speed_up['score']:.2f}, optimise {speed_up['optimise']:.2f} times as fast"
     )
-    print(f"gpu ratio={mfu:.3f} goal={GOAL}")
+    finish(options.output, setting | results, mfu=mfu, goal=GOAL)
+    profile(group.optimise, options.output.with_suffix(".profile.txt"))
+    draw_picture(draw)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ forwards of 8 sequences with prefixes of different lengths, with and without sha
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from reward import one_group, scorer_of
-from side_by_side import measure, write
+from side_by_side import benchmark_parser, finish, measure, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import log_probs_of
@@ -27,6 +26,9 @@ from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Rollouts
 
 GOAL = 0.99  # of the variance in time that a straight line explains
+# Prefixes, tokens through the head, completions of one problem.
+FULL = (8, 32, 128, 512), (512, 1024, 2048, 4096, 8192), (4, 8, 16, 24, 32)
+TINY = (8, 32), (16, 64), (2, 4)
 
 
 def median_of(function: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -35,21 +37,23 @@ def median_of(function: Callable[[], Any], rounds: int) -> dict[str, float]:
     return {key: statistics.median(run[key] for run in found) for key in found[0]}
 
 
-def reward_by_completions(model: Any, rounds: int) -> dict[int, dict[str, float]]:
-    group = one_group(model, load_tokenizer(DEFAULT_MODEL), 32, 32)
+def reward_by_completions(
+    model: Any, tokenizer: Any, counts: tuple[int, ...], rounds: int
+) -> dict[int, dict[str, float]]:
+    group = one_group(model, tokenizer, max(counts), 32)
     scorer = scorer_of(model, model, RLTReward(), recompute=False)
     series = {}
-    for number in (4, 8, 16, 24, 32):
+    for number in counts:
         rollouts = Rollouts(group.rollouts[:number], number, 0, group.temperature)
         series[number] = median_of(lambda rollouts=rollouts: scorer(rollouts), rounds)
         print(f"reward of {number} completions {series[number]}", flush=True)
     return series
 
 
-def head_by_tokens(model: Any, rounds: int) -> dict[int, dict[str, float]]:
+def head_by_tokens(model: Any, counts: tuple[int, ...], rounds: int) -> dict[int, dict[str, float]]:
     weight = model.get_output_embeddings().weight.detach()
     series = {}
-    for number in (512, 1024, 2048, 4096, 8192):
+    for number in counts:
         hidden = torch.randn(number, weight.shape[1], requires_grad=True)
         targets = torch.randint(len(weight), (number,))
         step = lambda h=hidden, t=targets: linear_log_probs(h, Head(weight), t)[0].sum().backward()  # noqa: E731
@@ -59,12 +63,12 @@ def head_by_tokens(model: Any, rounds: int) -> dict[int, dict[str, float]]:
 
 
 @torch.no_grad()
-def sharing_by_prefix(model: Any, rounds: int) -> dict[int, dict[str, float]]:
+def sharing_by_prefix(model: Any, lengths: tuple[int, ...], rounds: int) -> dict[int, dict[str, float]]:
     """Measure seconds with and without sharing, and the cost per continuation token that explains the gap."""
     series = {}
-    for length in (8, 32, 128, 512):
-        prefix = torch.randint(1000, (length,)).tolist()
-        rests = torch.randint(1000, (8, 128)).tolist()
+    for length in lengths:
+        prefix = torch.randint(min(1000, model.config.vocab_size), (length,)).tolist()
+        rests = torch.randint(min(1000, model.config.vocab_size), (8, 128)).tolist()
         sequences = [ScoredSequence(prefix, rest, [False] * (length + 127) + [True]) for rest in rests]
         shared, apart = (
             PackedSequences.from_sequences(sequences, families)
@@ -89,27 +93,32 @@ def line(xs: list[float], ys: list[float]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/growth.json"))
-    options = parser.parse_args()
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    options = read_options(parser, model="miniature")
     torch.manual_seed(0)
-    model = load_model(DEFAULT_MODEL)
-    sharing = sharing_by_prefix(model, options.rounds)
-    head = head_by_tokens(model, options.rounds)
-    reward = reward_by_completions(model, options.rounds)
+    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+    prefixes, tokens, completions = TINY if options.tiny else FULL
+    sharing = sharing_by_prefix(model, prefixes, options.rounds)
+    head = head_by_tokens(model, tokens, options.rounds)
+    reward = reward_by_completions(model, tokenizer, completions, options.rounds)
     num_words = model.config.vocab_size
     slope, intercept, explained = line(list(reward), [run["seconds"] for run in reward.values()])
-    write(
+    few, many = min(tokens), max(tokens)
+    growth = head[many]["peak_bytes"] / max(1, head[few]["peak_bytes"])
+    costs = [round(s["sharing_cost"], 3) for s in sharing.values()]
+    print(f"head: {many // few} times the tokens, {growth:.2f} times the peak memory")
+    print(f"sharing costs {costs}, assumed {SHARING_COST}")
+    finish(
         options.output,
         {"reward_by_completions": reward, "head_by_tokens": head, "sharing_by_prefix": sharing}
-        | {"line": {"slope_s": slope, "intercept_s": intercept, "r_squared": explained}},
+        | {"line": {"slope_s": slope, "intercept_s": intercept}},
+        lambda: plot(options.output, reward, head, sharing, num_words, (slope, intercept)),
+        explained=explained,
+        goal=GOAL,
+        head_memory=growth,
+        largest_sharing_cost=max(costs),
     )
-    plot(options.output, reward, head, sharing, num_words, (slope, intercept))
-    growth = head[8192]["peak_bytes"] / head[512]["peak_bytes"]
-    print(f"head: 16 times the tokens, {growth:.2f} times the peak memory")
-    print(f"sharing costs {[round(s['sharing_cost'], 3) for s in sharing.values()]}, assumed {SHARING_COST}")
-    print(f"growth ratio={explained:.4f} goal={GOAL}")
 
 
 def plot(

@@ -8,13 +8,11 @@ log-softmax, a gather, and their gradients, as plain PyTorch computes them: 14 G
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import alternate, bars, measure, write
+from side_by_side import alternate, bars, benchmark_parser, finish, measure, read_options
 from torch import Tensor
 
 from rlt_lightning.numerics import Head, linear_log_probs
@@ -31,13 +29,11 @@ def in_blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--words", type=int, default=152064)
     parser.add_argument("--hidden", type=int, default=896)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/memory.json"))
-    options = parser.parse_args()
+    options = read_options(parser, tokens=64, words=3000, hidden=32)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hidden = torch.randn(options.tokens, options.hidden, device=device, requires_grad=True)
@@ -63,17 +59,20 @@ def main() -> None:
     torch.testing.assert_close(sums["blocks"], sums["full"], atol=1e-4, rtol=1e-4)
     full, blocks = results["full logits"], results["blocks"]
     time_ratio = blocks["seconds"] / full["seconds"]
-    memory_ratio = blocks["peak_bytes"] / full["peak_bytes"]
-    write(
-        options.output,
-        vars(options) | {"output": None, "time": time_ratio, "memory": memory_ratio, **results},
-    )
+    memory_ratio = blocks["peak_bytes"] / max(1, full["peak_bytes"])
     gib = {name: result["peak_bytes"] / 2**30 for name, result in results.items()}
     seconds = {name: result["seconds"] for name, result in results.items()}
     title = f"log-probs + backward, {options.tokens} tokens, {options.words} words, {device.type}"
-    bars(options.output, title, {"seconds": seconds, "peak memory, GiB": gib})
-    print(f"memory_time ratio={time_ratio:.3f} goal={TIME_GOAL}")
-    print(f"memory ratio={memory_ratio:.3f} goal={MEMORY_GOAL:.3f}")
+    sizes = {"tokens": options.tokens, "words": options.words, "hidden": options.hidden}
+    finish(
+        options.output,
+        sizes | results,
+        lambda: bars(options.output, title, {"seconds": seconds, "peak memory, GiB": gib}),
+        time=time_ratio,
+        time_goal=TIME_GOAL,
+        memory=memory_ratio,
+        memory_goal=MEMORY_GOAL,
+    )
 
 
 if __name__ == "__main__":

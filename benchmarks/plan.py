@@ -18,7 +18,6 @@ have MALLOC_ARENA_MAX=1 and return every block above 64 KiB; `--allocator defaul
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -27,6 +26,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from side_by_side import benchmark_parser, finish, read_options
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -48,23 +49,11 @@ SETUPS: dict[str, list[str]] = {
     "rlt_fsdp2": [*RLT, *FSDP2, *SHORT],
     "rlt_zero3": [*RLT, *ZERO3, *SHORT],
 }
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_act": "silu",
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-    "use_sliding_window": False, "dtype": "bfloat16",
-}  # fmt: skip
-SHAPES = {  # Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct
-    "7b": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "32b": {
-        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
-}  # fmt: skip
-TEACHER = ["--config=configs/teacher_rlt.yaml", "--model.teacher={7b}", "--model.student={7b}"]
-STUDENT = ["--config=configs/student_sft_32b.yaml", "--model.pretrained={32b}"]
+TINY = {
+    "tiny": ["--config=configs/quickstart.yaml", "--model.group_size=2", "--data.prompts_per_step=2", *SHORT]
+}
+TEACHER = ["--config=configs/teacher_rlt.yaml"]
+STUDENT = ["--config=configs/student_sft_32b.yaml"]
 OFFLOAD = "--config=configs/overlays/cpu_offload.yaml"
 PAGES: dict[str, list[str]] = {
     "7B teacher, 4 train, 4 sample": [*TEACHER, "--config=configs/overlays/zero3_8gpu.yaml"],
@@ -123,22 +112,32 @@ def pages() -> None:
     """Plan large set-ups from configurations that hold only shapes."""
     print("| set-up | GiB per GPU | in | largest parts | host, GiB a process | fits | seconds a step |")
     print("|---|---|---|---|---|---|---|", flush=True)
+    splits: list[dict] = []  # type: ignore[type-arg]
     with tempfile.TemporaryDirectory() as scratch:
-        for name, shape in SHAPES.items():
-            (Path(scratch) / name).mkdir()
-            (Path(scratch) / name / "config.json").write_text(json.dumps(QWEN | shape))
         for title, arguments in PAGES.items():
-            words = [word.format(**{name: f"{scratch}/{name}" for name in SHAPES}) for word in arguments]
             file = Path(scratch) / "plan.json"
-            subprocess.run(rlt("plan", *words, f"--plan.json={file}"), cwd=ROOT, check=False)
+            subprocess.run(
+                rlt("plan", *arguments, f"--plan.json={file}"),
+                cwd=ROOT,
+                check=False,
+                stdout=subprocess.DEVNULL,
+            )
             plan = json.loads(file.read_text())
             device = plan["phases"][plan["peak_phase"]]["device"]
             host = max(sum(phase["host"].values()) for phase in plan["phases"].values())
             largest = sorted(device.items(), key=lambda item: -item[1])[:3]
             parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
             cells = [title, f"{plan['peak_bytes'] / GIB:.1f}", plan["peak_phase"], parts, f"{host / GIB:.0f}"]
-            cells += ["yes" if plan["fits"] else "no", f"{sum(plan['seconds'].values()):,.0f}"]
+            cells += ["yes" if plan["fits"] else "no", f"{plan['step_seconds']:,.0f}"]
             print("|", " | ".join(cells), "|", flush=True)
+            splits = splits or plan["splits"]
+    names = ("generate", "push", "sleep", "score", "reference", "train", "cpu")
+    print("\n| seconds a step |", " | ".join(names), "| total |")
+    print("|---" * (len(names) + 2) + "|")
+    for split in splits:
+        figures = [split["seconds"].get(name) for name in names] + [split["step_seconds"]]
+        cells = [split["name"], *("–" if figure is None else f"{figure:,.0f}" for figure in figures)]
+        print("|", " | ".join(cells), "|")
 
 
 def resident(word: str) -> float:
@@ -157,35 +156,33 @@ def resident(word: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = benchmark_parser(__doc__, rounds=None)
     parser.add_argument("--only", nargs="*", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/plan.json"))
     parser.add_argument("--pages", action="store_true")
-    options = parser.parse_args()
+    options = read_options(parser, only=list(TINY))
     if options.pages:
         pages()
         return
     environment = EXACT if options.allocator == "exact" else {}
-    results = {}
+    setups, results = SETUPS | TINY, {}
     print("| set-up | phase | predicted, GiB | measured, GiB | ratio | the run's most, from outside |")
     print("|---|---|---|---|---|---|", flush=True)
     for name in options.only:
         with tempfile.TemporaryDirectory() as scratch:
-            plan = planned(SETUPS[name], Path(scratch) / "plan.json")
-            found, most = measured(SETUPS[name], Path(scratch) / "run", environment)
+            plan = planned(setups[name], Path(scratch) / "plan.json")
+            found, most = measured(setups[name], Path(scratch) / "run", environment)
         inside = {phase: total for phase, total in plan.items() if phase not in OUTSIDE}
         phase = max(inside, key=inside.__getitem__)
         predicted, real = inside[phase], max(found.values())
-        results[name] = {"plan": plan, "measured": found, "ratio": predicted / real, "from_outside": most}
+        results[name] = {"plan": plan, "measured": found, "from_outside": most}
+        results[name] |= {"predicted": predicted, "real": real, "ratio": predicted / real}
         print(
             f"| `{name}` | {phase} | {predicted:.2f} | {real:.2f} | {predicted / real:.2f} | {most:.2f} |",
             flush=True,
         )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"allocator": options.allocator} | results, indent=1))
     worst = max(abs(result["ratio"] - 1) for result in results.values())
-    print(f"plan worst={worst:.3f} goal=0.15")
+    finish(options.output, {"allocator": options.allocator} | results, worst=worst, goal=0.15)
 
 
 if __name__ == "__main__":

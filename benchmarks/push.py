@@ -1,22 +1,16 @@
 """What a weight push costs, against a plain copy of the same bytes through the same channel.
 
-    .venv/bin/python benchmarks/push.py [--backend gloo|disk] [--rounds 10] [--output runs/push.json]
+    .venv/bin/python benchmarks/push.py [--backend gloo|disk] [--rounds 10]
 
-Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in
-turn copies the
-same tensors to a process that does nothing but put them into memory of its own: over a gloo broadcast, or by
-writing a
-safetensors file and reading it. A push is timed as the trainer waits for it, from pausing the worker to its
-resuming, and
-so holds the reload, the repacking for the CPU's kernels and all HTTP calls. Also measures how far the
-trainer's memory
-rises during a push, in buckets.
+Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in turn
+copies the same tensors to a process that does nothing but put them into memory of its own: over a gloo
+broadcast, or by writing a safetensors file and reading it. A push is timed as the trainer waits for it, from
+pausing the worker to its resuming, and so holds the reload, the repacking for the CPU's kernels and all HTTP
+calls. Also measures how far the trainer's memory rises during a push, in buckets.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -29,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from side_by_side import benchmark_parser, finish, read_options
 from torch.distributed import TCPStore
 
 from rlt_lightning.engines import DiskPush, GlooPush, Launch, VLLMEngine
@@ -131,12 +126,11 @@ def timed(function: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = benchmark_parser(__doc__, rounds=10)
     parser.add_argument("--backend", choices=["gloo", "disk"], default="gloo")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=Path("runs/push.json"))
-    options = parser.parse_args()
-    model = load_model("smollm2-135m", "float32", None, False)
+    parser.add_argument("--model", default="smollm2-135m")
+    options = read_options(parser, model="miniature")
+    model = load_model(options.model, "float32", None, False)
     named_tensors = list(model.named_parameters())
     tensors = {name: tensor.detach() for name, tensor in named_tensors}
     bucket_mib = BUCKET_MIB[options.backend]
@@ -148,7 +142,7 @@ def main() -> None:
     copies, pushes, memory = [], [], []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         try:
-            engine.start(model, load_tokenizer("smollm2-135m"), Path(folder))
+            engine.start(model, load_tokenizer(options.model), Path(folder))
             rounds = warm_up + options.rounds
             copy = (
                 GlooCopy(tensors, rounds) if options.backend == "gloo" else DiskCopy(tensors, rounds, folder)
@@ -170,14 +164,11 @@ def main() -> None:
         "bucket_mib": bucket_mib,
         "copy_s": statistics.median(copies[warm_up:]),
         "push_s": statistics.median(pushes[warm_up:]),
-        "ratio": statistics.median(ratios),
         "ratios": sorted(ratios),
         "extra_memory_buckets": max(memory[warm_up:]),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"trainer's extra memory: {result['extra_memory_buckets']:.2f} buckets, goal below 2")
-    print(f"push ratio={result['ratio']:.2f} goal={GOAL}")
+    finish(options.output, result, ratio=statistics.median(ratios), goal=GOAL)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ teacher's log-probs, and as for traces that come without.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import CPU, alternate, bars, measure, write
+from side_by_side import CPU, alternate, bars, benchmark_parser, finish, measure, read_options
 from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, Sampling
@@ -103,15 +102,14 @@ def scorer_of(policy: Any, student: Any, reward: RLTReward, recompute: bool) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reward.json"))
-    options = parser.parse_args()
-    policy, student = load_model(DEFAULT_MODEL), load_model(DEFAULT_MODEL)
-    plain_policy, plain_student = (load_model(DEFAULT_MODEL, attn_implementation="sdpa") for _ in range(2))
-    rollouts = one_group(policy, load_tokenizer(DEFAULT_MODEL), options.completions, options.length)
+    options = read_options(parser, model="miniature", completions=4, length=8)
+    policy, student = load_model(options.model), load_model(options.model)
+    plain_policy, plain_student = (load_model(options.model, attn_implementation="sdpa") for _ in range(2))
+    rollouts = one_group(policy, load_tokenizer(options.model), options.completions, options.length)
     reward = RLTReward()
     rewards: dict[str, Tensor] = {}
 
@@ -133,19 +131,21 @@ def main() -> None:
     slow = results["loop over samples"]["seconds"]
     ratios = {name: slow / result["seconds"] for name, result in results.items()}
     sizes = {"completions": options.completions, "length": options.length, "largest_difference": error}
-    write(options.output, sizes | {"speed_up": ratios, **results})
-    bars(
-        options.output,
-        f"reward of {options.completions} completions, SmolLM2-135M, CPU",
-        {
-            "seconds": {name.replace(", ", "\n"): result["seconds"] for name, result in results.items()},
-            "peak memory, GiB": {
-                name.replace(", ", "\n"): result["peak_bytes"] / 2**30 for name, result in results.items()
-            },
+    panels = {
+        "seconds": {name.replace(", ", "\n"): result["seconds"] for name, result in results.items()},
+        "peak memory, GiB": {
+            name.replace(", ", "\n"): result["peak_bytes"] / 2**30 for name, result in results.items()
         },
-    )
+    }
+    title = f"reward of {options.completions} completions, {options.model}, CPU"
     print(f"largest difference {error:.1e} nats; both forwards: ratio {ratios['ours, both forwards']:.2f}")
-    print(f"reward ratio={ratios['ours']:.2f} goal={GOAL}")
+    finish(
+        options.output,
+        sizes | {"speed_up": ratios, **results},
+        lambda: bars(options.output, title, panels),
+        ratio=ratios["ours"],
+        goal=GOAL,
+    )
 
 
 if __name__ == "__main__":

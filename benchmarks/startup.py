@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from side_by_side import alternate, bars, write
+from side_by_side import alternate, bars, benchmark_parser, finish, read_options
 
 GOAL = 1.25
 COMMANDS = {
@@ -32,15 +30,18 @@ def side(arguments: list[str]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/startup.json"))
-    options = parser.parse_args()
-    results = alternate({name: side(command) for name, command in COMMANDS.items()}, options.rounds)
-    alternative, command, _ = (result["seconds"] for result in results.values())
-    write(options.output, {name.replace("\n", " "): result for name, result in results.items()})
-    bars(options.output, "start-up", {"seconds": {name: r["seconds"] for name, r in results.items()}})
-    print(f"startup ratio={command / alternative:.3f} goal={GOAL}")
+    options = read_options(benchmark_parser(__doc__))
+    sides = {name: side(command) for name, command in COMMANDS.items()}
+    results = alternate(sides, options.rounds, warm_up=0 if options.tiny else 1)
+    alternative, fit_help, help_alone = (result["seconds"] for result in results.values())
+    finish(
+        options.output,
+        {name.replace("\n", " "): result for name, result in results.items()},
+        lambda: bars(options.output, "start-up", {"seconds": {n: r["seconds"] for n, r in results.items()}}),
+        ratio=fit_help / alternative,
+        goal=GOAL,
+        help_s=help_alone,
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The other side of the optimise phase's benchmark: TRL's GRPOTrainer on given completions.
 
-    .venv-trl/bin/python benchmarks/trl_step.py CASE.json
+    .venv/bin/python benchmarks/trl_step.py CASE.json
 
-Needs an environment of its own with TRL 1.16.0, and imports nothing of ours. A worker, so that its parent can
-alternate both sides in one run: it prints `ready`, then for every line `go` on its standard input it runs one
-phase and prints the loss, the seconds and how far resident memory rose (new gradients included) as a line of
-JSON, until `quit` or the end of its input. A phase is the reference pass, the forward and the backward, by
-TRL's own methods. Nothing is sampled and no optimizer steps, so every round is the same; only the first
-pays for touching code and weights.
+It imports nothing of ours. A worker, so that its parent can alternate both sides in one run: it prints
+`ready`, then for every line `go` on its standard input it runs one phase and prints the loss, the seconds and
+how far resident memory rose (new gradients included) as a line of JSON, until `quit` or the end of its input.
+A phase is the reference pass, the forward and the backward, by TRL's own methods. Nothing is sampled and no
+optimizer steps, so every round is the same; only the first pays for touching code and weights.
 
 CASE.json holds `model` and `reference` (Hugging Face folders), `prompt_ids` of one prompt, N `completions`
 (ids) with N `advantages`, `temperature`, `kl_coef`, `threads` and `gradients`: a file for the last round's

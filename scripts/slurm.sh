@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run on several nodes of a SLURM cluster, one process per GPU. It resumes after a requeue.
-# Run: RUN=runs/student_sft_32b sbatch scripts/slurm.sh --config configs/student_sft_32b.yaml \
-#        --config configs/overlays/multinode.yaml
+# Run: RUN=runs/student_sft_32b sbatch scripts/slurm.sh --config student_sft_32b \
+#        --config overlays/multinode
 # RUN is the run folder, on a disk that all nodes share. Submit from the checkout; its .venv has rlt.
 #SBATCH --job-name=rlt
 #SBATCH --nodes=2
@@ -18,6 +18,9 @@ set -euo pipefail
 
 # SLURM sends USR1 five minutes before the time limit; the job then joins the queue again.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+
+# Since SLURM 22.05 srun does not inherit --cpus-per-task: each process would have one core.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 options=("$@" --output_dir "$RUN" --resume true)
 options+=(--trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$SLURM_NTASKS_PER_NODE")

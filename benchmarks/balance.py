@@ -1,0 +1,81 @@
+"""How unequal the work of ranks is, divided by problems and by tokens.
+
+    .venv/bin/python benchmarks/balance.py
+
+A step like the released recipe's: 16 problems, 64 completions each, lognormal, about 5k tokens, at most 16k.
+Two figures for each division, both of the slowest rank against the mean, means over seeds: tokens in all, and
+tokens where ranks wait for each other in every row (weights in shards), with the real packer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+from side_by_side import benchmark_parser, finish, read_options
+
+from rlt_lightning.numerics.balance import divide, imbalance
+from rlt_lightning.numerics.packing import Extent, micro_batches, split_to
+
+PROBLEMS, GROUP_SIZE, LIMIT = 16, 64, 16384
+PROMPT = 800
+GOAL = 1.05
+
+
+def lengths_of_step(seed: int) -> list[list[int]]:
+    """Return the tokens of each problem's completions; problems differ as well as completions."""
+    draws = random.Random(seed)
+    groups = []
+    for _ in range(PROBLEMS):
+        typical = draws.lognormvariate(math.log(3500), 0.5)
+        drawn = (draws.lognormvariate(math.log(typical), 0.5) for _ in range(GROUP_SIZE))
+        groups.append([int(min(LIMIT, length)) for length in drawn])
+    return groups
+
+
+def in_lockstep(parts: list[list[int]], tokens: list[int]) -> float:
+    """Return the time of ranks that meet in every row, as a multiple of the mean rank's tokens."""
+    every = [[Extent(i // GROUP_SIZE, PROMPT, tokens[i]) for i in part] for part in parts]
+    rows = [micro_batches(extents, 16384) for extents in every]
+    most = max(map(len, rows))
+    rows = [split_to(own, most, extents) for own, extents in zip(rows, every, strict=True)]
+    sizes = [[row.num_tokens for row in own] for own in rows]
+    return sum(map(max, zip(*sizes, strict=True))) * len(parts) / sum(map(sum, sizes))
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, rounds=None)
+    parser.add_argument("--seeds", type=int, default=20)
+    options = read_options(parser, seeds=1)
+    results = {}
+    for world_size in (2, 4, 8, 16):
+        found: dict[str, list[float]] = {}
+        for seed in range(options.seeds):
+            tokens = [length for group in lengths_of_step(seed) for length in group]
+            families = [range(first, first + GROUP_SIZE) for first in range(0, len(tokens), GROUP_SIZE)]
+            count = PROBLEMS // world_size
+            by_problem = [
+                [i for family in families[first : first + count] for i in family]
+                for first in range(0, PROBLEMS, count)
+            ]
+            for name, parts in (
+                ("by problem", by_problem),
+                ("by tokens", divide(families, tokens, world_size)),
+            ):
+                loads = [sum(tokens[i] for i in part) for part in parts]
+                found.setdefault(name, []).append(imbalance(loads))
+                found.setdefault(f"{name}, in lockstep", []).append(in_lockstep(parts, tokens))
+        results[str(world_size)] = {name: statistics.mean(values) for name, values in found.items()}
+        results[str(world_size)]["by tokens, worst"] = max(found["by tokens"])
+        print(
+            world_size,
+            {name: round(value, 3) for name, value in results[str(world_size)].items()},
+            flush=True,
+        )
+    worst = max(result["by tokens, worst"] for result in results.values())
+    finish(options.output, {"ranks": results}, worst=worst, goal=GOAL)
+
+
+if __name__ == "__main__":
+    main()

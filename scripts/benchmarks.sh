@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Run the benchmarks whose figures README.md and docs/ quote, keep what they write in docs/benchmarks, and put the
+# figures into the pages. An hour on an idle machine with 24 GB; two programs on its cores spoil it.
+#
+#   scripts/benchmarks.sh [NAME ...]     the default: reward optimise growth startup memory data
+#
+# Pages quote others too: generate packing balance overlap asynchronous push push_disk quantised plan. push and push_disk
+# are benchmarks/push.py over gloo and over a disk; they, generate and asynchronous need .venv-vllm (make setup-vllm).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+default=(reward optimise growth startup memory data)
+known=("${default[@]}" generate packing balance overlap asynchronous push push_disk quantised plan)
+names=("$@")
+[[ ${#names[@]} -gt 0 ]] || names=("${default[@]}")
+for name in "${names[@]}"; do
+    if [[ " ${known[*]} " != *" $name "* ]]; then
+        echo "NAME must be one of ${known[*]}, but is $name." >&2
+        exit 2
+    fi
+done
+python=${PYTHON:-.venv/bin/python}
+export PYTHONPATH=$PWD
+for name in "${names[@]}"; do
+    case $name in
+    push_disk) command=(benchmarks/push.py --backend disk) ;;
+    quantised) command=(benchmarks/quantised.py --steps 40 --seeds 2) ;;
+    *) command=("benchmarks/$name.py") ;;
+    esac
+    "$python" "${command[@]}" --output "docs/benchmarks/$name.json"
+    sed -i -E "/^unwritten:/ { s/\b$name\b(, )?//; s/, \]/]/ }" docs/benchmarks/quotes.yaml
+done
+"$python" scripts/quote_figures.py --write
+"$python" scripts/quote_figures.py
