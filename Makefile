@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	@echo "installing into .venv: some minutes, 4 GB"
 	$(PYTHON) -m venv .venv
 	$(RUN)/python -m pip install --quiet --no-compile --editable '.[dev,deepspeed]' --constraint constraints.txt
-	$(RUN)/python -c "import lightning.pytorch, peft, transformers.trainer_utils"
+	$(RUN)/python -c "import lightning.pytorch, rlt_lightning.models.quantised, peft, transformers.trainer_utils"
 	touch $@
 
 setup: .venv/.installed
@@ -53,20 +53,33 @@ test-all: setup setup-vllm
 test-docs: setup
 	$(PYTEST) -m full tests/test_docs.py
 
+# The part of it that runs every benchmark and the steps of the GPU ladder, at tiny size.
+test-benchmarks: setup
+	$(PYTEST) -m full tests/test_benchmarks.py tests/test_ladder.py
+
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm
 	$(PYTEST) -m slow
+
+# Runs the benchmarks and puts their figures into README.md and docs/: an hour on an idle machine with 24 GB.
+benchmarks: setup
+	scripts/benchmarks.sh
+
+# On a machine with a GPU: docs/gpu.md. Options: STEPS="1 2", OUT=DIR, KIT=DIR, PYTHON=FILE, REHEARSE=1 (on a CPU).
+gpu-ladder:
+	scripts/gpu_ladder.sh $(STEPS)
+
+# For a GPU machine without a network: wheels and a tokenizer into KIT (gpu_kit), 33 MB.
+gpu-kit: setup
+	scripts/gpu_kit.sh $(or $(KIT),gpu_kit)
 
 check: setup
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-setup-countdown: setup
-	$(RUN)/python -m pip install --quiet --editable '.[countdown]' --constraint constraints.txt
-
 docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: setup setup-vllm setup-countdown docs quickstart finding finding-smollm2 miniature pipeline test test-all test-docs prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks prove check

@@ -5,6 +5,7 @@ So one relative link works on a git host and in the site.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ def on_files(files: Files, config: Any) -> Files:
                 raise PluginError(
                     f"docs/{page.src_uri} links to ../{path}, which is no file of the repository."
                 )
+            if path.endswith(".ipynb"):
+                text = notebook_page(json.loads((root / path).read_text()))
+                files.append(File.generated(config, f"source/{path}.md", content=text))
+                continue
             language = {".py": "python", ".sh": "sh", ".yaml": "yaml"}.get(Path(path).suffix, "text")
             text = f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n"
             text += f"````{language}\n{(root / path).read_text()}````\n"
@@ -32,6 +37,28 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def notebook_page(notebook: dict[str, Any]) -> str:
+    """Return a notebook as Markdown: its texts, its code, and what it has shown."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"````python\n{source}\n````")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                image = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f'<img alt="what the cell draws" src="data:image/png;base64,{image}">')
+            elif "text/html" in data:
+                parts.append("".join(data["text/html"]))
+            elif output.get("name") == "stdout":
+                parts.append(f"````text\n{''.join(output['text'])}````")
+    # Its links are relative to its own folder, which is beside docs/.
+    body = "\n\n".join(parts).replace("](../docs/", "](../../")
+    return f"---\nsearch: {{exclude: true}}\n---\n{body}\n"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn the links to the files into links to their pages."""
+    if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
+        return markdown
     return LINK.sub(r"](source/\1.md)", markdown)

@@ -28,7 +28,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 FIGURE = "figure: "  # begins a printed line that the summary repeats
 LEFT = pytest.StashKey[Counter[str]]()
 SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
-SHARE_RANKS += ("test_sharded_head", "test_sharded_push")
+SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_devices")
 LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
 LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_cli", "test_docs")
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("slow"):
             item.add_marker("full")
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
     def place(item: pytest.Item) -> int:
         group = group_of(item.nodeid)

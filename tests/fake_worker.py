@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,6 +74,7 @@ class FakeWorker:
         dtype: Of its weights.
         frees: Whether it was started with --enable-sleep-mode.
         delay_s: Time that a completion takes.
+        slow: Path -> time that an answer of that route takes.
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
         on_init: Called with the body of /init_weight_transfer_engine.
@@ -90,6 +92,7 @@ class FakeWorker:
         dtype: str = "float32",
         frees: bool = True,
         delay_s: float = 0.0,
+        slow: dict[str, float] | None = None,
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
@@ -101,6 +104,8 @@ class FakeWorker:
         self.faults, self.always, self.broken = deque(faults), always, broken or {}
         self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
         self.frees, self.asleep = frees, False
+        self.slow = slow or {}
+        self.sleep_level = 0  # of the last time
         self.delay_s, self.endings, self.score = delay_s, endings, score
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
@@ -166,12 +171,15 @@ class FakeWorker:
                 raise Dropped
 
     def handle(self, call: BaseHTTPRequestHandler) -> None:
-        path = call.path.partition("?")[0]
+        path, _, query = call.path.partition("?")
+        if path == "/sleep":
+            self.sleep_level = int(query.removeprefix("level="))
         self.calls.append(f"{call.command} {path}")
         length = int(call.headers.get("Content-Length") or 0)
         body = json.loads(call.rfile.read(length)) if length else {}
         try:
             self.wait(self.awake)
+            time.sleep(self.slow.get(path, 0.0))
             if path.startswith("/v1") and self.api_key is not None:
                 key = call.headers.get("Authorization")
                 self.require(key == f"Bearer {self.api_key}", 401, "Unauthorized")

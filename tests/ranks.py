@@ -28,7 +28,7 @@ def run(model: str, output: Path, strategy: str, **options: Any) -> None:
     """
     if strategy.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
-    ranks = RANKS[1 if strategy.startswith("single") else 2]
+    ranks = RANKS[1 if strategy.startswith("single") else options.get("world_size", 2)]
     ranks.run({"model": model, "output": str(output), "strategy": strategy, **options})
 
 
@@ -106,4 +106,4 @@ class Ranks:
         self.processes = []
 
 
-RANKS = {world_size: Ranks(world_size) for world_size in (1, 2)}
+RANKS = {world_size: Ranks(world_size) for world_size in (1, 2, 4)}

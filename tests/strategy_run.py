@@ -9,7 +9,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from threading import Event
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -20,11 +21,13 @@ from rlt_lightning.callbacks import Checkpoint, ModelExporter, ReferenceSync, Ro
 from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import EngineError, HFEngine, Sampling
+from rlt_lightning.engines.base import Arrived
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.scoring import TokenScores
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
@@ -65,8 +68,8 @@ class Given(HFEngine):
     ) -> list[list[Completion]]:
         groups = []
         end = self.tokenizer.encode(stop, add_special_tokens=False)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        for position, seed in enumerate(seeds, rank):
+        rank = torch.distributed.get_rank() if self.in_process and torch.distributed.is_initialized() else 0
+        for position, seed in enumerate(seeds, rank * len(seeds)):
             random = Random(seed)
             longest = random.choice([6, 60])
             lengths = [random.randint(3, longest) for _ in range(num_completions)]
@@ -85,10 +88,45 @@ class Given(HFEngine):
         return groups
 
 
+class Early(Given):
+    """Outside the process: gives the last completion of a step only after others were scored."""
+
+    in_process = False
+    unverified = False
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
+
+    def gather_weights(self, named_tensors: Any) -> None: ...
+
+    def generate_and_tell(
+        self,
+        prompts: Any,
+        sampling: Sampling,
+        num_completions: int,
+        stop: str,
+        seeds: list[int],
+        arrived: Arrived,
+    ) -> list[list[Completion]]:
+        groups = self.generate(prompts, sampling, num_completions, stop, seeds)
+        places = [(i, j) for i, group in enumerate(groups) for j in range(len(group))]
+        Counting.scored.clear()
+        for i, j in places[:-1]:
+            arrived(i, j, groups[i][j])
+        if not Counting.scored.wait(60):
+            raise EngineError("Nothing was scored while the last completion was missing.")
+        return groups
+
+
 class Counting(RLTModule):
-    """Keeps how many micro-batches its own rows make, before ranks agree on how many they all run."""
+    """Keeps how many micro-batches its share makes, before ranks agree on how many they all run."""
 
     counts: ClassVar[list[int]] = []
+    scored: ClassVar[Event] = Event()
+
+    def token_scores(self, *arguments: Any) -> TokenScores:
+        found = super().token_scores(*arguments)
+        self.scored.set()
+        return found
 
     def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
         if torch.is_grad_enabled():  # of the policy update
@@ -136,10 +174,15 @@ def run_job(
     adapter: Adapter = "separate",
     uneven: bool = False,
     spoil: bool = False,
+    base: Literal["full", "4bit"] = "full",
+    states: Literal["full", "8bit"] = "full",
+    world_size: int = 2,
+    prompts: int = 2,
+    early: bool = False,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
-    OUTPUT.rankN.json: how many micro-batches the rank's own rows made in every step.
+    OUTPUT.rankN.json: how many micro-batches the rank's share made in every step.
 
     Args:
         model: Of teacher and student.
@@ -150,13 +193,23 @@ def run_job(
         checkpoint: To go on from.
         lora: Train an adapter, and export it.
         adapter: Merged or separate.
-        uneven: The second of a step's two prompts, which is rank 1's, gets completions ten times as long.
+        uneven: All of a step's prompts but the first, which is rank 0's, get completions ten times as long.
         spoil: Make a gradient NaN.
+        base: How the weights beside the adapter are stored.
+        states: How the optimizer's states are stored.
+        world_size: Processes of a strategy that is not single.
+        prompts: Prompts of a step.
+        early: Sample outside the process; the last completion comes when others are scored.
     """
     folder = Path(output)
     Counting.counts.clear()
+    options = STRATEGIES[strategy.removesuffix("_bf16")]()
+    if options["devices"] > 1:
+        options["devices"] = world_size
     callbacks: list[Callback] = [
-        RolloutCallback(engine=Given(uneven), sampling=Sampling(max_completion_length=128)),
+        RolloutCallback(
+            engine=(Early if early else Given)(uneven), sampling=Sampling(max_completion_length=128)
+        ),
         ReferenceSync(every_n_steps=2),
         Checkpoint(save_top_k=-1),
         Keep(folder, spoil),
@@ -173,23 +226,23 @@ def run_job(
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[*callbacks, *([ModelExporter(adapter=adapter)] if lora else [])],
-        **STRATEGIES[strategy.removesuffix("_bf16")](),
+        **options,
         precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
     )
     module = Counting(
         teacher=model,
         student=model,
         group_size=4,
-        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5, states=states),
         micro_batch_tokens=tokens,
-        lora=LoRA(rank=4, alpha=8.0) if lora else None,
+        lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )
     data = StratosDataModule(
         source="arithmetic",
         num_embedded_rows=8,
         tokenizer=model,
         student_tokenizer=model,
-        prompts_per_step=2,
+        prompts_per_step=prompts,
         output_dir=str(folder),
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)

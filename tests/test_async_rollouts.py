@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -17,16 +17,19 @@ from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
 from rlt_lightning.callbacks.order import Order
+from rlt_lightning.checkpoints.folder import read_state
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 SAMPLING = Sampling(max_completion_length=8)
 STEPS = 5  # of four per epoch
+ASKED = 4  # requests of a step: one for each of two completions of two prompts
 
 
 class Witness(Callback):
@@ -56,6 +59,7 @@ def fit(
     sampling: Sampling = SAMPLING,
     max_staleness: int = 1,
     log_probs: Any = "worker",
+    importance_sampling: Any = "auto",
     data: dict[str, Any] | None = None,
     **options: Any,
 ) -> Witness:
@@ -65,7 +69,7 @@ def fit(
         [worker.url for worker in workers],
         push=DiskPush(timeout_s=2.0),
         log_probs=log_probs,
-        max_sequences=2,  # one prompt at a time
+        max_sequences=1,  # one completion at a time
         call_timeout_s=1.0,
         backoff_s=0.01,
         recovery_timeout_s=1.2,
@@ -90,6 +94,7 @@ def fit(
         model,
         group_size=2,
         max_staleness=max_staleness,
+        importance_sampling=importance_sampling,
         mismatch_alarm=None,
         optimizer=OptimizerConfig(lr=1e-3),
     )
@@ -111,9 +116,9 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Witness:
     """A run that nothing disturbs."""
     with worker_of(tiny_model) as worker:
         witness = fit(tiny_model, tmp_path_factory.mktemp("whole"), worker)
-        assert len(worker.bodies) == 2 * STEPS  # each prompt of each step once, and none after the last
-        assert len({(str(body["prompt"]), body["seed"]) for body in worker.bodies}) == 2 * STEPS
-        assert sorted(Counter(str(body["prompt"]) for body in worker.bodies).values()) == [1] * 6 + [2] * 2
+        assert len(worker.bodies) == ASKED * STEPS  # each completion of each step once, none after the last
+        assert len({(str(body["prompt"]), body["seed"]) for body in worker.bodies}) == ASKED * STEPS
+        assert sorted(Counter(str(body["prompt"]) for body in worker.bodies).values()) == [2] * 6 + [4] * 2
     return witness
 
 
@@ -137,7 +142,7 @@ def test_the_next_step_is_sampled_while_this_one_is_trained(tiny_model: str, tmp
                 seen.append(len(worker.delivered))
 
         fit(tiny_model, tmp_path, worker, witness=Peek(), steps=3)
-    assert seen == [4, 6, 6]  # the first step's, and always the next one's
+    assert seen == [2 * ASKED, 3 * ASKED, 3 * ASKED]  # the first step's, and always the next one's
 
 
 def test_without_overlap_rollouts_are_never_stale(tiny_model: str, tmp_path: Path, whole: Witness) -> None:
@@ -145,6 +150,28 @@ def test_without_overlap_rollouts_are_never_stale(tiny_model: str, tmp_path: Pat
         steps = fit(tiny_model, tmp_path, worker, asynchronous=False, max_staleness=0).steps
     assert [staleness for staleness, _ in steps] == [0] * STEPS
     assert [seen for _, seen in steps] == [seen for _, seen in whole.steps]  # seeded by step and problem
+
+
+def test_auto_weighs_what_another_process_samples(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = {}
+    current: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "steps": 2}
+    for name, setting in (("auto", "auto"), ("set", TruncatedImportanceSampling()), ("off", None)):
+        with worker_of(tiny_model) as worker:
+            seen[name] = fit(tiny_model, tmp_path / name, worker, importance_sampling=setting, **current)
+    line = "model.importance_sampling auto: level token, cap 2, since VLLMEngine samples outside this process"
+    assert capsys.readouterr().err.count(line) == 1
+    assert_same(seen["auto"], whole=seen["set"])
+    assert any((seen["auto"].weights[name] != tensor).any() for name, tensor in seen["off"].weights.items())
+    checkpoint = tmp_path / "auto" / "checkpoints" / "step=000001.ckpt"
+    assert read_state(checkpoint)["model"]["training"]["importance sampling"] == "level token, cap 2"
+    with worker_of(tiny_model) as worker:
+        resumed = fit(tiny_model, tmp_path / "auto", worker, resume=checkpoint, **current)
+    assert capsys.readouterr().err.count(line) == 1
+    first = Witness()
+    first.steps = seen["auto"].steps[:1]
+    assert_same(first, resumed, whole=seen["set"])
 
 
 def test_an_engine_in_process_cannot_overlap() -> None:
@@ -199,16 +226,22 @@ def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(
             fit(tiny_model, tmp_path, worker, witness=killed)
         asked = len(worker.bodies)
         resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / "step=000003.ckpt")
-        assert len(worker.bodies) == asked + 2  # step 3's came from the checkpoint
+        assert len(worker.bodies) == asked + ASKED  # step 3's came from the checkpoint
     assert_same(killed, resumed, whole=whole)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = monotonic() + 60
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.01)
 
 
 def dies_at(step: int, worker: FakeWorker) -> Witness:
     """Closes the worker once the completions of the step after are there."""
 
     def close() -> None:
-        while len(worker.delivered) < 2 * (step + 1):
-            sleep(0.01)
+        wait_until(lambda: len(worker.delivered) >= ASKED * (step + 1))
         worker.close()
 
     return Witness({step: close})
@@ -234,8 +267,8 @@ def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
 def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     tiny_model: str, tmp_path: Path, whole: Witness, step: int
 ) -> None:
-    # It answers one prompt of the step that follows, and dies at the other.
-    with worker_of(tiny_model, faults=("",) * (2 * step + 1) + ("die",)) as worker:
+    # It answers for one prompt of the step that follows, and dies in the middle of the other.
+    with worker_of(tiny_model, faults=("",) * (ASKED * step + 3) + ("die",)) as worker:
         stopped = Witness()
         with pytest.raises(EngineError, match="--resume true"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
@@ -244,7 +277,7 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
         worker.restart()
         worker.open()
         resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / f"step={step:06d}.ckpt")
-        assert len(worker.bodies) == asked + 1 + 2 * (STEPS - step - 1)  # the answered one is kept
+        assert len(worker.bodies) == asked + 2 + ASKED * (STEPS - step - 1)  # the whole group is kept
     assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
 
 
@@ -252,7 +285,7 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
 @pytest.mark.parametrize("log_probs", ["worker", "trainer"])
 def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, log_probs: str) -> None:
     options: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "log_probs": log_probs}
-    with worker_of(tiny_model, faults=("",) * 5 + ("die",)) as worker:
+    with worker_of(tiny_model, faults=("",) * (2 * ASKED + 2) + ("die",)) as worker:
         stopped = Witness()
         with pytest.raises(EngineError, match="--resume true"):
             fit(tiny_model, tmp_path, worker, witness=stopped, every=100, **options)
@@ -288,11 +321,11 @@ def test_a_worker_that_comes_back_in_time_changes_no_completion(
     tiny_model: str, tmp_path: Path, whole: Witness, answered: int
 ) -> None:
     # It dies at one of the third step's two prompts, or after both. What comes later is by newer weights.
-    with worker_of(tiny_model, faults=("",) * (4 + answered) + ("die",) * (answered < 2)) as worker:
+    faults = ("",) * (2 * ASKED + 2 * answered) + ("die",) * (answered < 2)
+    with worker_of(tiny_model, faults=faults) as worker:
 
         def restart() -> None:
-            while answered < 2 and worker.server is not None:
-                sleep(0.01)
+            wait_until(lambda: answered == 2 or worker.server is None)
             worker.close()
             worker.restart()
             Thread(target=lambda: (sleep(0.3), worker.open())).start()
@@ -306,7 +339,7 @@ def test_a_worker_that_comes_back_in_time_changes_no_completion(
 def test_a_worker_that_dies_changes_nothing_while_another_serves(
     tiny_model: str, tmp_path: Path, whole: Witness
 ) -> None:
-    with worker_of(tiny_model, faults=("", "die")) as first, worker_of(tiny_model) as second:
+    with worker_of(tiny_model, faults=("", "", "", "die")) as first, worker_of(tiny_model) as second:
         seen = fit(tiny_model, tmp_path, first, second)
     assert_same(seen, whole=whole)
 
@@ -319,7 +352,7 @@ def test_validation_in_between_changes_nothing(tiny_model: str, tmp_path: Path) 
             options: dict[str, Any] = {"val_check_interval": interval, "check_val_every_n_epoch": None}
             options = options if interval else {"limit_val_batches": 0}
             runs.append(fit(tiny_model, tmp_path / str(interval), worker, data=data, steps=3, **options))
-            assert (len(worker.bodies) > 2 * 3) == (interval is not None)
+            assert (len(worker.bodies) > ASKED * 3) == (interval is not None)
     assert_same(runs[0], whole=runs[1])
 
 

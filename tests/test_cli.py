@@ -23,7 +23,7 @@ from fake_worker import FakeWorker, worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
-from rlt_lightning.cli.stages import require_known_strategy
+from rlt_lightning.python.surroundings import require_known_strategy
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError
@@ -707,7 +707,7 @@ def test_fit_help_imports_neither_transformers_nor_datasets() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "ddp_spawn", "nonsense", ModelParallelStrategy()])
 def test_strategies_that_do_not_work_are_refused_by_name(strategy: Any) -> None:
-    with pytest.raises(InputError, match=r"but is \w+\. For weights in shards add --config .*fsdp2\.yaml"):
+    with pytest.raises(InputError, match=r"but is \w+\. For weights in shards add --config overlays/fsdp2 "):
         require_known_strategy(strategy)
 
 
@@ -726,7 +726,7 @@ def test_a_strategy_of_lightnings_is_refused_in_one_line(tmp_path: Path) -> None
 
 def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlt_lightning.strategies.zero.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install -e '\.\[deepspeed\]'"):
+    with pytest.raises(InputError, match=r"pip install 'rlt-lightning\[deepspeed\]'"):
         DeepSpeed()
 
 

@@ -15,11 +15,15 @@ from fake_worker import FakeWorker, worker_of
 from test_docs import check_rlt
 from tiny import TINY, generates, tiny_options
 
+from rlt_lightning.cli.configs import launch_line
+from rlt_lightning.cli.parser import with_config_files
 from rlt_lightning.engines import Launch
+from rlt_lightning.records.shipped import find_config, shipped
+from rlt_lightning.types import InputError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
-EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_colocated")
+EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
 
 
@@ -38,11 +42,82 @@ def test_eight_gpus_are_shared_out(name: str) -> None:
     assert together == bool(set(trains) & set(samples)) == ("--enable-sleep-mode" in workers.arguments)
 
 
-def launch_line(config: Path) -> list[str]:
+def test_where_sampler_and_trainer_differ_tokens_are_weighed() -> None:
+    weights = {
+        "class_path": "rlt_lightning.numerics.TruncatedImportanceSampling",
+        "init_args": {"level": "token", "cap": 2.0},
+    }
+    for path in [*CONFIGS, *OVERLAYS]:
+        settings = yaml.safe_load(path.read_text())
+        options = settings.get("model", {}).get("init_args", {})
+        if settings.get("rollouts", {}).get("asynchronous"):
+            assert options["importance_sampling"] == weights, path
+        else:
+            assert "importance_sampling" not in options, path  # the default chooses by the engine
+
+
+def name_of(config: Path) -> str:
+    return config.relative_to(ROOT / "configs").with_suffix("").as_posix()
+
+
+def launch_words(config: Path) -> list[str]:
     """The launch line on top of every config: verb, configs and options."""
-    [line] = [line for line in config.read_text().splitlines() if line.startswith("# Run: rlt ")]
-    assert f"--config configs/{config.relative_to(ROOT / 'configs')}" in line
-    return line.split()[3:]
+    program, *words = launch_line(config.read_text())
+    assert program == "rlt"
+    assert name_of(config) in words
+    return words
+
+
+def test_every_config_is_found_by_its_name() -> None:
+    assert shipped() == {name_of(path): path for path in (*CONFIGS, *OVERLAYS)}
+    assert find_config("overlays/vllm") == ROOT / "configs" / "overlays" / "vllm.yaml"
+
+
+def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").mkdir()
+    assert find_config("quickstart") == ROOT / "configs" / "quickstart.yaml"
+    Path("rank").touch()
+    assert find_config("rank") == Path("rank")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("quikstart", "Did you mean quickstart?"),
+        ("configs/overlays/zero3.yml", "Did you mean overlays/zero3?"),
+        ("vllm", "Did you mean overlays/vllm?"),
+        ("something_else", "'something_else' is neither. `rlt configs`"),
+    ],
+)
+def test_a_wrong_name_is_told_the_near_ones(
+    wrong: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=re.escape(near)):
+        find_config(wrong)
+
+
+def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:
+    words = ["fit", "--config=quickstart", "-c", "overlays/lora", "--config", '{"seed": 1}', "--seed", "rank"]
+    files = [str(ROOT / "configs" / name) for name in ("quickstart.yaml", "overlays/lora.yaml")]
+    assert with_config_files(words) == ["fit", f"--config={files[0]}", "-c", files[1], *words[4:]]
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(item)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
+def test_a_config_says_what_it_is_and_needs_no_file_of_the_checkout(config: Path) -> None:
+    text = config.read_text()
+    assert re.match(r"# [^\n]+[.:)]\n", text), "`rlt configs` shows its first line, which must be whole"
+    known = [value for value in strings(yaml.safe_load(text)) if "/" in value and (ROOT / value).exists()]
+    made = ("runs/", ".venv", "../")  # by runs and by set-ups
+    assert [value for value in known if not value.startswith(made)] == []
 
 
 @pytest.fixture
@@ -59,7 +134,7 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
 
 @pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
 def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
-    verb, *options = launch_line(config)
+    verb, *options = launch_words(config)
     check_rlt([verb, *options], ROOT)
 
 
@@ -77,18 +152,18 @@ TO_RUN = [
 def test_a_shipped_config_builds_and_runs_at_tiny_size(
     config: Path, tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    verb, _, first, *_ = launch_line(config)
+    verb, _, first, *_ = launch_words(config)
     of_teacher = config in OVERLAYS and verb == "fit" and config.stem != "evaluate_every"
-    base = ROOT / ("configs/quickstart.yaml" if of_teacher else first)
+    base = find_config("quickstart" if of_teacher else first)
     settings = yaml.safe_load(base.read_text())
-    options = [f"--config={base.relative_to(ROOT)}", *([] if base == config else [f"--config={config}"])]
+    options = [f"--config={base}", *([] if base == config else [f"--config={config}"])]
     options += [*tiny_options(verb, settings, tiny_model), f"--output_dir={tmp_path / 'run'}"]
-    if config.stem in ("vllm", "vllm_async", *EIGHT_GPUS, *PLAIN_WORKERS):
+    if config.stem in ("vllm", "vllm_async", "small_2gpu_vllm", *EIGHT_GPUS, *PLAIN_WORKERS):
         plain = config.stem in PLAIN_WORKERS
         worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
         overlay = OVERLAYS[0].with_name("vllm.yaml")
         options[1:1] = [f"--config={overlay}"] if config.stem == "vllm_async" else []
-        options += ["--rollouts.engine.init_args.launch=null"] if "8gpu" in config.stem else []
+        options += ["--rollouts.engine.init_args.launch=null"] if "gpu" in config.stem else []
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         if not plain:
             options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from fractions import Fraction
 from functools import cache
-from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -19,13 +18,11 @@ from typing import Any
 import pytest
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
-from rlt_lightning.datamodules.countdown import countdown_row, countdown_rows, solve
+from rlt_lightning.datamodules.countdown import countdown_rows, solve
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.judging.answers import solves_countdown
 from rlt_lightning.types import InputError
 
-needs_reasoning_gym = pytest.mark.skipif(
-    find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install -e '.[countdown]'"
-)
 OPERATORS: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -112,16 +109,11 @@ def test_the_order_of_the_numbers_does_not_matter():
     assert len(expressions) == 1
 
 
-@needs_reasoning_gym
-def test_every_row_is_confirmed_by_reasoning_gym_and_by_exact_evaluation():
-    from reasoning_gym.games.countdown import CountdownConfig, CountdownDataset
-
-    judge = CountdownDataset(CountdownConfig())
+def test_every_row_is_confirmed_by_exact_evaluation():
     rows = countdown_rows(60, seed=3) + countdown_rows(5, seed=3, split="test")
     assert {len(row["numbers"]) for row in rows} == {3, 4}
     for row in rows:
         numbers, target, answer = row["numbers"], row["target"], row["answer"]
-        assert judge.score_answer(answer, {"metadata": {"numbers": numbers, "target": target}}) == 1.0
         check(numbers, target, answer)
         assert row["solution"].endswith(f" The expression is \\boxed{{{answer}}}.")
         steps = row["solution"].split(". The expression")[0].split("; ")
@@ -135,7 +127,6 @@ def test_every_row_is_confirmed_by_reasoning_gym_and_by_exact_evaluation():
 
 
 @pytest.mark.slow
-@needs_reasoning_gym
 def test_rows_are_the_same_in_another_process_and_others_for_another_seed():
     code = "from rlt_lightning.datamodules.countdown import countdown_rows\nprint(countdown_rows(20, 7)[19])"
     other = subprocess.run(
@@ -155,7 +146,6 @@ def test_rows_are_the_same_in_another_process_and_others_for_another_seed():
 
 
 @pytest.mark.full
-@needs_reasoning_gym
 def test_splits_share_no_problem_even_across_seeds_and_orders():
     def problems(split: str, num_rows: int) -> set[str]:
         rows = [row for seed in range(2) for row in countdown_rows(num_rows, seed, split)]
@@ -164,7 +154,6 @@ def test_splits_share_no_problem_even_across_seeds_and_orders():
     assert problems("train", 60).isdisjoint(problems("test", 10))
 
 
-@needs_reasoning_gym
 def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="splits train and test, but got 'dev'"):
         countdown_rows(1, split="dev")
@@ -173,11 +162,16 @@ def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
         countdown_rows(1000)
 
 
-def test_a_missing_reasoning_gym_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym.games.countdown", None)
-    with pytest.raises(InputError, match=r"pip install -e '\.\[countdown\]'"):
-        read_rows("countdown")
-    assert countdown_row([3, 5], 8) is not None  # the solver needs nothing
+def test_expressions_are_judged_as_reasoning_gym_judges_them():
+    # Its full score or not, by version 0.1.25: expression, numbers, target, verdict.
+    lines = (Path(__file__).parent / "golden/countdown_verdicts.jsonl").read_text().splitlines()
+    for expression, numbers, target, verdict in map(json.loads, lines):
+        assert solves_countdown(expression, numbers, target) == verdict, expression
+
+
+@pytest.mark.parametrize("text", ["(" * 120, "-" * 199 + "1", "(" * 99 + "1" + ")" * 99, "1/" * 99 + "1"])
+def test_long_expressions_end_without_an_error(text: str):
+    assert not solves_countdown(text, [2], 2)
 
 
 # Rows of one's own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import wandb
 import yaml
-from commands import rlt
+from commands import ROOT, rlt
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from test_docs_metrics import names_of
@@ -198,6 +199,8 @@ def test_the_configuration_and_the_code_version_are_in_the_run(resumed: Path) ->
     config = runs_in(resumed)[0].config
     written = yaml.safe_load((resumed / "config.yaml").read_text())
     assert config["code"]["version"] == __version__
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert config["code"].get("commit") == (head.stdout.strip() or None)  # None: no checkout
     for name in ("model", "data", "rollouts", "completions", "alarms"):
         assert config[name] == written[name], name
 

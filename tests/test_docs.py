@@ -1,6 +1,7 @@
 """Every block of README.md, CONTRIBUTING.md and docs/*.md is run or parsed; CHECKED has what is not run.
 
-docs/extending.md is run as it stands, in a folder of its own, by tests/test_extending.py.
+docs/extending.md is run as it stands, in a folder of its own, by tests/test_extending.py, and the scripts of
+docs/python.md, one after another, by tests/test_python.py.
 
 A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
 Each call is then checked by what its program is. A program without a check is not found, and fails the test.
@@ -35,25 +36,26 @@ from tiny import TINY, tiny_options
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
 from rlt_lightning.cli.parser import bare_words
+from rlt_lightning.records.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
 VERBS = [*stages.VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
-OVERLAY_OF = {"docs/serving.md": ("predict", "configs/generate.yaml")}  # else of a fit of the quickstart
+OVERLAY_OF = {"docs/serving.md": ("predict", "generate")}  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
-    "rlt fit --config configs/quickstart.yaml --output_dir runs/q": [
+    "rlt fit --config quickstart --output_dir runs/q": [
         "--data.num_embedded_rows=10",
         "--checkpoint.every_n_train_steps=1",
     ],
     "rlt export --ckpt_path": [],
-    "rlt validate --config configs/quickstart_smollm2.yaml": ["--data.num_embedded_rows=4"],
-    "rlt predict --config configs/rank.yaml --data.source FILE": [],
-    "rlt plan --config configs/quickstart.yaml": [],
+    "rlt validate --config quickstart_smollm2": ["--data.num_embedded_rows=4"],
+    "rlt predict --config rank --data.source FILE": [],
+    "rlt plan --config quickstart": [],
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
     "rlt teach runs/warmup --question": ["--max_tokens=4"],
 }
-STANDS_FOR = dict.fromkeys(("runs/first/config.yaml", "RUN/config.yaml"), "configs/quickstart.yaml")
+STANDS_FOR = dict.fromkeys(("runs/first/config.yaml", "RUN/config.yaml", "NAME"), "quickstart")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 def blocks(language: str) -> pytest.MarkDecorator:
     """Return a mark that gives a test each block of a language; `make test-all` runs those of docs/."""
-    found = [block for block in BLOCKS if block.language == language]
+    found = [
+        b for b in BLOCKS if b.language == language and (b.page, language) != ("docs/python.md", "python")
+    ]
     marks = {block: [pytest.mark.full] if "/" in block.page else [] for block in found}
     cases = [pytest.param(block, marks=marks[block], id=f"{block.page}:{block.line}") for block in found]
     return pytest.mark.parametrize("block", cases)
@@ -108,7 +112,7 @@ def test_every_block_says_what_it_is() -> None:
 
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb == "teach" else [])]
+    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb in ("teach", "push") else [])]
     try:
         return capture_parser(cli.run)
     finally:
@@ -118,6 +122,9 @@ def parser_of(verb: str) -> ArgumentParser:
 def check_rlt(arguments: list[str], files: Path) -> None:
     """Let the real parser read a command line."""
     verb, *options = arguments
+    if verb == "configs":  # run by tests/test_install.py
+        find_config(STANDS_FOR.get(options[0], options[0]) if options else "quickstart")
+        return
     if verb == "report":  # names folders that must exist: run by the test of the first page
         return
     assert verb in VERBS, f"rlt has no verb {verb}"
@@ -125,7 +132,8 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [STANDS_FOR.get(option, option) for option in options]
     if verb == "teach":  # the folder's settings come first; here those of a config
         _, named = bare_words(options)
-        options = ["--config", "configs/quickstart.yaml", *(word for option in named for word in option)]
+        options = ["--config", "quickstart", *(word for option in named for word in option)]
+    options = cli.named_run(options) if verb == "push" else options
     borrows = cli.COMMAND_LINES.get(verb)
     words = options if verb in cli.COMMANDS else [borrows.lender if borrows else verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]
@@ -173,7 +181,7 @@ def check_python(arguments: list[str], files: Path) -> None:
 
 
 def check_pip(arguments: list[str], files: Path) -> None:
-    extras = re.findall(r"\.\[([\w,-]+)\]", " ".join(arguments))
+    extras = re.findall(r"(?:\.|rlt-lightning)\[([\w,-]+)\]", " ".join(arguments))
     project = (ROOT / "pyproject.toml").read_text()
     assert all(
         re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in ",".join(extras).split(",") if extra
@@ -222,7 +230,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "playwright": (nothing, "downloads a browser"),
     "ruff": (nothing, "run by make check"),
 }
-PLACES = (".venv/bin", ".venv-vllm/bin", ".venv-trl/bin", "../vllm/bin")  # of further programs of these names
+PLACES = (".venv/bin", ".venv-vllm/bin", "../vllm/bin")  # of further programs of these names
 STAND_IN = '#!/bin/sh\n{ printf "%s\\0" "$0" "$@"; printf "\\036"; } >> "$CALLS"\n'
 
 
@@ -248,9 +256,15 @@ def calls_of(block: Block, folder: Path) -> list[list[str]]:
     return [[os.path.relpath(checkout / program, checkout), *arguments] for program, *arguments in words]
 
 
+def empty_folder(folder: Path) -> Path:
+    """A folder in which commands work without a checkout around them."""
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
 @blocks("sh")
 def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(empty_folder(tmp_path))
     calls = calls_of(block, tmp_path)
     assert calls, "runs nothing: a block that only shows something is ```text"
     files = page_files(block.page, tmp_path / "files")
@@ -285,7 +299,7 @@ def test_the_stages_of_a_pipeline_are_right(
 def test_commands_within_the_text_are_right(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(empty_folder(tmp_path))
     for command in re.findall(r"`((?:rlt|make) [^`…]+)`", page.read_text()):
         program, *arguments = shlex.split(command)
         if program == "make" or re.search(r" --(?!\w+\.help)[\w.]+ \w", command):  # else the name of a verb
@@ -294,14 +308,14 @@ def test_commands_within_the_text_are_right(
 
 @blocks("yaml")
 def test_a_yaml_block_is_an_overlay(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(empty_folder(tmp_path))
     assert isinstance(yaml.safe_load(block.text), dict)
     if (name := block.file()) is not None and (ROOT / name).is_file():
         assert yaml.safe_load(block.text) == yaml.safe_load((ROOT / name).read_text()), (
             f"not what {name} says"
         )
     (tmp_path / "block.yaml").write_text(block.text)
-    verb, config = OVERLAY_OF.get(block.page, ("fit", "configs/quickstart.yaml"))
+    verb, config = OVERLAY_OF.get(block.page, ("fit", "quickstart"))
     check_rlt([verb, "--config", config, "--config", "block.yaml"], page_files(block.page, tmp_path))
 
 
@@ -337,18 +351,18 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     """Run a command of the documentation at tiny size."""
     verb, *options = words
     configs = [option for name, option in pairwise(options) if name == "--config"]
-    tiny = tiny_options(verb, yaml.safe_load((ROOT / configs[0]).read_text()), model) if configs else []
+    tiny = tiny_options(verb, yaml.safe_load(find_config(configs[0]).read_text()), model) if configs else []
     tiny = TINY if verb == "plan" else tiny
     end = 2 * len(configs)  # what follows the configs is the command's own, and counts
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
-    known |= {"runs/RUN/checkpoints/step=000120.ckpt": str(runs / "q")}
+    known |= dict.fromkeys(("runs/RUN/checkpoints/step=000120.ckpt", "runs/teacher"), str(runs / "q"))
     known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
     known |= {"runs/warmup": model} if verb == "teach" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.VERBS and "--output_dir" not in options:
         options += ["--output_dir", str(runs / verb)]
-    result = rlt(verb, *options, text="What is 17 + 25?" if verb == "chat" else "")
+    result = rlt(verb, *options, cwd=runs, text="What is 17 + 25?" if verb == "chat" else "")
     assert result.returncode == 0, result.stderr
 
 
@@ -406,7 +420,7 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
                 assert run.returncode == 0
                 continue
             stage = f"{words[0]} {Path(words[words.index('--config') + 1]).stem}"
-            result = rlt(*words, *SMALL[stage])
+            result = rlt(*words, *SMALL[stage], cwd=tmp_path)
             assert result.returncode == 0, result.stderr
             done.add(stage)
     assert done == set(SMALL)
@@ -414,7 +428,8 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
 
 def test_every_verb_is_run() -> None:
     elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
-    elsewhere |= {"dashboard"}  # which needs an account; test_dashboards.py has all but the sending
+    elsewhere |= {"push"}  # needs a hub: test_hub.py
+    elsewhere |= {"dashboard"}  # needs an account; test_dashboards.py has all but the sending
     assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
 
 
@@ -432,6 +447,8 @@ def python_with(module: str) -> str:
 
 @blocks("python")
 def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> None:
+    if "from trl" in block.text:
+        pytest.importorskip("trl", reason="needs TRL: make setup")
     with worker_of(tiny_model, dev_mode=False) as worker:
         code = block.text
         names = {"runs/student_sft/model": tiny_model, "http://127.0.0.1:8000": worker.url}

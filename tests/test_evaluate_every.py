@@ -287,7 +287,8 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
             options: dict[str, Any] = {"steps": 4, "source": "arithmetic"}
             seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, **options)
             asked = [body for body in worker.bodies if body["max_tokens"] == SAMPLING.max_completion_length]
-            assert len(asked) == (9 if callbacks else 0)  # 3 problems, 3 times
+            # 3 problems, 3 times, two completions that are requests of their own.
+            assert len(asked) == (18 if callbacks else 0)
     assert [tokens for tokens, _ in seen["with"].steps] == [tokens for tokens, _ in seen["without"].steps]
     assert list(rows_of(tmp_path / "with")) == [0, 2, 4]
 
@@ -296,7 +297,9 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: P
     with worker_of(tiny_model) as worker:
         engine = workers_engine(worker.url)
         fit(tiny_model, tmp_path / "run", evaluations(max_rows=3, engine=engine), Checkpoint(), steps=4)
-        assert len(worker.bodies) == 9
+        # 3 problems, 3 times, each completion a request of its own.
+        assert len(worker.bodies) == 18
+        assert {body["n"] for body in worker.bodies} == {1}
         assert worker.folder is not None
         pushed = load_file(next(Path(worker.folder).glob("*.safetensors")))
     trained = load_file(

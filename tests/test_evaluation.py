@@ -164,7 +164,6 @@ def test_math500_takes_the_equivalent_answers_for_each_other(judge: Judge) -> No
 
 
 def test_countdown_problems_are_judged_by_their_own_solutions(judge: Judge) -> None:
-    pytest.importorskip("reasoning_gym", reason="needs the extra countdown")
     from rlt_lightning.datamodules.sources import read_rows
 
     questions = read_set("countdown", None, 5, 0)

@@ -26,6 +26,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from misfits import HalfServed, Terms
 from test_async_rollouts import Witness, assert_same, fit
+from wheel import OFFLINE, PIP, build_wheel
 
 import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
@@ -63,14 +64,8 @@ def command(verb: str, config: str) -> list[str]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package as users have it: a wheel, installed in a folder of its own."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    offline = ["--no-deps", "--no-index"]
-    build = [*pip, "wheel", str(ROOT), *offline, "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run(build, check=True, timeout=120)
-    [wheel] = folder.glob("*.whl")
-    subprocess.run(
-        [*pip, "install", str(wheel), *offline, "--target", str(folder / "site")], check=True, timeout=120
-    )
+    install = [*PIP, "install", str(build_wheel(folder)), *OFFLINE, "--target", str(folder / "site")]
+    subprocess.run(install, check=True, timeout=120)
     site = folder / "site"
     where = [sys.executable, "-c", "import rlt_lightning; print(rlt_lightning.__file__)"]
     found = subprocess.run(where, cwd=folder, env=outside_the_checkout(site), capture_output=True, text=True)
@@ -160,10 +155,12 @@ def test_a_curriculum_wastes_no_completion_that_is_sampled_ahead_and_repeats_its
 
     with worker_of(tiny_model) as worker:
         whole = fit(tiny_model, tmp_path, worker, witness=Growing(), steps=4)
-        assert [body["max_tokens"] for body in worker.bodies] == [2, 2, 4, 4, 6, 6, 8, 8]
+        assert [body["max_tokens"] for body in worker.bodies] == [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
         checkpoint = tmp_path / "checkpoints" / "step=000002.ckpt"
         resumed = fit(tiny_model, tmp_path, worker, witness=Growing(), steps=4, resume=checkpoint)
-        assert [body["max_tokens"] for body in worker.bodies[8:]] == [8, 8]  # step 3's are in the checkpoint
+        assert [body["max_tokens"] for body in worker.bodies[16:]] == [
+            8
+        ] * 4  # step 3's are in the checkpoint
     first = Witness()
     first.steps = whole.steps[:2]
     assert_same(first, resumed, whole=whole)
@@ -505,8 +502,8 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
         (
             ["--rollouts.engine=misfits.NoMethods"],
             "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no generate, "
-            "update_weights, verify, describe, load_own_model, share, gather_weights, health, put_to_sleep "
-            "and has other parameters of start. Derive it from that class",
+            "generate_and_tell, update_weights, verify, describe, load_own_model, share, gather_weights, "
+            "health, put_to_sleep and has other parameters of start. Derive it from that class",
         ),
         (
             ["--rollouts.engine=misfits.NoAnnotations"],

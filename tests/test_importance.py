@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlt_lightning.callbacks.rollout_checks import choose_weights
+from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.numerics import DAPOLoss, GRPOLoss, Mismatch, PolicyLoss, TruncatedImportanceSampling
 
 ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
@@ -180,3 +183,40 @@ def test_weighing_by_the_ratio_to_the_sampler_is_reinforce_of_the_trainer_in_the
     ]
     (grad,) = torch.autograd.grad(torch.stack(losses) @ q, logits)
     torch.testing.assert_close(grad, expected)
+
+
+OUTSIDE = VLLMEngine(["http://127.0.0.1:9"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "asynchronous", "expected"),
+    [(HFEngine(), False, None), (OUTSIDE, False, "level token, cap 2"), (OUTSIDE, True, None)],
+)
+def test_auto_weighs_what_another_process_samples(
+    engine: Engine, asynchronous: bool, expected: str | None
+) -> None:
+    rlt = RLTModule()
+    for _ in range(2):  # a second fit chooses anew
+        choose_weights(Sampling(), engine, asynchronous, rlt)
+        found = None if rlt.importance_weights is None else str(rlt.importance_weights)
+        assert found == expected
+        rlt.importance_weights = TruncatedImportanceSampling("sequence")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "engine"),
+    [(Sampling(top_p=0.9), OUTSIDE), (Sampling(), VLLMEngine(["http://127.0.0.1:9"], log_probs="trainer"))],
+)
+def test_auto_warns_where_it_cannot_weigh(sampling: Sampling, engine: Engine) -> None:
+    rlt = RLTModule()
+    with pytest.warns(UserWarning, match="auto: none, since VLLMEngine does not report the log-probs"):
+        choose_weights(sampling, engine, False, rlt)
+    assert rlt.importance_weights is None
+
+
+def test_an_explicit_setting_wins_over_the_engine() -> None:
+    for setting in (None, TruncatedImportanceSampling("sequence", cap=4.0)):
+        for engine in (HFEngine(), OUTSIDE):
+            rlt = RLTModule(importance_sampling=setting)
+            choose_weights(Sampling(top_p=0.9), engine, False, rlt)
+            assert rlt.importance_weights is setting

@@ -157,7 +157,6 @@ def test_only_plain_arithmetic_is_evaluated(text: str, expression: str | None) -
 
 
 def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> None:
-    pytest.importorskip("reasoning_gym", reason="needs the extra countdown")
     answers = [
         "95 - 38 - 21",
         "(95-21)-38",
@@ -173,14 +172,6 @@ def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> N
     large = COUNTDOWN | {"numbers": [1000, 1000, 1], "target": 1000001}
     nearly = judge.judge_all((f"\\boxed{{1000*1000{sign}1}}", large) for sign in "+-")
     assert [verdict.correct for verdict in nearly] == [True, False]
-
-
-def test_countdown_without_its_extra_says_how_to_install_it(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlt_lightning.judging.answers.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install -e '\.\[countdown\]'"):
-        judge.judge("1", COUNTDOWN)
 
 
 def test_equivalent_answers_share_a_number(judge: Judge) -> None:
@@ -288,7 +279,7 @@ def test_a_run_of_a_script_without_guard_is_one_clear_line(tmp_path: Path) -> No
     words = ["rlt", "test", "--config=configs/smollm2_evaluate.yaml", "--rollouts.num_samples=1"]
     words += [f"--data.responses={tmp_path / 'given.jsonl'}", "--data.max_rows=2"]
     words += [f"--output_dir={tmp_path / 'run'}"]
-    script = f"import sys\nfrom rlt_lightning.cli import run\nsys.argv = {words}\nsys.exit(run())\n"
+    script = f"import sys\nfrom rlt_lightning.cli.main import run\nsys.argv = {words}\nsys.exit(run())\n"
     result = run_script(tmp_path, script)
     assert result.returncode == 2
     lines = result.stderr.splitlines()
@@ -298,7 +289,7 @@ def test_a_run_of_a_script_without_guard_is_one_clear_line(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_process_of_ones_own_without_guard_is_told_too(tmp_path: Path) -> None:
-    script = "import multiprocessing, sys\nfrom rlt_lightning.cli import run\n"
+    script = "import multiprocessing, sys\nfrom rlt_lightning.cli.main import run\n"
     script += "if __name__ == '__main__':\n"
     script += "    process = multiprocessing.get_context('spawn').Process(target=int)\n"
     script += "    process.start()\n    process.join()\n    sys.exit(process.exitcode)\n"

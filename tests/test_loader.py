@@ -31,7 +31,7 @@ def test_an_epoch_is_full_batches_of_different_rows():
     assert first != second
     assert list(make_loader()) == first
     assert list(make_loader(seed=6)) != first
-    assert sorted(loader.order(0)) == ROWS
+    assert sorted(loader.order.of_epoch(0)) == ROWS
 
 
 def test_ranks_share_the_batch_that_one_process_would_have():

@@ -156,6 +156,19 @@ def test_a_job_before_its_time_limit_queues_again(tmp_path: Path) -> None:
     assert log.read_text() == "requeue 7\n"
 
 
+def test_processes_get_the_cores_that_the_job_asked_for(tmp_path: Path) -> None:
+    # srun takes --cpus-per-task from its own option or SRUN_CPUS_PER_TASK; it ignores SLURM_CPUS_PER_TASK.
+    srun = '#!/bin/sh\necho "cores: ${SRUN_CPUS_PER_TASK:-1}"\n'
+    (tmp_path / "srun").write_text(srun)
+    (tmp_path / "srun").chmod(0o755)
+    job = {"JOB_ID": "7", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1", "CPUS_PER_TASK": "8"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    job_process = begin(["bash", "scripts/slurm.sh"], PATH=path, RUN=str(tmp_path / "run"), **environment)
+    [output] = finish([job_process])
+    assert output == "cores: 8\n"
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_every_process_of_a_launcher_is_told_to_name_the_folder(rank: str, tiny_model: str) -> None:
     job = {"SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "rlt"}

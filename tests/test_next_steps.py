@@ -11,8 +11,10 @@ import pytest
 import yaml
 from commands import rlt
 from jsonargparse import Namespace
+from test_docs import check_rlt
 
 from rlt_lightning.cli import next_steps
+from rlt_lightning.datamodules.stored import ItemTable, MadeItem, StoredItems, batches_of
 from rlt_lightning.types import SFTExample
 
 CONTEXT = 200  # tokens: less than a prompt and the completions of the configs need
@@ -97,26 +99,52 @@ def config_of(task: str, **model: object) -> Namespace:
     )
 
 
+def stored(*examples: SFTExample) -> StoredItems:
+    made = (MadeItem(example, "", {}) for example in examples)
+    return StoredItems([ItemTable(list(batches_of(made, True, {})))], [1])
+
+
 def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_steps, "context_length", lambda *_: 32768)
-    examples = [SFTExample(1, [1, 2, 3], [False, True, True])]
+    examples = stored(SFTExample(1, [1, 2, 3], [False, True, True]))
     warmed_up = config_of("teacher_sft", pretrained="Qwen/Qwen2.5-7B-Instruct")
     text = next_steps.propose_after_fit(warmed_up, False, examples)
     assert text is not None
-    assert "--config configs/teacher_rlt.yaml --model.teacher runs/one/model --data.source bespoke" in text
+    assert "--config teacher_rlt --model.teacher runs/one/model --data.source bespoke" in text
     assert "--model.student" not in text
     trained = config_of("rlt", teacher="runs/zero/model", student="bespokelabs/Bespoke-Stratos-7B")
-    text = next_steps.propose_after_fit(trained, False, [])
+    text = next_steps.propose_after_fit(trained, False, stored())
     assert text is not None
-    assert "--config configs/generate.yaml" in text
+    assert "--config generate " in text
     assert "--data.source FILE" in text  # not what it was trained on
     assert "FILE: questions that it was not trained on" in text
     assert "student_context" not in text  # the config's own
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("task", ["teacher_sft", "rlt", "student_sft", "student_rl"])
+def test_every_proposal_is_read_in_an_empty_folder(
+    task: str, on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(next_steps, "context_length", lambda *_: 8192)
+    monkeypatch.chdir(tmp_path)
+    of_rl = {"teacher": "Qwen/Qwen2.5-7B-Instruct", "student": "bespokelabs/Bespoke-Stratos-7B"}
+    models = {"pretrained": "Qwen/Qwen2.5-7B-Instruct"} if task.endswith("sft") else of_rl
+    config = config_of(task, **models)
+    Path("distillation.jsonl").write_text("{}\n")
+    texts = [next_steps.propose_after_fit(config, on_cpu, stored(SFTExample(1, [1, 2], [False, True])))]
+    if task in ("rlt", "student_rl"):
+        texts += [next_steps.propose_after_generation(config, on_cpu, Path("distillation.jsonl"))]
+    for text in texts:
+        assert text is not None
+        program, *words = shlex.split(text.splitlines()[1])
+        assert program == "rlt"
+        check_rlt(words, tmp_path)
+
+
 def test_completions_may_be_as_long_as_those_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_steps, "context_length", lambda *_: 8192)
-    examples = [SFTExample(1, [1] * 101, [False] + [True] * 100)]  # quickstart_smollm2.yaml allows 48
+    examples = stored(SFTExample(1, [1] * 101, [False] + [True] * 100))  # quickstart_smollm2.yaml allows 48
     text = next_steps.propose_after_fit(config_of("teacher_sft", pretrained="smollm2-135m"), True, examples)
     assert text is not None
     assert "--rollouts.sampling.max_completion_length 100" in text
@@ -129,7 +157,7 @@ def test_nothing_is_proposed_where_no_trace_was_selected(tmp_path: Path) -> None
 
 
 def test_a_prompt_that_the_run_left_out_replaces_the_configs() -> None:
-    text = next_steps.propose_after_fit(config_of("rlt", student="smollm2-135m"), True, [])
+    text = next_steps.propose_after_fit(config_of("rlt", student="smollm2-135m"), True, stored())
     assert text is not None
     words = shlex.split(text.splitlines()[1])
     assert words[words.index("--data.student_system_prompt") + 1] == "null"
@@ -138,6 +166,6 @@ def test_a_prompt_that_the_run_left_out_replaces_the_configs() -> None:
 def test_tags_of_ones_own_are_carried_over() -> None:
     tags = {"thought_open": "<t>", "separator": "\n"}
     data = Namespace(tags=Namespace(**tags), student_system_prompt="")
-    words = shlex.split(next_steps.command("test", "x.yaml", {}, data, next_steps.STUDENT_FORMAT))
+    words = shlex.split(next_steps.command("test", "evaluate", {}, data, next_steps.STUDENT_FORMAT))
     assert json.loads(words[words.index("--data.tags") + 1]) == tags
     assert words[-2:] == ["--data.student_system_prompt", ""]

@@ -14,11 +14,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
-from rlt_lightning.planner import make_plan, memory, timing
+from rlt_lightning.planner import lengths, make_plan, memory, sampling, timing
 from rlt_lightning.planner.inputs import Device, LanguageModel, PlannedWorkers, Setup, Step
 from rlt_lightning.planner.processes import count_devices, sharding_named
+from rlt_lightning.planner.rows import BETWEEN, WITHIN
 from rlt_lightning.planner.shapes import Activations, LiveBytes, Shape, activations
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
@@ -60,6 +62,30 @@ def half(setup: Setup) -> Setup:
 def on(setup: Setup, sharding: str, num_processes: int = 4) -> Setup:
     step = replace(setup.step, num_processes=num_processes)
     return replace(setup, sharding=sharding, num_processes=num_processes, step=step)  # type: ignore[arg-type]
+
+
+def test_cache_of_the_engine_stores_a_prompt_once() -> None:
+    # 8 rows of 10 tokens, 4 prompts of 8; 12 numbers of 4 bytes a token; half of one of 6 layers is copied.
+    drawing = 8 * 32 * 10
+    sampled = 8 * 10 * (1 + 0.5 / 6)
+    assert memory.kv_cache(SETUP) == pytest.approx((sampled + 4 * 8) * 48 + drawing)
+    assert memory.kv_cache(replace(SETUP, hf_sequences=3)) == pytest.approx(
+        (3 * 10 * (1 + 0.5 / 6) + 3 * 8) * 48 + 3 * 320
+    )
+    under_autocast = replace(SETUP, policy=replace(MODEL, kv_bytes=2))
+    assert memory.kv_cache(under_autocast) == pytest.approx((sampled + 4 * 8) * 24 + drawing)
+    # With transformers' cache every row repeats its prompt, and one of 6 layers exists twice.
+    repeated = replace(SETUP, policy=replace(MODEL, uses_slots=False))
+    assert memory.kv_cache(repeated) == pytest.approx(8 * 18 * (1 + 1 / 6) * 48 + drawing)
+
+
+def test_packed_weights_are_counted_where_the_engine_packs_them() -> None:
+    long = replace(SETUP, step=replace(STEP, completion_length=64))
+    on_cpu = replace(long, device=replace(GPU, name="cpu"))
+    assert memory.generate_parts(on_cpu, {})["packed weights"] == 400  # 100 weights of 4 bytes
+    others = [long, replace(on_cpu, hf_sequences=3), replace(on_cpu, step=STEP), on(on_cpu, "zero3")]
+    for setup in others:
+        assert "packed weights" not in memory.generate_parts(setup, {})
 
 
 @pytest.mark.parametrize(
@@ -210,13 +236,61 @@ def test_stages_1_and_2_have_gradients_only_from_backward_to_step() -> None:
 def test_time_is_work_by_rate() -> None:
     # Per process: 4 families of 4 + 10 tokens; pairs 4 * 5 / 2 + 2 * (5 * 6 / 2 + 5 * 4) = 80; 10 are scored.
     forward = 4 * (120 * 14 + 2 * 80 + 40 * 10)
-    assert timing.forward_flops_of_step(SETUP, MODEL) == forward
-    by_name = {timing.name: timing.seconds for timing in timing.timings(SETUP)}
-    assert by_name["score"] == pytest.approx(forward / 0.5e6)
-    assert by_name["train"] == pytest.approx(4 * forward / 0.5e6)  # the reference's, and a backward is two
-    with_worker = replace(SETUP, worker=WORKER)
-    pushed = {timing.name: timing.seconds for timing in timing.timings(with_worker)}
-    assert pushed["push"] == 100 * 4 / 100
+    assert timing.forward_flops(SETUP, MODEL) == forward
+    seconds = {phase.name: phase.seconds for phase in timing.timings(SETUP).phases}
+    assert seconds["score"] == seconds["reference"] == pytest.approx(forward / 0.5e6)
+    assert seconds["train"] == pytest.approx(3 * forward / 0.5e6)  # a backward is two
+    assert timing.timings(replace(SETUP, worker=WORKER)).sum_of("push") == 100 * 4 / 100
+
+
+def test_student_reads_the_solution_after_each_completion() -> None:
+    # The prompt of 4 tokens has a solution of 2, which follows each completion of 5 in the student's rows.
+    step = replace(STEP, layout="packed", mean_solution_length=2)
+    [load] = lengths.rank_loads(step, solution=2)
+    assert (load.tokens, load.scored) == (8 * (2 + 5 + 2), 8 * (5 + 2))
+
+
+def test_phases_add_up_as_the_run_orders_them() -> None:
+    seconds = {"generate": 8, "push": 1, "score": 3, "reference": 2, "train": 4, "cpu": 1}
+    phases = [timing.Timing(name, value, "") for name, value in seconds.items()]
+    assert timing.StepTime(phases).total == 19
+    assert timing.StepTime(phases, scores_early=True).total == 8 + 4 + 1 + 1
+    assert timing.StepTime(phases, asynchronous=True).total == (3 + 2 + 4 + 1) + 1
+    slow = [*phases, timing.Timing("generate", 100, "")]
+    assert timing.StepTime(slow, asynchronous=True).total == 108 + 1
+
+
+RECIPE = Step(
+    num_processes=4, prompts=16, group_size=64, prompt_length=16384, completion_length=16384,
+    mean_prompt_length=1024, mean_completion_length=5000, micro_batch_tokens=32768, layout="auto",
+    spread_between=BETWEEN, spread_within=WITHIN,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "whole"), [(4, 1.24), (8, 1.52), (16, 1.97)])
+def test_balanced_ranks_are_nearly_even(ranks: int, whole: float) -> None:
+    step = replace(RECIPE, num_processes=ranks)
+    assert lengths.slowest_rank(replace(step, balanced=True), num_steps=2) <= 1.05
+    found = []
+    for seed in range(20):
+        tokens = lengths.simulated_lengths(step, seed)
+        found.append(imbalance([sum(tokens[i] for i in share) for share in lengths.shares(step, tokens)]))
+    assert sum(found) / len(found) == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "whole"), [(4, 1.24), (8, 1.52), (16, 1.97)])
+def test_the_packer_s_rows_are_as_uneven_as_problems(ranks: int, whole: float) -> None:
+    found = lengths.slowest_rank(replace(RECIPE, num_processes=ranks), num_steps=20)
+    assert found == pytest.approx(whole, rel=0.05)
+
+
+def test_simulated_lengths_keep_mean_and_limit() -> None:
+    found = lengths.simulated_lengths(RECIPE, 0)
+    assert len(found) == 1024
+    assert max(found) == 16384
+    assert sum(found) / 1024 == pytest.approx(5000, rel=0.001)
+    assert found == lengths.simulated_lengths(replace(RECIPE, num_processes=8), 0)
 
 
 def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
@@ -228,21 +302,43 @@ def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
     families = ((0, 1), (2, 3))
     model = meta_model(tiny_model)
     counted = forward_flops(model, PackedSequences.from_sequences(sequences, families))
-    pairs = timing.pairs_of(row_of(families, step.mean_sequences), step.mean_sequences)
+    pairs = lengths.pairs_of(row_of(families, step.mean_sequences), step.mean_sequences)
     assert flops(model, 28, pairs, 20) == pytest.approx(counted)
 
 
 def test_worker_holds_what_fits_beside_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "WORKER_OVERHEAD", 1000)
+    monkeypatch.setattr(sampling, "WORKER_OVERHEAD", 1000)
     setup = replace(SETUP, worker=WORKER)
     # 2 GPUs * (0.9 * 10000 - 1000) - 100 weights * 2 = 15800 bytes; a token takes 12 * 2.
-    assert timing.kv_capacity(setup, WORKER) == pytest.approx(15800 / 24)
+    assert sampling.kv_capacity(setup, WORKER) == pytest.approx(15800 / 24)
     # A completion of 10 tokens and half of a prompt of 8: 47 fit; each of 2 copies has 4 of a step's 8.
-    assert timing.rows_at_once(setup, WORKER) == 4
+    assert sampling.rows_at_once(setup, WORKER) == 4
     many = replace(setup, step=replace(STEP, prompts=1000))
-    assert timing.rows_at_once(many, WORKER) == pytest.approx(15800 / 24 / 14)
-    # A step of decoding reads 100 weights and 3 * 7 * 12 keys and values of 2 bytes, at 1e4 bytes/s and GPU.
-    assert timing.decode_seconds(setup, 2, 2, rows=3, length=7) == pytest.approx((100 + 252) * 2 / 1e4 / 2)
+    assert sampling.rows_at_once(many, WORKER) == pytest.approx(15800 / 24 / 14)
+    # Two GPUs read 100 weights of 2 bytes, and 12 * 2 bytes a token, at 0.8 of 1e4 bytes/s each.
+    copy = sampling.copy_of(setup)
+    assert copy.weights_s == pytest.approx(200 / 16_000)
+    assert copy.token_s == pytest.approx(24 / 16_000)
+
+
+COPY = sampling.Copy(
+    max_sequences=2, capacity=float("inf"), weights_s=1.0, token_s=0.0, product_s=0.0, overhead_s=0.5
+)
+
+
+def test_a_waiting_completion_takes_a_free_place() -> None:
+    # Token steps of 1.5 s. Places 1 and 2 have 4 and 2 tokens to go; the third, of 3, follows the second.
+    assert sampling.played(COPY, [4, 2, 3], prompt=0) == 1.5 * 5
+    assert sampling.played(replace(COPY, max_sequences=1), [4, 2, 3], prompt=0) == 1.5 * 9
+    assert sampling.played(replace(COPY, max_sequences=3), [4, 2, 3], prompt=0) == 1.5 * 4
+
+
+def test_keys_and_values_are_read_and_limit_what_is_in_work() -> None:
+    reading = replace(COPY, weights_s=0.0, overhead_s=0.0, token_s=1.0)
+    assert sampling.played(reading, [4], prompt=2) == 4 * (2 + 2)  # the mean of 2 to 6 tokens, four times
+    # Room for 5 tokens: with 2 each there, the second must wait for the first, and starts where it was.
+    narrow = replace(COPY, capacity=5)
+    assert sampling.played(narrow, [4, 4], prompt=0) == 1.5 * (2 + 2 + 2)
 
 
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:
@@ -254,7 +350,7 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     assert not plan.fits
     assert problem.startswith("does not fit: ")
     assert "--model.gradient_checkpointing true" in problem
-    assert "zero3.yaml" in problem
+    assert "--config overlays/zero3" in problem
     assert make_plan(replace(SETUP, device=replace(GPU, memory=20_000))).fits
 
 
@@ -267,7 +363,12 @@ def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
     }
     assert taken[False]["train"] == taken[False]["push"] == taken[True]["push"] == 9000
     assert taken[True]["train"] == memory.ASLEEP
-    assert plans[True].phases[0].host["sleeping worker"] == 100 * 2 / 2  # its weights, by two GPUs
+    assert "sleeping worker" not in plans[True].phases[0].host  # it drops its weights
+    with_adapter = replace(workers[True], only_adapter=True)
+    adapter = make_plan(replace(SETUP, worker=with_adapter))
+    assert adapter.phases[0].host["sleeping worker"] == 100 * 2 / 2  # its weights, by two GPUs
+    for worker, sleep in (workers[True], False), (with_adapter, True):  # only what is kept is copied
+        assert bool(timing.timings(replace(SETUP, worker=worker)).sum_of("sleep")) == sleep
     assert not plans[False].fits
 
 

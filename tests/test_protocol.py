@@ -310,7 +310,6 @@ def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
     assert evaluation_set("zoo", settings | {"private": True}).private
     # Without a template, the options are there all the same.
     assert "A) " in read_set("zoo", {"source": path, "judge": "choice"}, 1, 0)[0].text
-    pytest.importorskip("reasoning_gym", reason="needs the extra countdown")
     rows = [{"question": "Make 7.", "numbers": [3, 4], "target": 7}]
     own = {
         "source": write(tmp_path / "numbers.jsonl", rows),

@@ -24,6 +24,7 @@ from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
+from rlt_lightning.strategies.sharding import Whole
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 TEMPERATURE = 0.7
@@ -286,20 +287,25 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Sc
             assert reward == pytest.approx(slow_reward(rlt.policy, rlt.student.model, row), abs=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to offload from")
-def test_frozen_models_are_on_the_gpu_only_while_they_are_used(tiny_model: str) -> None:
-    frozen = FrozenModel(module(tiny_model).load(tiny_model, "float32").model, offload=True)
-    gpu = torch.device("cuda")
-    frozen.place(gpu)
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tiny_model: str) -> None:
+    entry = module(tiny_model).load(tiny_model, "float32")
+    device, whole = torch.device(name), Whole(None)
+
+    def devices() -> set[str]:
+        return {tensor.device.type for tensor in FrozenModel(entry).tensors()}
+
+    frozen = FrozenModel(entry, offload=True)
+    frozen.place(device, whole)
     kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
-    with frozen.on(gpu) as model:
-        assert all(parameter.is_cuda for parameter in model.parameters())
-    for name, tensor in frozen.model.state_dict().items():
-        assert torch.equal(tensor, kept[name]), name
-    stays = FrozenModel(frozen.model)
-    stays.place(gpu)
-    with stays.on(torch.device("cpu")) as model:
-        assert all(parameter.is_cuda for parameter in model.parameters())
+    with frozen.on(device):
+        assert devices() == {name}
+    for key, tensor in frozen.model.state_dict().items():
+        assert torch.equal(tensor, kept[key]), key
+    stays = FrozenModel(entry)
+    stays.place(device, whole)
+    with stays.on(torch.device("cpu")):
+        assert devices() == {name}
 
 
 def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) -> None:
@@ -520,3 +526,14 @@ def test_number_types_that_training_does_not_work_in_are_refused(
     with pytest.raises(InputError, match=message):
         trainer(tmp_path, rollout_callback(), **options).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.policy is None
+
+
+def test_auto_weighs_nothing_that_the_trained_model_samples(tiny_model: str, tmp_path: Path) -> None:
+    weights = []
+    for options in ({}, {"importance_sampling": None}):
+        rlt = module(tiny_model, **options)
+        trainer(tmp_path, rollout_callback(), steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        assert rlt.importance_weights is None
+        weights.append(rlt.policy.state_dict())
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name

@@ -64,18 +64,49 @@ def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
-def test_ten_times_the_tokens_on_one_rank_neither_hang_nor_change_the_result(
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
+def test_ranks_divide_a_step_by_its_tokens_which_does_not_change_the_result(
     strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
 ) -> None:
+    # The completions of rank 1's problem are ten times as long as those of rank 0's.
     folder = tmp_path / "run"
     run(tiny_model, folder, strategy, tokens=280, uneven=True)
-    few, many = (json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1))
-    assert few == [1] * STEPS
-    assert len(many) == STEPS
-    assert min(many) >= 4
+    counts = [json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [len(rows) for rows in counts] == [STEPS, STEPS]
+    assert all(abs(a - b) <= 1 and min(a, b) >= 2 for a, b in zip(*counts, strict=True))
+    steps = json.loads(folder.with_suffix(".json").read_text())
+    assert all(1 <= step["perf/rank_imbalance"] <= 1.05 for step in steps)
     assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", [full("single"), full("ddp"), full("fsdp2"), "zero3"])
+def test_scoring_while_others_are_sampled_does_not_change_the_result(
+    strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    # The last completion of a step comes when others are scored; then one rank has nothing new to score.
+    folder = tmp_path / "run"
+    run(tiny_model, folder, strategy, tokens=100, uneven=True, early=True)
+    steps = json.loads(folder.with_suffix(".json").read_text())
+    assert all(0 < step["perf/score_hidden_frac"] < 1 for step in steps)
+    assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    options = {"tokens": 280, "uneven": True, "prompts": 4, "steps": 3}
+    run(tiny_model, tmp_path / "single", "single", **options)
+    for world_size in (2, 4):
+        folder = tmp_path / f"run{world_size}"
+        run(tiny_model, folder, strategy, world_size=world_size, **options)
+        assert largest_difference(weights(folder), weights(tmp_path / "single")) < 1e-5
+        ours, single = (
+            json.loads(path.with_suffix(".json").read_text()) for path in (folder, tmp_path / "single")
+        )
+        for step, reference in zip(ours, single, strict=True):
+            for name in ("reward/mean", "reward/group_std", "student/kl_mean", "policy/entropy"):
+                assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name
+            assert 1 <= step["perf/rank_imbalance"] <= 1.1  # four ranks have four completions each
 
 
 @pytest.mark.parametrize(

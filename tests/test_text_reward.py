@@ -14,7 +14,6 @@ import yaml
 from commands import ROOT, rlt, start
 from lightning.pytorch import Callback
 from test_cli import assert_one_clear_line, metrics, wait_for
-from test_countdown import needs_reasoning_gym
 from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs, trainer
 from torch import Tensor
 
@@ -75,8 +74,8 @@ MAKE_35 = {"kind": "countdown", "numbers": [3, 4, 5], "target": 35}
         (in_tags(r"It is \boxed{7}."), {"answer": 7}, (1.0, 1, 1)),
         (in_tags(r"\boxed{\frac{1}{2}}"), {"solution": r"So \boxed{0.5}."}, (1.0, 1, 1)),
         (in_tags("#### 18"), {"answer": "9 * 2 = 18\n#### 18"}, (1.0, 1, 1)),
-        pytest.param(in_tags(r"\boxed{(3 + 4) * 5}"), MAKE_35, (1, 1, 1), marks=needs_reasoning_gym),
-        pytest.param(in_tags(r"\boxed{3 * 4 + 5}"), MAKE_35, (-0.5, 0, 1), marks=needs_reasoning_gym),
+        (in_tags(r"\boxed{(3 + 4) * 5}"), MAKE_35, (1, 1, 1)),
+        (in_tags(r"\boxed{3 * 4 + 5}"), MAKE_35, (-0.5, 0, 1)),
         (in_tags(r"\boxed{B}"), {"kind": "choice", "answer": "B"}, (1.0, 1, 1)),
         (in_tags(r"It is \boxed{8}."), {"answer": "7"}, (-0.5, 0, 1)),
         (in_tags("I do not know."), {"answer": "7"}, (-0.5, 0, 1)),
@@ -111,15 +110,6 @@ def test_a_better_answer_may_not_earn_less() -> None:
             CorrectnessReward(*figures)
 
 
-@needs_reasoning_gym
-def test_countdown_needs_its_checker_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    CorrectnessReward().check([answer("", kind="countdown").problem])
-    monkeypatch.setattr("rlt_lightning.judging.answers.find_spec", lambda name: None)
-    CorrectnessReward().check([answer("", answer="1").problem])
-    with pytest.raises(InputError, match="needs the package reasoning-gym"):
-        CorrectnessReward().check([answer("", kind="countdown").problem])
-
-
 # Its rows
 
 
@@ -131,7 +121,6 @@ def rows_of(tmp_path: Path, model: str, rows: list[dict[str, Any]]) -> StratosDa
     return made
 
 
-@needs_reasoning_gym
 def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"question": "9 * 2?", "answer": "9 * 2 = 18\n#### 18"},  # GSM8K
@@ -245,7 +234,7 @@ def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path
     result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
-    evaluate = f"rlt test --config configs/smollm2_evaluate.yaml --model.pretrained {run / 'model'}"
+    evaluate = f"rlt test --config smollm2_evaluate --model.pretrained {run / 'model'}"
     assert evaluate in result.stdout
     assert "--data.tags r1" in result.stdout
     found = metrics(run)[2]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
+
+from rlt_lightning.strategies.sharding import Entry
 
 TINY = [
     "--data.source=arithmetic",
@@ -66,3 +71,12 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     if "scores" in settings:
         options += ["--scores.rank_groups=2"]
     return options
+
+
+class StrictEntry(Entry):
+    """An entry that returns only what the hooks of DeepSpeed ZeRO-3 can read."""
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        result = super().forward(function, *arguments)
+        assert result is None or isinstance(result, (Tensor, tuple, list, dict)), type(result)
+        return result
