@@ -231,7 +231,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "ruff": (nothing, "run by make check"),
 }
 PLACES = (".venv/bin", ".venv-vllm/bin", "../vllm/bin")  # of further programs of these names
-STAND_IN = '#!/bin/sh\n{ printf "%s\\0" "$0" "$@"; printf "\\036"; } >> "$CALLS"\n'
+STAND_IN = '#!/bin/sh\nprintf "%s\\0" "$0" "$@" > "$CALLS/$$"\n'  # a file each: some run side by side
 
 
 def calls_of(block: Block, folder: Path) -> list[list[str]]:
@@ -245,14 +245,16 @@ def calls_of(block: Block, folder: Path) -> list[list[str]]:
         (checkout / program).parent.mkdir(parents=True, exist_ok=True)
         (checkout / program).write_text(STAND_IN)
         (checkout / program).chmod(0o755)
-    environment = {"PATH": str(checkout / "programs"), "CALLS": str(folder / "calls"), "HOME": str(folder)}
+    record = folder / "calls"
+    record.mkdir()
+    environment = {"PATH": str(checkout / "programs"), "CALLS": str(record), "HOME": str(folder)}
     script = f"set -u\nVLLM_API_KEY=key\n{block.text}\nwait\n"
     done = subprocess.run(
         ["/bin/bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True
     )
     assert not done.stderr, done.stderr  # such as: command not found
-    calls = (folder / "calls").read_text() if (folder / "calls").exists() else ""
-    words = [call.rstrip("\0").split("\0") for call in calls.split("\x1e")[:-1]]
+    calls = sorted(record.iterdir(), key=lambda call: (call.stat().st_mtime_ns, int(call.name)))
+    words = [call.read_text().removesuffix("\0").split("\0") for call in calls]
     return [[os.path.relpath(checkout / program, checkout), *arguments] for program, *arguments in words]
 
 
