@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Put what this project needs beside PyTorch into FOLDER, for a GPU machine that has PyTorch but no network.
+# Put the packages that a GPU machine without a network usually lacks into FOLDER. What it must have itself is in
+# docs/gpu.md: PyTorch and well-known packages with large wheels, such as transformers and pyarrow.
 # There, gpu_ladder.sh installs and uses it: KIT=FOLDER scripts/gpu_ladder.sh. A machine with a network needs no kit.
 #
 #   scripts/gpu_kit.sh FOLDER [GROUP ...]
@@ -8,9 +9,8 @@
 #   kernels   1 MB   Liger and cut-cross-entropy, to compare the head with
 #   plots    23 MB   matplotlib: without it benchmarks draw no picture
 #
-# The default is all three. Left out are datasets, pyarrow and pandas (66 MB), W&B and TensorBoard (40 MB) and plotly
-# (9 MB), which no step of the ladder imports. Wheels are for x86-64 Linux and the CPython of PYTHON_VERSION (3.12).
-# DRY=1 prints what would be fetched.
+# The default is all three. Left out are datasets and pandas, W&B and TensorBoard, which no step of the ladder imports.
+# Wheels are for x86-64 Linux and the CPython of PYTHON_VERSION (3.12). DRY=1 prints what would be fetched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?FOLDER is missing: scripts/gpu_kit.sh FOLDER [GROUP ...]}

@@ -5,11 +5,11 @@
 #   KIT=FOLDER scripts/gpu_ladder.sh          without a network, with a folder of gpu_kit.sh; PYTHON has PyTorch
 #   REHEARSE=1 scripts/gpu_ladder.sh          on a CPU at tiny size: shows that the steps run, and nothing else
 #
-#   1 versions     imports, driver, memory, allocator, rate of matrix products                  60 s at most
+#   1 versions     imports, driver, memory, allocator, rate of matrix products                  120 s at most
 #   2 numerics     log-probs, exact KL, attention with shared prefixes: CUDA against float64    180 s
 #   3 benchmark    benchmarks/gpu.py at 0.5B and 7B, 16k tokens: time, memory, MFU              480 s
-#   4 fit          5 iterations: fp32 on CPU and GPU, bf16-mixed, checkpointing and offload     390 s
-#   5 strategies   the same under FSDP2, DDP, ZeRO-3, ZeRO-1, offloaded ZeRO-3, one process     360 s
+#   4 fit          5 iterations: fp32 on CPU and GPU, bf16-mixed, checkpointing and offload     570 s
+#   5 strategies   the same under FSDP2, DDP, ZeRO-3, ZeRO-1, offloaded ZeRO-3, one process     420 s
 #   6 tests        the tests that need a GPU                                                    150 s
 #   7 profile      where the optimise phase's time goes, by kind of kernel                      240 s
 #   8 kernels      head, attention, blocks and AdamW by each kernel; pinned buffers of a push   600 s
@@ -70,6 +70,13 @@ install_kit() { # an environment of its own, which sees the machine's packages: 
         "$KIT"/wheels/*.whl || return 1
     echo "import site; site.addsitedir('$parent')" > "$site/parent.pth"
     echo "import sys; sys.path.insert(1, '$WORK/packages')" > "$site/kit.pth"
+    "$env/bin/python" - << 'END' || return 1
+from importlib.util import find_spec
+needed = "torch transformers tokenizers safetensors huggingface_hub accelerate torchmetrics lightning_utilities httpx filelock tqdm yaml"
+missing = [name for name in [*needed.split(), "pyarrow"] if find_spec(name) is None]
+if missing:
+    raise SystemExit(f"The Python of the machine (PYTHON) must have what the kit leaves out, but lacks {', '.join(missing)}.")
+END
     touch "$env/.ready"
 }
 
