@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[1]
 GIB = 2**30
 EXACT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 SFT = ["--config=configs/learning_correctness_warmup.yaml", "--data.prompts_per_step=32"]
-RLT = ["--config=configs/quickstart_smollm2.yaml"]
+RLT = ["--config=configs/quickstart_smollm2.yaml", "--model.teacher=smollm2-135m"]
+RLT += ["--model.student_dtype=float32", "--trainer.precision=32-true"]  # as fast on every CPU
 ZERO3 = ["--config=configs/overlays/zero3.yaml", "--trainer.devices=2", "--model.micro_batch_tokens=1024"]
 FSDP2 = ["--config=configs/overlays/fsdp2.yaml", "--trainer.devices=2"]
 SHORT = ["--rollouts.sampling.max_completion_length=8"]  # HFEngine gathers shards anew for every token

@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import generate
+import plan
 import pytest
 from commands import ROOT, Running
+from jsonargparse import capture_parser
+
+from rlt_lightning.cli import main as cli
 
 FOLDER = ROOT / "benchmarks"
 HELPERS = {
@@ -121,6 +125,16 @@ def test_the_goals_of_generate_are_at_16_sequences() -> None:
 def test_a_benchmark_uses_the_shared_options(name: str) -> None:
     source = (FOLDER / f"{name}.py").read_text()
     assert "ArgumentParser(" not in source, "benchmark_parser gives all benchmarks the same options"
+
+
+def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.chdir(ROOT)
+    parser = capture_parser(cli.run)
+    for name, arguments in plan.SETUPS.items():
+        config = parser.parse_args(arguments)
+        models = {config.model.init_args.get(key) for key in ("teacher", "student", "pretrained")}
+        assert models <= {"smollm2-135m", None}, name
 
 
 def test_helpers_exist() -> None:
