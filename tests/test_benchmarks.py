@@ -132,7 +132,7 @@ def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)
     parser = capture_parser(cli.run)
     for name, arguments in plan.SETUPS.items():
-        config = parser.parse_args(arguments)
+        config = parser.parse_args(["fit", *arguments]).fit
         models = {config.model.init_args.get(key) for key in ("teacher", "student", "pretrained")}
         assert models <= {"smollm2-135m", None}, name
 
