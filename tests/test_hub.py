@@ -290,6 +290,17 @@ def test_places_on_this_machine_are_not_published() -> None:
     assert without_places("a/b/c and runs/warmup/model, 1/2") == "a/b/c and runs/warmup/model, 1/2"
 
 
+def test_rows_of_a_config_are_not_published(hub: FakeHub, model: Path) -> None:
+    config = model / "config.yaml"
+    rows = "[{question: my secret question, solution: s}, {question: q, solution: s}]"
+    assert "source: chains" in config.read_text()
+    config.write_text(config.read_text().replace("source: chains", f"source: {rows}"))
+    push(str(model), "alice/m")
+    files = hub.repos["model", "alice/m"].files
+    assert b"    source: FILE\n" in files["rlt_config.yaml"]
+    assert not any(b"secret question" in content for content in files.values())
+
+
 def test_an_old_evaluation_is_left_out(
     hub: FakeHub, model: Path, evaluated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +344,25 @@ def test_a_set_with_gpqas_columns_is_refused(hub: FakeHub, traces: Path, tmp_pat
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "distillation.parquet")
     with pytest.raises(InputError, match="its rows have GPQA's columns"):
         push(str(tmp_path / "set"), "alice/set", data=True)
+
+
+@pytest.mark.parametrize("trail", ["script", "chain"])
+def test_a_set_from_gpqa_is_refused_without_its_name_in_the_settings(
+    trail: str, hub: FakeHub, traces: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(traces, first)
+    card = first / "README.md"
+    assert "| source | chains (" in card.read_text()
+    card.write_text(card.read_text().replace("| source | chains (", "| source | rows.csv, my/GPQA_main.csv ("))
+    (first / "config.yaml").unlink()  # as a script leaves it
+    if trail == "chain":
+        shutil.copytree(traces, second)
+        config = second / "config.yaml"
+        config.write_text(config.read_text().replace("source: chains", f"source: {first}/distillation.jsonl"))
+    with pytest.raises(InputError, match=r"GPQA's rows must not be published.*my/GPQA_main\.csv"):
+        push(str(first if trail == "script" else second), "alice/set", data=True)
+    assert hub.requests == []
 
 
 def test_figures_of_gpqa_are_published_without_its_text(
