@@ -354,7 +354,9 @@ def test_a_set_from_gpqa_is_refused_without_its_name_in_the_settings(
     shutil.copytree(traces, first)
     card = first / "README.md"
     assert "| source | chains (" in card.read_text()
-    card.write_text(card.read_text().replace("| source | chains (", "| source | rows.csv, my/GPQA_main.csv ("))
+    card.write_text(
+        card.read_text().replace("| source | chains (", "| source | rows.csv, my/GPQA_main.csv (")
+    )
     (first / "config.yaml").unlink()  # as a script leaves it
     if trail == "chain":
         shutil.copytree(traces, second)

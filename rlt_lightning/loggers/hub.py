@@ -179,7 +179,7 @@ def require_public(folder: Path) -> None:
 
 
 def origins(folder: Path) -> list[str]:
-    """Return the names of a set's sources and, where one is a set of another run here, of the sources of that.
+    """Return the names of a set's sources; of one that another run here has made, its sources too.
 
     A script writes no config.yaml, but the data card of its set names the sources too.
     """
