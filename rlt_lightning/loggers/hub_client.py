@@ -83,8 +83,8 @@ def open_repository(repo_id: str, kind: Kind, private: bool) -> Repository:
     if not re.fullmatch(r"[!-~]+", token):
         # The hub's client would name it in its error, line ends escaped, so that nothing could hide it.
         raise InputError(
-            f"The environment variable {TOKEN} must hold one token, but has spaces, line ends or letters that "
-            "no token has. Correct it."
+            f"The environment variable {TOKEN} must hold one token, but has spaces, line ends or letters "
+            "that no token has. Correct it."
         )
     api = HfApi(token=token, library_name="rlt_lightning", library_version=__version__)
     repository = Repository(api, repo_id, kind)
