@@ -77,9 +77,14 @@ def main() -> None:
     if arguments[0] == "configs":
         try:
             run_configs(arguments[1:])
+            sys.stdout.flush()
         except InputError as error:
             print(f"rlt: error: {error}", file=sys.stderr)
             sys.exit(2)
+        except BrokenPipeError:
+            # Its reader, such as `head`, has closed the pipe; Python must not try to write the rest.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         return
     # A class_path may name a module in this folder, as with `python -m`. Last, so that it hides no other one.
     sys.path.append(os.getcwd())

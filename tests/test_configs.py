@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from fake_worker import FakeWorker, worker_of
 from test_docs import check_rlt
 from tiny import TINY, generates, tiny_options
 
-from rlt_lightning.cli.configs import launch_line
+from rlt_lightning.cli.configs import copy_config, launch_line
 from rlt_lightning.cli.parser import with_config_files
 from rlt_lightning.engines import Launch
 from rlt_lightning.records.shipped import find_config, shipped
@@ -96,6 +100,33 @@ def test_a_wrong_name_is_told_the_near_ones(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=re.escape(near)):
         find_config(wrong)
+
+
+def test_a_copy_brings_what_the_launch_line_names_and_replaces_nothing(tmp_path: Path) -> None:
+    for config in (*CONFIGS, *OVERLAYS):
+        folder = tmp_path / config.stem
+        *_, line = copy_config(name_of(config), folder).splitlines()
+        named = [Path(word) for word in shlex.split(line) if word.endswith(".yaml")]
+        assert {path: path.read_text() for path in named} == {
+            path: find_config(str(path.relative_to(folder).with_suffix(""))).read_text() for path in named
+        }
+        assert folder / f"{name_of(config)}.yaml" in named
+        named[-1].write_text("changed: true")
+        with pytest.raises(InputError, match="A copy must not replace a file"):
+            copy_config(name_of(config), folder)
+        assert named[-1].read_text() == "changed: true"
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"--copy must name a folder that can be written, but .*/file/in is"):
+        copy_config("quickstart", tmp_path / "file" / "in")
+
+
+def test_a_list_of_configs_may_be_read_in_part() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "rlt_lightning", "configs"]
+    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:

@@ -290,6 +290,17 @@ def test_places_on_this_machine_are_not_published() -> None:
     assert without_places("a/b/c and runs/warmup/model, 1/2") == "a/b/c and runs/warmup/model, 1/2"
 
 
+def test_rows_of_a_config_are_not_published(hub: FakeHub, model: Path) -> None:
+    config = model / "config.yaml"
+    rows = "[{question: my secret question, solution: s}, {question: q, solution: s}]"
+    assert "source: chains" in config.read_text()
+    config.write_text(config.read_text().replace("source: chains", f"source: {rows}"))
+    push(str(model), "alice/m")
+    files = hub.repos["model", "alice/m"].files
+    assert b"    source: FILE\n" in files["rlt_config.yaml"]
+    assert not any(b"secret question" in content for content in files.values())
+
+
 def test_an_old_evaluation_is_left_out(
     hub: FakeHub, model: Path, evaluated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +346,27 @@ def test_a_set_with_gpqas_columns_is_refused(hub: FakeHub, traces: Path, tmp_pat
         push(str(tmp_path / "set"), "alice/set", data=True)
 
 
+@pytest.mark.parametrize("trail", ["script", "chain"])
+def test_a_set_from_gpqa_is_refused_without_its_name_in_the_settings(
+    trail: str, hub: FakeHub, traces: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(traces, first)
+    card = first / "README.md"
+    assert "| source | chains (" in card.read_text()
+    card.write_text(
+        card.read_text().replace("| source | chains (", "| source | rows.csv, my/GPQA_main.csv (")
+    )
+    (first / "config.yaml").unlink()  # as a script leaves it
+    if trail == "chain":
+        shutil.copytree(traces, second)
+        config = second / "config.yaml"
+        config.write_text(config.read_text().replace("source: chains", f"source: {first}/distillation.jsonl"))
+    with pytest.raises(InputError, match=r"GPQA's rows must not be published.*my/GPQA_main\.csv"):
+        push(str(first if trail == "script" else second), "alice/set", data=True)
+    assert hub.requests == []
+
+
 def test_figures_of_gpqa_are_published_without_its_text(
     hub: FakeHub, model: Path, evaluated: Path, tmp_path: Path
 ) -> None:
@@ -363,7 +395,10 @@ def test_figures_of_gpqa_are_published_without_its_text(
         (READER, "alice/m", r"must be allowed to write to .*/alice/m, but is not \(403\)"),
         (OTHER, "alice/m", r"must be allowed to write to .*/alice/m, but is not \(403\)"),
         (TOKEN, "alice/public", "is public, but a push is private"),
+        (f"{TOKEN}\n{OTHER}", "alice/m", "HF_TOKEN must hold one token, but has spaces, line ends"),
+        (f"{TOKEN}é", "alice/m", "HF_TOKEN must hold one token"),
         (TOKEN, "teacher", "must be USER/NAME, but is 'teacher'"),
+        (TOKEN, "alice/a..b", r"a name that the hub takes: Cannot have -- or \.\. in repo_id"),
         (TOKEN, None, r"A push needs a repository: rlt push .* --repo_id USER/NAME"),
     ],
 )
@@ -382,7 +417,7 @@ def test_a_push_that_may_not_be_says_why(
     with pytest.raises((InputError, PushError), match=message) as raised:
         push(str(tmp_path / "exported"), repo_id)
     assert "\n" not in str(raised.value)
-    assert token is None or token not in str(raised.value)
+    assert token is None or not any(word in str(raised.value) for word in token.split())
     assert all(len(repo.commits) == 1 for repo in hub.repos.values())
 
 

@@ -116,8 +116,9 @@ def test_a_checkpoint_of_another_order_is_refused() -> None:
 def test_a_source_that_gives_nothing_is_refused() -> None:
     with pytest.raises(InputError, match=r"an epoch has 17 items, of which source 2 gives none"):
         Weighted(SOURCES, (1000.0, 1.0, 1000.0 * 5 / 12), seed=0)
-    with pytest.raises(InputError, match=r"of which source 1 gives none"):
-        Weighted(np.ones(5, int), (1.0, 1.0), seed=0)
+    for empty, other in ((1, 1), (2, 0)):
+        with pytest.raises(InputError, match=rf"a row to train on, but source {empty} of 2 has none"):
+            Weighted(np.full(5, other), (1.0, 1.0), seed=0)
 
 
 # In the datamodule
@@ -173,6 +174,8 @@ def test_weights_are_of_all_sources_or_of_none(tiny_model: str) -> None:
             WeightedSource("a", weight)
     with pytest.raises(InputError, match="but not both"):
         StratosDataModule([WeightedSource("a", 1)], order=Difficulty())
+    with pytest.raises(InputError, match=r"data\.val_source take no weights"):
+        StratosDataModule("a", val_source=[WeightedSource("a", 1)])
 
 
 def test_weights_and_order_on_the_command_line() -> None:

@@ -307,6 +307,12 @@ def test_score_equals_predict(tmp_path: Path) -> None:
         assert own.reward == pytest.approx(sum(own.terms.values()), abs=1e-5)
 
 
+def test_rows_to_score_may_come_from_a_generator() -> None:
+    rows = own_rows()[:2]
+    teacher = Teacher("miniature", "miniature", accelerator="cpu")
+    assert teacher.score(row for row in rows) == teacher.score(rows)
+
+
 def test_explain_equals_teach() -> None:
     question, solution = "start 4, times 3, times 3, add 1, add 1, add 5?", "\\boxed{3}"
     words = ["--question", question, "--solution", solution, "--json=true", "--max_tokens=40", "--seed=3"]

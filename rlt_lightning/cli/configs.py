@@ -74,7 +74,7 @@ def copy_config(name: str, folder: Path) -> str:
         folder: Where the copies go; overlays into its folder overlays/. It is made.
 
     Raises:
-        InputError: If there is no config of that name, or a file is in the way.
+        InputError: If there is no config of that name, a file is in the way, or the folder cannot be written.
     """
     files = shipped()
     if name not in files:
@@ -84,9 +84,15 @@ def copy_config(name: str, folder: Path) -> str:
     copies = {word: folder / f"{word}.yaml" for word in words if word in files}
     if taken := [path for path in copies.values() if path.exists()]:
         raise InputError(f"A copy must not replace a file, but {taken[0]} is there. Choose another folder.")
-    for word, path in copies.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files[word], path)
+    try:
+        for word, path in copies.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(files[word], path)
+    except OSError as error:
+        raise InputError(
+            f"--copy must name a folder that can be written, but {folder} is none ({error.strerror}). Choose "
+            "another."
+        ) from error
     lines = [f"  {path}" for path in copies.values()]
     command = shlex.join([str(copies.get(word, word)) for word in words])
     return "\n".join(["Copied:", *lines, f"Run: {command}"])

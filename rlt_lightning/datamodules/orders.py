@@ -70,6 +70,11 @@ class Weighted(EpochOrder):
         self.seed = seed
         self.places = [np.flatnonzero(sources == number).tolist() for number in range(len(weights))]
         sizes = [len(places) for places in self.places]
+        if not all(sizes):
+            raise InputError(
+                f"Every source with a weight must have a row to train on, but source {sizes.index(0) + 1} of "
+                f"{len(sizes)} has none: all are unusable, filtered or held out. Drop it, or keep more rows."
+            )
         total = sum(weights)
         most = (size * total / weight for size, weight in zip(sizes, weights, strict=True))
         longest = int(min(most) + 1e-9)  # for rounding

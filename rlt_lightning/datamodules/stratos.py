@@ -152,7 +152,8 @@ class StratosDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.sources, self.val_sources = sources_of(source), sources_of(val_source)
-        self.weights, self.source = weights_of(source), names_of(source)  # the latter for messages
+        self.weights, self.val_weights = weights_of(source), weights_of(val_source)
+        self.source = names_of(source)  # for messages
         self.reading = Reading(split, num_embedded_rows, seed, max_rows, streaming)
         self.task: Task = task
         self.trace_columns = list(trace_columns)
@@ -188,6 +189,8 @@ class StratosDataModule(LightningDataModule):
         require_held_out(self.val_rows, self.max_bad_frac)
         if not self.sources:
             raise InputError("data.source must name at least one source, but is an empty list. Name one.")
+        if self.val_weights:
+            raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
         if self.weights and self.order:
             raise InputError(
                 "Sources may have weights, or data.order may be set, but not both: an order by difficulty "

@@ -16,6 +16,7 @@ A push reads the run and changes nothing there, so that it can be repeated after
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from rlt_lightning.records.data_card import TABLE
 from rlt_lightning.records.run_folder import read_settings
 from rlt_lightning.types import InputError, as_list
 
+# The row of a data card that names the sources of its rows.
+SOURCES = re.compile(r"^\| source \| (.+) \(\d+ usable rows\) \|$", re.MULTILINE)
 MODEL_FILES = ("config.json", "adapter_config.json")  # one of them makes a folder a model
 
 
@@ -156,7 +159,7 @@ def require_data(folder: Path) -> None:
 def require_public(folder: Path) -> None:
     """Check that a distillation set holds no text of GPQA, whose authors ask not to publish it.
 
-    Its rows are known by the name of their source and by their columns, which a set keeps.
+    Its rows are known by the names of their sources and by their columns, which a set keeps.
 
     Raises:
         InputError: If it does.
@@ -164,7 +167,7 @@ def require_public(folder: Path) -> None:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     private = [name.rpartition("/")[2].lower() for name in PRIVATE_SOURCES]
-    sources = source_names(read_settings(folder))
+    sources = origins(folder)
     named = [s for s in sources if any(name in s.rpartition("/")[2].lower() for name in private)]
     columns = set(pyarrow.parquet.read_schema(folder / TABLE).names)
     if named or columns >= set(CHOICE_COLUMNS):
@@ -173,6 +176,25 @@ def require_public(folder: Path) -> None:
             f"GPQA's rows must not be published, as their authors ask, but {folder} seems to hold some: "
             f"{why}. Make a set of other rows."
         )
+
+
+def origins(folder: Path) -> list[str]:
+    """Return the names of a set's sources; of one that another run here has made, its sources too.
+
+    A script writes no config.yaml, but the data card of its set names the sources too.
+    """
+    found: list[str] = []
+    folders = [folder.resolve()]
+    for place in folders:  # which grows
+        names = source_names(read_settings(place))
+        if (place / CARD).is_file():
+            recipe = SOURCES.findall((place / CARD).read_text(encoding="utf-8", errors="replace"))
+            names += [name for line in recipe for name in line.split(", ")]
+        found += names
+        paths = (Path(name).expanduser().resolve() for name in names)
+        beside = (path if path.is_dir() else path.parent for path in paths if path.exists())
+        folders += [path for path in dict.fromkeys(beside) if (path / TABLE).exists() and path not in folders]
+    return found
 
 
 def evaluation_file(name: str) -> Path:

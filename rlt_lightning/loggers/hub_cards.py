@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from rlt_lightning.checkpoints.card import CARD, LICENCE, read_card
-from rlt_lightning.datamodules.sources import READERS
+from rlt_lightning.datamodules.sources import READERS, MemoryRows, sources_of
 from rlt_lightning.loggers.metrics_csv import Curve, read_metrics
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.models.announce import announce
@@ -119,13 +119,18 @@ def settings_text(run: Path) -> str:
     if "export" in settings:
         # Who repeats the run has another repository.
         settings["export"] = settings["export"] | {"push_to_hub": None}
+    data = (settings.get("data") or {}).get("init_args") or {}
+    for name in ("source", "val_source"):
+        # Rows are no settings; as in a proposed command, FILE stands for them.
+        if any(isinstance(source, MemoryRows) for source in sources_of(data.get(name))):
+            data[name] = "FILE"
     return without_places(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def source_names(settings: dict[str, Any]) -> list[str]:
-    """Return the sources of a run's rows; each of a mixture is a mapping with a weight."""
-    sources = as_list(((settings.get("data") or {}).get("init_args") or {}).get("source"))
-    return [str(source["source"] if isinstance(source, dict) else source) for source in sources]
+    """Return the names of the sources of a run's rows; rows that its config holds have none."""
+    sources = sources_of(((settings.get("data") or {}).get("init_args") or {}).get("source"))
+    return [source for source in sources if isinstance(source, str)]
 
 
 def hub_sources(settings: dict[str, Any]) -> list[tuple[str, str | None]]:

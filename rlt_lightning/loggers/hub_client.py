@@ -60,9 +60,15 @@ def open_repository(repo_id: str, kind: Kind, private: bool) -> Repository:
         PushError: If the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id):
         raise InputError(f"A repository of the hub must be USER/NAME, but is '{repo_id}'. Correct it.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(f"A repository must have a name that the hub takes: {error} Correct it.") from error
     if is_offline_mode():
         raise InputError(
             "A push needs the hub, but HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps this process from it. "
@@ -73,6 +79,12 @@ def open_repository(repo_id: str, kind: Kind, private: bool) -> Repository:
         raise InputError(
             f"A push needs a token that may write, in the environment variable {TOKEN}, which is not set. "
             "Make one under Access Tokens in your settings on the hub, and export it."
+        )
+    if not re.fullmatch(r"[!-~]+", token):
+        # The hub's client would name it in its error, line ends escaped, so that nothing could hide it.
+        raise InputError(
+            f"The environment variable {TOKEN} must hold one token, but has spaces, line ends or letters "
+            "that no token has. Correct it."
         )
     api = HfApi(token=token, library_name="rlt_lightning", library_version=__version__)
     repository = Repository(api, repo_id, kind)

@@ -8,7 +8,7 @@ Teacher(teacher, student)           loads the models at its first use and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -221,7 +221,7 @@ class Teacher:
         """Let RLTModule predict as in `rlt predict`, and return its rollouts with their scores."""
         quiet_third_parties()
         data = StratosDataModule(
-            rows,
+            list(rows) if isinstance(rows, Iterator) else rows,
             task=task,
             trace_columns=[trace_column],
             prompts_per_step=ROWS_AT_ONCE,
