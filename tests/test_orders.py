@@ -225,6 +225,6 @@ def test_rows_without_the_number_are_named(make_data: Callable[..., Any], tmp_pa
     rows[2]["pass_rate"], rows[4]["pass_rate"] = None, "high"
     source = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
-        InputError, match=r"number pass_rate in every row, but 2 of 6 have none \(rows 3, 5\)"
+        InputError, match=r"number pass_rate in every row, but 2 of 6 have none \(rows 3, 5; a cell of a CSV"
     ):
         make_data(source, order=Difficulty())
