@@ -8,8 +8,8 @@
 #   kernels   1 MB   Liger and cut-cross-entropy, to compare the head with
 #   plots    23 MB   matplotlib: without it benchmarks draw no picture
 #
-# The default is all three. Left out are datasets, pyarrow and pandas (66 MB), W&B and TensorBoard (40 MB) and plotly
-# (9 MB), which no step of the ladder imports. Wheels are for x86-64 Linux and the CPython of PYTHON_VERSION (3.12).
+# The default is all three. Left out are datasets, pyarrow and pandas (66 MB), W&B and TensorBoard (40 MB), which no step
+# of the ladder imports. Wheels are for x86-64 Linux and the CPython of PYTHON_VERSION (3.12).
 # DRY=1 prints what would be fetched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
