@@ -1,8 +1,9 @@
 """The pictures of docs/report.md: `python examples/report_pictures.py RUN RUN`, with Chromium and playwright.
 
-Two quickstart runs that differ in one setting will do, of rows few enough that problems come again:
-`rlt fit --config quickstart --data.num_embedded_rows 4 --output_dir runs/a`, and with
-`--model.reward.kl_weight 1 --output_dir runs/b`.
+Two quickstart runs that differ in one setting will do, of rows few enough that problems come again. After
+`rlt fit --config miniature_warmup --output_dir runs/w`:
+`rlt fit --config quickstart --model.teacher runs/w/model --data.num_embedded_rows 16 --output_dir runs/a`,
+and with `--model.reward.kl_weight 1 --output_dir runs/b`.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def test_files_are_short() -> None:
 
 def test_functions_are_short() -> None:
     lengths = {f"{name}.{key}": n for name, tree in trees().items() for key, n in functions(tree).items()}
-    for path in PACKAGE.rglob("*.js"):
+    for path in (PACKAGE / "report" / "web").glob("*.js"):  # not Chart.js, in a folder of its own
         found = javascript_functions(path.read_text())
         assert found, path
         lengths |= {f"{path.name} {key}": lines for key, lines in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from browser import chromium, completion, synthetic_run, tokens, write_metrics, write_rows
-from commands import rlt
+from commands import ROOT, rlt
 from test_cli import small_fit
 
 from rlt_lightning.report.charts import curve_sections, group_charts
@@ -54,11 +55,30 @@ class Opened:
             """async () => {
               for (const plot of document.querySelectorAll('.plot')) {
                 plot.scrollIntoView();
-                while (!plot.querySelector('.main-svg')) await new Promise(requestAnimationFrame);
+                while (!Chart.getChart(plot.firstChild)) await new Promise(requestAnimationFrame);
               }
               scrollTo(0, 0);
             }"""
         )
+
+    def painted(self, plot: Any, css_color: str) -> float:
+        """The fraction of a chart's pixels that have a colour of the page, or nearly."""
+        found = plot.locator("canvas").evaluate(
+            """(canvas, name) => {
+              const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+              const wanted = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+              const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d');
+              copy.drawImage(canvas, 0, 0);
+              const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+              const near = (value, i) => Math.abs(data[i] - value) <= 24;
+              let same = 0;
+              for (let i = 0; i < data.length; i += 4)
+                same += data[i + 3] > 200 && wanted.every((value, j) => near(value, i + j));
+              return same / (data.length / 4);
+            }""",
+            css_color,
+        )
+        return float(found)
 
     def shown(self) -> list[int]:
         """The completions in the list, as they stand on the page."""
@@ -356,6 +376,9 @@ def test_a_real_runs_page_shows_its_completions_and_tokens(
     result = rlt(*small_fit(tiny_model, run, *options, "--data.num_embedded_rows=3"))
     assert result.returncode == 0, result.stderr
     report([str(run)])
+    text = (run / "report.html").read_text()
+    data = re.search(r'id="data">(.*)</script>', text)[1]  # type: ignore[index]
+    assert len(text.encode()) - len(data.encode()) < 0.3 * 2**20
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     page = opened(run / "report.html")
     page.draw_all()
@@ -473,20 +496,84 @@ def test_runs_are_overlaid_in_their_own_colours(tmp_path: Path, opened: Any) -> 
     legend = page.page.locator(".legend button")
     assert legend.all_inner_texts() == ["one", "two"]
     colors = page.page.locator(".plot").evaluate_all(
-        """(plots) => plots.filter((plot) => plot.data[0].type === "scatter").map((plot) =>
-             plot.data.filter((trace) => trace.line.width).map((trace) => trace.name + trace.line.color))"""
+        """(plots) => plots.map((plot) => Chart.getChart(plot.firstChild))
+             .filter((chart) => chart.config.type === "line")
+             .map((chart) => chart.data.datasets.filter((line) => line.borderWidth))
+             .map((lines) => lines.map((line) => line.label + line.borderColor))"""
     )
     assert len(colors) >= 5
     assert all(sorted(found) == sorted(colors[0]) for found in colors)
     assert len(set(colors[0])) == 2
     assert page.page.get_by_text("Settings that differ: 1").count() == 1
+    reward = page.page.locator(".plot").first
+    assert page.painted(reward, "--run-0") > 0.002
+    assert page.painted(reward, "--run-1") > 0.002
     legend.first.click()
-    names = page.page.locator(".plot").first.evaluate("(plot) => plot.data.map((trace) => trace.name)")
-    assert not any(name and name.startswith("one") for name in names)
+    assert page.painted(reward, "--run-0") == 0
+    assert page.painted(reward, "--run-1") > 0.002
+    names = reward.evaluate(
+        "(plot) => Chart.getChart(plot.firstChild).data.datasets.map((line) => line.label)"
+    )
+    assert [name for name in names if name] == ["two"]
     assert legend.first.get_attribute("aria-pressed") == "false"
     page.set("Run", "two")
     assert page.shown()
     assert min(page.shown()) >= 48
+
+
+def test_a_chart_tells_the_values_under_the_pointer(tmp_path: Path, opened: Any) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    # The second run has no value at the third step, and one at a step that the first does not have.
+    write_metrics(
+        one, {"reward/mean": [-4.0, -3.0, -2.5], "reward/std": [0.5] * 3, "reward/val_mean": ["", -2.0, ""]}
+    )
+    write_metrics(two, {"reward/mean": [-4.5, -3.5, "nan", -1.0]})
+    report([str(one), str(two)], output=str(tmp_path / "page.html"))
+    page = opened(tmp_path / "page.html")
+    page.draw_all()
+    plot = page.page.locator(".plot").first
+
+    def told_at(step: float) -> Any:
+        x = plot.evaluate(
+            "(plot, step) => Chart.getChart(plot.firstChild).scales.x.getPixelForValue(step)", step
+        )
+        plot.hover(position={"x": x, "y": 80})
+        return plot.evaluate(
+            """(plot) => { const { title, body } = Chart.getChart(plot.firstChild).tooltip;
+                 return [...title, ...body.flatMap((item) => item.lines)]; }"""
+        )
+
+    assert told_at(1.1) == ["iteration 1", "one: −4", "two: −4.50"]
+    assert told_at(1.9) == ["iteration 2", "one: −3", "one, held-out problems: −2", "two: −3.50"]
+    assert told_at(3) == ["iteration 3", "one: −2.50"]
+    assert told_at(4) == ["iteration 4", "two: −1"]
+
+
+@pytest.mark.full
+def test_phases_of_a_long_run_are_stacked_and_each_can_be_hidden(tmp_path: Path, opened: Any) -> None:
+    report([str(synthetic_run(tmp_path / "run", num_steps=1000))])
+    page = opened(tmp_path / "run" / "report.html")
+    page.draw_all()
+    plot = page.page.locator("figure", has_text="Time of an iteration").locator(".plot")
+    for phase in range(4):  # of 2 seconds each
+        assert page.painted(plot, f"--phase-{phase}") > 0.05
+    box = plot.evaluate("(plot) => Chart.getChart(plot.firstChild).legend.legendHitBoxes[1]")
+    plot.click(position={"x": box["left"] + 5, "y": box["top"] + 5})
+    assert page.painted(plot, "--phase-1") < 0.005  # its mark in the legend
+    assert page.painted(plot, "--phase-2") > 0.05
+
+
+def test_the_chart_library_is_the_one_that_the_docs_name() -> None:
+    folder = ROOT / "rlt_lightning" / "report" / "web" / "chartjs"
+    library = (folder / "chart.umd.min.js").read_bytes()
+    docs = (ROOT / "docs" / "report.md").read_text()
+    assert hashlib.sha256(library).hexdigest() in docs
+    version = re.search(rb"Chart\.js v([\d.]+)\n", library)
+    assert version
+    assert f"Chart.js {version[1].decode()}" in docs
+    assert b"</script" not in library.lower()
+    for name in ("LICENSE.md", "LICENSE.color.md"):  # of Chart.js and of @kurkle/color inside it
+        assert "Permission is hereby granted" in (folder / name).read_text()
 
 
 @pytest.mark.full
@@ -534,13 +621,23 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
     page = opened(ranked / "report.html")
     page.draw_all()
     assert page.page.locator("h2").all_inner_texts() == ["Runs", "Groups by reward"]
-    lines = page.page.locator(".plot").evaluate("(plot) => plot.data.map((trace) => trace.y.length)")
-    assert lines == [16] * 5  # the band's two sides, reward and two terms
+    lines = page.page.locator(".plot").evaluate(
+        "(plot) => Chart.getChart(plot.firstChild).data.datasets.map((line) => line.data.length)"
+    )
+    assert lines == [16] * 5  # reward, the band's two sides and two terms
     page = opened(tested / "report.html")
     page.draw_all()
     assert page.page.locator("h2").all_inner_texts() == ["Runs", "Evaluation"]
-    bar = page.page.locator(".plot").first.evaluate("(plot) => [plot.data[0].y, plot.data[0].error_y.array]")
-    assert bar == [[75], [2]]
+    accuracy = page.page.locator(".plot").first
+    bar = accuracy.evaluate("(plot) => Chart.getChart(plot.firstChild).data.datasets[0]")
+    assert (bar["data"], bar["errors"]) == ([75], [2])
+    assert page.painted(accuracy, "--run-0") > 0.2
+    with_error = page.painted(accuracy, "--fg")
+    accuracy.evaluate(
+        """(plot) => { const chart = Chart.getChart(plot.firstChild);
+             chart.data.datasets[0].errors = [null]; chart.update(); }"""
+    )
+    assert page.painted(accuracy, "--fg") < with_error
     assert page.page.get_by_role("cell", name="75.0 ± 2.0").count() == 1
     assert page.page.get_by_text("RLT-32B-1K").count() == 1  # the paper's table
 
@@ -604,7 +701,11 @@ def test_the_theme_follows_the_system_and_the_button(tmp_path: Path, opened: Any
 
     def looks() -> tuple[str, str]:
         background = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return background, page.page.locator(".plot").first.evaluate("(plot) => plot.layout.font.color")
+        plot = page.page.locator(".plot").first
+        assert page.painted(plot, "--fg") > 0.001  # the numbers at the axes
+        return background, plot.evaluate(
+            "(plot) => Chart.getChart(plot.firstChild).scales.x.options.ticks.color"
+        )
 
     dark = looks()
     page.page.get_by_role("button", name="Light theme").click()

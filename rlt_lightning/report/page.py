@@ -1,4 +1,4 @@
-"""`rlt report`: one page with everything inside it: the data, the charting library and its own scripts."""
+"""`rlt report`: one page with everything inside it: the data, Chart.js and its own scripts."""
 
 from __future__ import annotations
 
@@ -65,17 +65,13 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
         data: What `data_of` or `data_of_rows` returns. The page leaves out what is missing.
     """
     parts = files("rlt_lightning.report") / "web"
-    plotly = ""
-    if any(data.get(name) for name in ("sections", "groups", "evaluation")):
-        from plotly.offline import get_plotlyjs
-
-        plotly = get_plotlyjs()
+    has_charts = any(data.get(name) for name in ("sections", "groups", "evaluation"))
     page = Template((parts / "page.html").read_text()).substitute(
         marker=MARKER,
         title=html.escape(title),
         css=(parts / "page.css").read_text(),
         data=json_in_html(rounded(data)),
-        plotly=plotly,
+        library=(parts / "chartjs" / "chart.umd.min.js").read_text() if has_charts else "",
         script="\n".join((parts / f"{name}.js").read_text() for name in SCRIPTS),
     )
     scratch = path.with_suffix(".tmp")

@@ -1,90 +1,150 @@
-// The charts, each with a table of its values, and the legend of the runs.
+// The charts, which Chart.js draws, each with a table of its values, and the legend of the runs.
 
 const MOST_TABLE_ROWS = 1000;
-const drawn = new Map();  // plot element -> its chart
-const plots = [];  // elements of all charts; each chart is drawn when the reader first sees it
+const drawn = new Map();  // plot element -> its Chart; a chart is drawn when the reader first sees it
 const hiddenRuns = new Set();
 
-function traces(chart) {
-  const labels = [...new Set(chart.series.map((series) => series.label))];
-  const found = [];
-  for (const series of chart.series) {
-    if (hiddenRuns.has(series.run) && chart.kind !== "stack") continue;
-    const name = [runs.length > 1 && chart.kind !== "stack" ? runs[series.run].name : "", series.label]
-      .filter(Boolean).join(", ") || chart.title;
-    const paint = runColor(series.run);
-    const place = labels.indexOf(series.label);
-    if (chart.kind === "stack") {
-      const marker = { color: color(`--phase-${place}`), line: { color: color("--panel"), width: 0.5 } };
-      marker.pattern = { shape: PATTERNS[place], size: 6, fgcolor: color("--panel"), fillmode: "overlay" };
-      found.push({ type: "bar", x: series.x, y: series.y, name, marker });
-    } else if (chart.kind === "bars") {
-      const error = { type: "data", array: series.error, color: color("--fg"), thickness: 1.5, width: 6 };
-      const pattern = { shape: PATTERNS[series.run % 4], size: 7, fgcolor: color("--panel"), fillmode: "overlay" };
-      found.push({ type: "bar", x: series.x, y: series.y, name, error_y: error, marker: { color: paint, pattern } });
-    } else {
-      if (series.low) found.push(...band(series, paint));
-      const dash = DASHES[series.run % DASHES.length];
-      const marks = place > 0 || series.x.length <= 30;
-      found.push({
-        type: "scatter", mode: marks ? "lines+markers" : "lines", x: series.x, y: series.y, name,
-        line: { color: paint, width: 2, dash }, marker: { color: paint, size: 6, symbol: SYMBOLS[place % 6][0] },
-      });
-    }
-  }
-  return found;
+const distinct = (chart, part) => [...new Set(chart.series.flatMap(part))];
+const labelsOf = (chart) => distinct(chart, (series) => series.label);
+
+// A colour with a pattern on it, of tiles of 8 x 8 pixels.
+function patterned(paint, place) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 8;
+  const context = tile.getContext("2d");
+  context.fillStyle = paint;
+  context.fillRect(0, 0, 8, 8);
+  context.strokeStyle = color("--panel");
+  context.stroke(new Path2D(PATTERNS[place % PATTERNS.length]));
+  return context.createPattern(tile, "repeat");
 }
 
-function band(series, paint) {
-  const common = { type: "scatter", mode: "lines", x: series.x, hoverinfo: "skip", showlegend: false };
-  const line = { width: 0, color: paint };
-  const fillcolor = `${paint}2e`;
-  return [{ ...common, y: series.low, line }, { ...common, y: series.high, line, fill: "tonexty", fillcolor }];
+function lines(series, label, place, order) {
+  const paint = runColor(series.run);
+  const points = (column) => series.x.map((x, i) => ({ x, y: column[i] }));
+  const pointRadius = place > 0 || series.x.length <= 30 ? 3 : 0;
+  const line = {
+    label, data: points(series.y), borderColor: paint, backgroundColor: paint, borderWidth: 2,
+    borderDash: DASHES[series.run % DASHES.length], pointStyle: SYMBOLS[place % SYMBOLS.length][0], pointRadius,
+    pointBorderWidth: 1.5, clip: false, order,
+  };
+  if (!series.low) return [line];
+  const edge = { isEdge: true, borderWidth: 0, pointRadius: 0, pointHoverRadius: 0, backgroundColor: `${paint}2e` };
+  return [line, { ...edge, data: points(series.low) }, { ...edge, data: points(series.high), fill: "-1" }];
 }
 
-function layout(chart) {
-  const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zeroline: false, automargin: true };
-  const places = [...new Set(chart.series.flatMap((series) => series.x))];
-  const xaxis = { ...axis, title: { text: chart.x_title, standoff: 8 } };
-  if (chart.kind !== "bars") Object.assign(xaxis, { tickformat: "d" }, places.length <= 10 ? { tickvals: places } : { nticks: 8 });
-  const yaxis = { ...axis, title: { text: chart.unit, standoff: 6 }, exponentformat: "power", nticks: 6 };
-  if (chart.kind !== "lines") yaxis.rangemode = "tozero";
-  const seen = new Set(chart.series.flatMap((series) => [series.y, series.low || [], series.high || []].flat()));
-  seen.delete(null);
-  // Without a range, a level line stands on an axis from −1 to 1.
-  if (chart.kind === "lines" && seen.size === 1) {
-    const [value] = seen;
-    yaxis.range = value ? [value - Math.abs(value) / 2, value + Math.abs(value) / 2] : [-0.05, 1];
-  }
+function bars(chart, series, label, place, places) {
+  const at = new Map(series.x.map((x, i) => [x, i]));
+  const column = (values) => places.map((x) => values[at.get(x)] ?? null);
+  const [paint, pattern] = chart.kind === "stack" ? [color(`--phase-${place}`), place] : [runColor(series.run), series.run];
+  const [categoryPercentage, barPercentage] = places.length > 60 ? [1, 1] : [0.85, 0.95];  // many bars have no gaps
   return {
-    margin: { l: 48, r: 8, t: 8, b: 36 },
-    font: { family: "system-ui, sans-serif", size: 12, color: color("--fg") },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    xaxis, yaxis, barmode: chart.kind === "stack" ? "stack" : "group",
-    showlegend: chart.kind === "stack", legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0 },
-    hovermode: "x unified", dragmode: false,
-    hoverlabel: { bgcolor: color("--bg"), bordercolor: color("--soft"), font: { color: color("--fg") } },
+    label, data: column(series.y), errors: series.error && column(series.error),
+    backgroundColor: patterned(paint, pattern), categoryPercentage, barPercentage,
   };
 }
 
-function drawChart(plot, chart) {
-  Plotly.react(plot, traces(chart), layout(chart), { displayModeBar: false, responsive: true });
+function datasets(chart, places) {
+  const labels = labelsOf(chart);
+  const shown = chart.series.filter((series) => chart.kind === "stack" || !hiddenRuns.has(series.run));
+  return shown.flatMap((series, i) => {
+    const name = [runs.length > 1 && chart.kind !== "stack" ? runs[series.run].name : "", series.label];
+    const label = name.filter(Boolean).join(", ") || chart.title;
+    const place = labels.indexOf(series.label);
+    return chart.kind === "lines" ? lines(series, label, place, -i) : bars(chart, series, label, place, places);
+  });
 }
+
+function tickText(value) {
+  const notation = value !== 0 && Math.abs(value) < 1e-3 ? "scientific" : "standard";
+  return (value || 0).toLocaleString("en", { notation, maximumSignificantDigits: 9 }).replaceAll("-", "−").replace("E", "e");
+}
+
+function scales(chart, places) {
+  const axis = (text, ticks) => ({ title: { display: Boolean(text), text }, border: { color: color("--line") }, ticks });
+  const x = axis(chart.x_title, { maxTicksLimit: 10, maxRotation: 0, autoSkipPadding: 12 });
+  const y = axis(chart.unit, { maxTicksLimit: 7, callback: tickText });
+  if (typeof places[0] === "number") {
+    const gap = places.reduce((least, place, i) => Math.min(least, place - places[i - 1] || least), Infinity);
+    const beside = places.length === 1 ? 0.5 : chart.kind === "stack" ? gap / 2 : 0;  // half a bar's width
+    Object.assign(x, { type: "linear", offset: false, min: places[0] - beside, max: places.at(-1) + beside });
+    Object.assign(x.ticks, { precision: 0, includeBounds: !beside, callback: tickText });
+    if (places.length <= 10) x.afterBuildTicks = (built) => { built.ticks = places.map((value) => ({ value })); };
+  }
+  if (chart.kind === "lines") {
+    // Else a level line at 0 stands on an axis from −1 to 1.
+    y.beginAtZero = distinct(chart, (series) => [series.y, series.low || [], series.high || []].flat()).every((value) => !value);
+  } else {
+    x.grid = { display: false };
+    x.stacked = y.stacked = chart.kind === "stack";
+    const ends = chart.series.flatMap((series) => (series.error || []).map((error, i) => series.y[i] + error));
+    y.suggestedMax = Math.max(0, ...ends);
+  }
+  return { x, y };
+}
+
+function tooltip(chart) {
+  const label = ({ dataset, dataIndex, parsed }) =>
+    `${dataset.label}: ${number(parsed.y)}${dataset.errors ? ` ± ${number(dataset.errors[dataIndex])}` : ""}`;
+  const title = ([item]) => item && `${chart.x_title} ${item.label}`.trim();
+  return {
+    backgroundColor: color("--bg"), titleColor: color("--fg"), bodyColor: color("--fg"), borderColor: color("--soft"), borderWidth: 1,
+    usePointStyle: chart.kind === "lines", boxPadding: 4, caretSize: 0, caretPadding: 8, callbacks: { label, title },
+    itemSort: (one, other) => one.datasetIndex - other.datasetIndex,
+    // Between two places, both are nearest.
+    filter: ({ dataset, parsed }, _, [first]) => !dataset.isEdge && parsed.x === first.parsed.x,
+  };
+}
+
+// What Chart.js has no element for: the errors of bars, and a line through the places that the tooltip tells of.
+const strokes = {
+  id: "strokes",
+  afterDatasetsDraw(chart) {
+    const { ctx, chartArea, scales } = chart;
+    const path = chart.data.datasets.flatMap(({ data, errors }, i) => (errors || []).map((error, j) => {
+      if (error === null) return "";
+      const { x } = chart.getDatasetMeta(i).data[j];
+      const [low, high] = [data[j] - error, data[j] + error].map((value) => scales.y.getPixelForValue(value));
+      return `M${x - 5} ${low}h10m-5 0V${high}m-5 0h10`;
+    }));
+    ctx.save();
+    ctx.strokeStyle = color("--fg");
+    ctx.lineWidth = 1.5;
+    ctx.stroke(new Path2D(path.join("")));
+    ctx.setLineDash([2, 3]);
+    if (chart.tooltip.opacity) ctx.stroke(new Path2D(`M${chart.tooltip.caretX} ${chartArea.top}V${chartArea.bottom}`));
+    ctx.restore();
+  },
+};
+
+function draw(plot, chart) {
+  const places = distinct(chart, (series) => series.x);
+  if (typeof places[0] === "number") places.sort((a, b) => a - b);
+  Object.assign(Chart.defaults, { color: color("--fg"), borderColor: color("--grid") });
+  Chart.defaults.font.family = "system-ui, sans-serif";
+  drawn.get(plot)?.destroy();
+  drawn.set(plot, new Chart(plot.firstChild, {
+    type: chart.kind === "lines" ? "line" : "bar",
+    data: { labels: places, datasets: datasets(chart, places) },
+    options: {
+      animation: false, maintainAspectRatio: false,
+      interaction: { mode: chart.kind === "lines" ? "nearest" : "index", axis: "x", intersect: false },
+      scales: scales(chart, places),
+      plugins: { legend: { display: chart.kind === "stack", align: "start", labels: { boxWidth: 14 } }, tooltip: tooltip(chart) },
+    },
+    plugins: [strokes],
+  }));
+}
+
+const redraw = () => drawn.forEach((_, plot) => draw(plot, plot.chart));
 
 const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting || drawn.has(entry.target)) continue;
-    drawn.set(entry.target, entry.target.chart);
-    drawChart(entry.target, entry.target.chart);
-    watcher.unobserve(entry.target);
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting) continue;
+    draw(target, target.chart);
+    watcher.unobserve(target);
   }
 }, { rootMargin: "300px" });
-
-// Plotly is large: the browser needs a second to load it.
-function loadPlotly() {
-  document.head.append(el("script", {}, document.getElementById("plotly").textContent));
-  plots.forEach((plot) => watcher.observe(plot));
-}
 
 function described(chart) {
   const parts = chart.series.map((series) => {
@@ -138,13 +198,12 @@ function values(chart) {
 }
 
 function chartFigure(chart, heading) {
-  const plot = el("div", { class: "plot", role: "img", "aria-label": described(chart) });
+  const plot = el("div", { class: "plot", role: "img", "aria-label": described(chart) }, el("canvas"));
   plot.chart = chart;
-  plots.push(plot);
+  watcher.observe(plot);
   const title = chart.kind === "stack" && runs.length > 1 ? `${chart.title}: ${runs[chart.run].name}` : chart.title;
-  const labels = [...new Set(chart.series.map((series) => series.label))].filter(Boolean);
-  const all = [...new Set(chart.series.map((series) => series.label))];
-  const glyphs = labels.map((label) => `${SYMBOLS[all.indexOf(label) % 6][1]} ${label}`).join("   ");
+  const glyph = (label, place) => label && `${SYMBOLS[place % SYMBOLS.length][1]} ${label}`;
+  const glyphs = labelsOf(chart).map(glyph).filter(Boolean).join("   ");
   const more = el("details", {}, el("summary", {}, "Values", el("span", { class: "hidden" }, ` of ${title}`)));
   more.addEventListener("toggle", () => more.childElementCount > 1 || more.append(...values(chart).filter(Boolean)));
   return el("figure", { class: "chart" },
@@ -158,8 +217,7 @@ function swatch(run) {
   svg.setAttribute("class", "swatch");
   svg.setAttribute("aria-hidden", "true");
   const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  const dash = { solid: "", dash: "9 5", dot: "3 3", dashdot: "9 3 3 3", longdash: "14 4", longdashdot: "14 3 3 3" };
-  const drawnAs = { x1: 0, y1: 6, x2: 36, y2: 6, "stroke-width": 3, "stroke-dasharray": dash[DASHES[run % DASHES.length]] };
+  const drawnAs = { x1: 0, y1: 6, x2: 36, y2: 6, "stroke-width": 3, "stroke-dasharray": DASHES[run % DASHES.length].join(" ") };
   for (const [name, value] of Object.entries(drawnAs)) line.setAttribute(name, value);
   line.style.stroke = `var(--run-${run % NUM_COLORS})`;
   svg.append(line);
@@ -170,7 +228,7 @@ function legend() {
   const toggle = (run) => (event) => {
     const shown = hiddenRuns.delete(run) || !hiddenRuns.add(run);
     event.currentTarget.setAttribute("aria-pressed", shown);
-    drawn.forEach((chart, plot) => drawChart(plot, chart));
+    redraw();
   };
   return el("div", { class: "legend", role: "group", "aria-label": "Runs in the charts" }, runs.map((run, i) =>
     el("button", { type: "button", "aria-pressed": "true", onclick: toggle(i) }, swatch(i), run.name)));

@@ -6,9 +6,9 @@ const runs = data.runs;
 const main = document.getElementById("main");
 const root = document.documentElement;
 const NUM_COLORS = 8;
-const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
-const SYMBOLS = [["circle", "●"], ["square", "■"], ["triangle-up", "▲"], ["diamond", "◆"], ["x", "✖"], ["star", "★"]];
-const PATTERNS = ["", "/", "x", "."];
+const DASHES = [[], [9, 5], [3, 3], [9, 3, 3, 3], [14, 4], [14, 3, 3, 3]];  // pixels drawn and left out
+const SYMBOLS = [["circle", "●"], ["rect", "■"], ["triangle", "▲"], ["rectRot", "◆"], ["crossRot", "✕"], ["star", "✱"]];
+const PATTERNS = ["", "M-1 1L1 -1M0 8L8 0M7 9L9 7", "M0 0L8 8M8 0L0 8", "M3 4H5"];  // paths in a tile of 8 x 8
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -57,5 +57,5 @@ function stored(name, value) {
 function setTheme(theme) {
   root.dataset.theme = theme;
   document.getElementById("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme";
-  drawn.forEach((chart, plot) => drawChart(plot, chart));
+  redraw();
 }

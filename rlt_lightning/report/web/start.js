@@ -52,4 +52,3 @@ for (const [name, heading] of [["groups", "Groups by reward"], ["evaluation", "E
 }
 if (all && all.run.length === 1) part("Completion", detail(0, null));
 else if (all) browser(comparison());
-if (plots.length) requestAnimationFrame(() => setTimeout(loadPlotly));  // after the text is on the screen
