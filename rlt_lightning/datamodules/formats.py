@@ -40,11 +40,7 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
     Raises:
         InputError: If the tokenizer is a slow one, which has no offsets.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            "The tokenizer must be a fast one, which knows where its tokens start, but "
-            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
-        )
+    require_fast(tokenizer)
     encoding = tokenizer(
         "".join(pieces), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
@@ -58,6 +54,15 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
         ids_per_piece[min(piece, len(pieces) - 1)].append(token_id)
         covered = max(covered, end)
     return ids_per_piece
+
+
+def require_fast(tokenizer: Any) -> None:
+    """Raise InputError if the tokenizer is a slow one, which neither knows offsets nor streams texts."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            "The tokenizer must be a fast one, which knows where its tokens start, but "
+            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
+        )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
