@@ -161,7 +161,7 @@ def answered(speaker: LocalSpeaker, seed: int = 0, text: str = "Tell me", **sett
     "settings",
     [
         {"temperature": 0.0},
-        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "repetition_penalty": 20.0},
         {"temperature": 2.0, "top_k": 1},
         {"temperature": 2.0, "top_p": 1e-4},
         {"temperature": 2.0, "min_p": 0.9999},
@@ -207,10 +207,10 @@ def test_settings_that_come_with_a_model_do_not_act_but_its_ends_do(
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     plain = answered(speaker, temperature=1.0)
-    third = encode(speaker.tokenizer, plain[2])[0]
+    first, third = (encode(speaker.tokenizer, plain[i])[0] for i in (0, 2))
     assert [speaker.tokenizer.decode([third]), plain.count(plain[2])] == [plain[2], 1]
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0, "max_length": 8}
-    settings |= {"eos_token_id": [2, third]}
+    settings |= {"suppress_tokens": [first], "eos_token_id": [2, third]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     other = LocalSpeaker(ChatModel(str(folder), dtype="float32"), speaker.tokenizer)
     pieces: list[str] = []
