@@ -29,6 +29,15 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str:
     return text
 
 
+def require_fast(tokenizer: Any) -> None:
+    """Raise InputError if the tokenizer is a slow one, which neither knows offsets nor streams texts."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            "The tokenizer must be a fast one, which knows where its tokens start, but "
+            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
+        )
+
+
 class TextStream:
     """Gives the text that each token adds. A character of several tokens belongs to the last of them.
 

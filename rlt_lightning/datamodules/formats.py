@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlt_lightning.models.format import without_opened_thought
-from rlt_lightning.tags import STRATOS, TagStyle, decode, start_of_tag, tag_style
+from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
@@ -54,15 +54,6 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
         ids_per_piece[min(piece, len(pieces) - 1)].append(token_id)
         covered = max(covered, end)
     return ids_per_piece
-
-
-def require_fast(tokenizer: Any) -> None:
-    """Raise InputError if the tokenizer is a slow one, which neither knows offsets nor streams texts."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            "The tokenizer must be a fast one, which knows where its tokens start, but "
-            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
-        )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
