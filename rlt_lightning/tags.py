@@ -29,13 +29,55 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str:
     return text
 
 
+def require_fast(tokenizer: Any) -> None:
+    """Raise InputError if the tokenizer is a slow one, which neither knows offsets nor streams texts."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            "The tokenizer must be a fast one, which knows where its tokens start, but "
+            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
+        )
+
+
+class TextStream:
+    """Gives the text that each token adds. A character of several tokens belongs to the last of them.
+
+    Args:
+        tokenizer: A fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.stream = DecodeStream(skip_special_tokens=False)
+        # Tokens that have added no text yet.
+        self.begun: list[int] = []
+
+    def step(self, token_id: int) -> str:
+        """Return the text that a token adds; it may be empty."""
+        self.begun.append(token_id)
+        try:
+            text = self.stream.step(self.tokenizer.backend_tokenizer, token_id) or ""
+        except Exception as error:  # tokenizers has no class of its own
+            # A tokenizer with byte fallback, such as Llama 2's, takes back a character if the bytes after it
+            # are none.
+            if "Invalid prefix" not in str(error):
+                raise
+            text = self.end()
+            self.stream = DecodeStream([token_id], skip_special_tokens=False)
+        if text:
+            self.begun = []
+        return text
+
+    def end(self) -> str:
+        """Return the text of a character that was begun."""
+        return decode(self.tokenizer, self.begun)
+
+
 def decode_each(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """Return the text that each token adds. A character of several tokens belongs to the last of them."""
-    stream = DecodeStream(skip_special_tokens=False)
-    texts = [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
+    """Return the text that each token adds, as `TextStream` does; the last one may have begun a character."""
+    stream = TextStream(tokenizer)
+    texts = [stream.step(token_id) for token_id in token_ids]
     if texts:
-        # The last tokens may be the beginning of a character.
-        texts[-1] += decode(tokenizer, token_ids)[len("".join(texts)) :]
+        texts[-1] += stream.end()
     return texts
 
 

@@ -18,11 +18,12 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+import torch
 from commands import ROOT, rlt
 
 from rlt_lightning.chat.conversation import chat
 from rlt_lightning.chat.screen import Screen, TagSplitter
-from rlt_lightning.chat.speakers import ChatModel, LocalSpeaker, TextOfTokens
+from rlt_lightning.chat.speakers import AnswerStreamer, ChatModel, LocalSpeaker
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -33,7 +34,8 @@ QUESTION = "What is 3 + 4?"
 
 
 class StreamingServer(ThreadingHTTPServer):
-    """Streams one script after the other: texts; an int is a status, None breaks off, an Event hangs."""
+    """Streams one script after the other: texts, or bytes as they are; an int is a status, None breaks off,
+    an Event hangs."""
 
     def __init__(self, *scripts: list[Any], api_key: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -60,11 +62,14 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(script[0], "no")
             return
         self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.end_headers()
         try:
             for text in script:
                 if isinstance(text, str):
                     self.event(text)
+                elif isinstance(text, bytes):
+                    self.wfile.write(text)
                 elif text is None:
                     return
                 while isinstance(text, Event):
@@ -138,31 +143,95 @@ def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(min
     assert result.stdout == tokenizer.decode(answer.token_ids[:-1]) + "\n"
 
 
-def test_this_process_says_what_the_in_process_engine_samples(tiny_model: str) -> None:
-    tokenizer = load_tokenizer(tiny_model)
-    speaker = LocalSpeaker(ChatModel(tiny_model, dtype="float32"), tokenizer)
+@pytest.fixture(scope="module")
+def speaker(tiny_model: str) -> LocalSpeaker:
+    """The model of random weights, in this process."""
+    return LocalSpeaker(ChatModel(tiny_model, dtype="float32"), load_tokenizer(tiny_model))
+
+
+def answered(speaker: LocalSpeaker, seed: int = 0, text: str = "Tell me", **settings: Any) -> list[str]:
+    """The pieces of an answer of 40 tokens."""
+    pieces: list[str] = []
+    sampling = Sampling(**{"max_completion_length": 40} | settings)
+    speaker.answer(encode(speaker.tokenizer, text), sampling, seed, pieces.append)
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 20.0},
+        {"temperature": 2.0, "top_k": 1},
+        {"temperature": 2.0, "top_p": 1e-4},
+        {"temperature": 2.0, "min_p": 0.9999},
+    ],
+    ids=lambda settings: list(settings)[-1],
+)
+def test_settings_that_leave_one_token_give_the_engines_answer(
+    settings: dict[str, Any], speaker: LocalSpeaker
+) -> None:
     engine = HFEngine()
-    engine.start(speaker.model, tokenizer, Path())
-    prompt = encode(tokenizer, "Tell me")
-    for seed in (1, 2):
-        sampling = Sampling(temperature=1.2, top_p=0.9, max_completion_length=40)
-        [[completion]] = engine.generate([prompt], sampling, 1, "", [seed])
-        pieces = list(speaker.stream(prompt, sampling, seed))
-        assert "".join(pieces) == tokenizer.decode(completion.token_ids)
-        assert len(pieces) > 20  # as it came
-        assert speaker.finish_reason == completion.finish_reason == "length"
+    engine.start(speaker.model, speaker.tokenizer, Path())
+    prompt = encode(speaker.tokenizer, "Tell me")
+    sampling = Sampling(**settings, max_completion_length=40)
+    [[completion]] = engine.generate([prompt], sampling, 1, "", [1])
+    pieces = answered(speaker, seed=2, **settings)
+    assert "".join(pieces) == speaker.tokenizer.decode(completion.token_ids)
+    assert len(pieces) > 20  # as it came
+
+
+def test_tokens_are_drawn_with_the_models_probabilities(speaker: LocalSpeaker) -> None:
+    prompt = torch.tensor([encode(speaker.tokenizer, "Tell me")])
+    with torch.no_grad():
+        logits, likeliest = speaker.model(prompt).logits[0, -1].topk(3)
+    temperature = float(logits[0] - logits[2])
+    expected = (logits / temperature).softmax(-1)
+    settings = {"temperature": temperature, "top_k": 3, "max_completion_length": 1}
+    texts = ["".join(answered(speaker, seed, **settings)) for seed in range(200)]
+    words = [speaker.tokenizer.decode([token]) for token in likeliest.tolist()]
+    assert set(texts) == set(words)
+    for word, probability in zip(words, expected.tolist(), strict=True):
+        error = (probability * (1 - probability) / 200) ** 0.5
+        assert texts.count(word) / 200 == pytest.approx(probability, abs=4 * error)
+
+
+def test_a_seed_repeats_its_answer(speaker: LocalSpeaker) -> None:
+    answers = ["".join(answered(speaker, seed, temperature=1.2, top_p=0.9)) for seed in (1, 2, 1)]
+    assert answers[0] == answers[2] != answers[1]
+
+
+def test_settings_that_come_with_a_model_do_not_act_but_its_ends_do(
+    speaker: LocalSpeaker, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    plain = answered(speaker, temperature=1.0)
+    first, third = (encode(speaker.tokenizer, plain[i])[0] for i in (0, 2))
+    assert [speaker.tokenizer.decode([third]), plain.count(plain[2])] == [plain[2], 1]
+    settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0, "max_length": 8}
+    settings |= {"suppress_tokens": [first], "eos_token_id": [2, third]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    other = LocalSpeaker(ChatModel(str(folder), dtype="float32"), speaker.tokenizer)
+    pieces: list[str] = []
+    sampling = Sampling(temperature=1.0, max_completion_length=40)
+    reason = other.answer(encode(speaker.tokenizer, "Tell me"), sampling, 0, pieces.append)
+    assert ("".join(pieces), reason) == ("".join(plain[:2]), "eos")
 
 
 def test_characters_of_several_tokens_come_whole(tiny_model: str) -> None:
     tokenizer = load_tokenizer(tiny_model)
     text = " Größe: 𝄞 — 数学 🧮 done"
     token_ids = encode(tokenizer, text)
-    reader = TextOfTokens(tokenizer)
-    pieces = [reader.add(token) for token in token_ids]
-    assert len(token_ids) > len(text.split())
+    pieces: list[str] = []
+    streamer = AnswerStreamer(tokenizer, {2}, pieces.append)
+    streamer.put(torch.tensor([[5, 6, 7]]))  # the prompt
+    for token in [*token_ids, token_ids[0], 2]:  # the end of the sequence
+        streamer.put(torch.tensor([token]))
+    streamer.end()
     assert "" in pieces  # a part of a character waits for the rest
-    assert "".join(pieces) == text
-    assert reader.pending == ""
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text + tokenizer.decode(token_ids[0])
 
 
 def test_a_server_is_asked_with_the_students_own_tokens(
@@ -177,6 +246,14 @@ def test_a_server_is_asked_with_the_students_own_tokens(
     prompt = chat_format.student_problem(1, QUESTION, "").teacher_prompt
     expected = {"model": "student", "prompt": prompt, "max_tokens": 99, "temperature": 0.4, "top_p": 0.8}
     assert server.bodies == [expected | {"seed": 5, "skip_special_tokens": False, "stream": True}]
+
+
+def test_events_are_read_as_their_standard_says(serve: Any, ask: Any, tiny_model: str) -> None:
+    text = "ven\u2028\x85"  # ends of lines elsewhere, but not between events
+    choice = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
+    event = f"event: message\r\ndata:{choice}\r\n\r\n"
+    server = serve([b": ping\r\n\r\n", "Se", b"retry: 5\n\n", event.encode()])
+    assert ask(ChatModel(tiny_model, server.url)) == (f"Se{text}\n", "")
 
 
 def test_an_answer_gets_no_more_tokens_than_the_context_has_left(
@@ -275,6 +352,20 @@ def test_a_terminal_shows_styles_remembers_turns_and_stops_answers(serve: Any, t
     assert [body["seed"] for body in server.bodies] == [0, 1, 0, 1, 2, 3, 3]
 
 
+def test_a_terminal_stops_the_answer_of_a_model_in_this_process(tiny_model: str) -> None:
+    terminal = Terminal(
+        f"--model.path={tiny_model}", "--model.dtype=float32", "--max_tokens=1900", NO_COLOR="1"
+    )
+    for _ in range(2):
+        terminal.type("Add 3 and 4\n")
+        terminal.until("Add 3 and 4\n")
+        terminal.until(" ")  # the answer has begun
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("stopped\n")
+    terminal.type("/exit\n")
+    assert terminal.end() == 0
+
+
 @pytest.mark.parametrize(
     ("terminal", "environment", "shown"),
     [
@@ -328,6 +419,14 @@ def test_a_folder_without_weights_is_one_clear_line(ask: Any, tiny_model: str, t
     assert "\n" not in str(raised.value)
 
 
+def test_a_slow_tokenizer_is_refused(tiny_model: str) -> None:
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(InputError, match="must be a fast one"):
+        LocalSpeaker(ChatModel(tiny_model), SlowTokenizer())
+
+
 def test_a_server_that_is_not_there_is_one_clear_line(tiny_model: str) -> None:
     options = [f"--model.path={tiny_model}", "--model.url=http://127.0.0.1:9"]
     result = rlt("chat", *options, text=QUESTION)
@@ -342,6 +441,8 @@ def test_a_server_that_is_not_there_is_one_clear_line(tiny_model: str) -> None:
     [
         ([500], "was refused with status 500"),
         (["some", None], "broke off in the middle|failed"),
+        (["some", b'data: {"error": "no memory"}\n\n'], 'must stream pieces of text, but sent {"error'),
+        (["some", b"data: Seven\n\n"], "must stream pieces of text, but sent Seven"),
     ],
 )
 def test_a_server_that_fails_in_an_answer_is_an_engine_error(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import re
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers, processors
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
 from rlt_lightning.pretrained import ensure_pad_token
@@ -471,3 +473,47 @@ def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> No
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     cut = decode_each(tokenizer, tokenizer("14 ✓")["input_ids"][:-1])  # in the middle of a character
     assert "".join(cut) == "14 \ufffd"
+
+
+def test_an_indentation_keeps_its_spaces():
+    tokenizer = with_byte_fallback()
+    text = "do: 数\n   do den"
+    assert "".join(decode_each(tokenizer, encode(tokenizer, text))) == text
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_tokens_that_are_no_text_harm_no_other(kind: str, smollm2: str):
+    # A model may write bytes that are no characters.
+    tokenizer = AutoTokenizer.from_pretrained(smollm2) if kind == "byte-level" else with_byte_fallback()
+    texts = {token: tokenizer.decode([token]) for token in range(3, len(tokenizer))}
+    words = [token for token, text in texts.items() if len(text) > 1 and text.isascii()]
+    parts = [token for token, text in texts.items() if text == "\ufffd"]  # of characters
+    assert min(len(words), len(parts)) > 2
+    draws = random.Random(0)
+    for _ in range(300):
+        token_ids = [draws.choice(draws.choice([words, parts, parts])) for _ in range(40)]
+        written = "".join(decode_each(tokenizer, token_ids))
+        whole = tokenizer.decode(token_ids)
+        if kind == "byte-level":
+            assert written == whole
+        assert re.sub("[^\\x00-\\x7f]", "", written) == re.sub("[^\\x00-\\x7f]", "", whole)
+
+
+def with_byte_fallback() -> Any:
+    """A tokenizer that writes spaces as Llama 2's does, and unknown characters as bytes."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581"]
+    words += [*"den:", "en", "do", "\u2581do", "den", "o"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    merges = [("e", "n"), ("d", "o"), ("\u2581", "do"), ("d", "en")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import yaml
 from commands import ROOT, rlt
@@ -261,8 +261,8 @@ def wait_for(url: str, seconds: float = 240) -> None:
     """Wait until a server answers."""
     deadline = time.monotonic() + seconds
     while True:
-        with suppress(httpx.TransportError):
-            if httpx.get(url).status_code == 200:
+        with suppress(httpx2.TransportError):
+            if httpx2.get(url).status_code == 200:
                 return
         assert time.monotonic() < deadline, f"{url} did not answer within {seconds} s"
         time.sleep(0.2)
@@ -298,7 +298,7 @@ def test_a_servers_chat_route_asks_as_stage_4_trained(
             message = {"role": "user", "content": question}
             body = {"model": "student", "messages": [message], "max_tokens": 1, "return_token_ids": True}
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            answer = httpx.post(url, json=body, timeout=60).json()
+            answer = httpx2.post(url, json=body, timeout=60).json()
             assert answer["prompt_token_ids"] == expected
     finally:
         server.stop()

@@ -21,6 +21,8 @@ import yaml
 from commands import rlt, start
 from tiny import CHAINS
 
+from rlt_lightning.chat.speakers import ChatModel, speaker_of
+from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import (
     AdapterPush,
     DiskPush,
@@ -510,6 +512,29 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     local.start()
     yield f"http://127.0.0.1:{port}"
     local.stop()
+
+
+def test_a_chat_streams_what_the_model_says_in_process(plain_server: str, exported: str) -> None:
+    from test_model_format import wait_for
+
+    wait_for(f"{plain_server}/health")
+    tokenizer = load_tokenizer(exported)
+    prompt = encode(tokenizer, "One and two")
+
+    def answered(url: str | None, seed: int = 0, **settings: float) -> tuple[str, str]:
+        pieces: list[str] = []
+        sampling = Sampling(max_completion_length=48, **settings)
+        speaker = speaker_of(ChatModel(exported, url, dtype="float32"), tokenizer)
+        reason = speaker.answer(prompt, sampling, seed, pieces.append)
+        assert sum(map(bool, pieces)) > 5  # as it came; vLLM may send several tokens at once
+        return "".join(pieces), reason
+
+    assert answered(plain_server, temperature=0.0) == answered(None, temperature=0.0)
+    first, second, again = (answered(plain_server, seed, temperature=1.0) for seed in (1, 2, 1))
+    assert first == again != second
+    speaker, too_long = speaker_of(ChatModel(exported, plain_server), tokenizer), Sampling()
+    with pytest.raises(EngineError, match="/v1/completions was refused with status 400"):
+        speaker.answer(prompt, too_long, 0, print)
 
 
 def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_model_it_serves(

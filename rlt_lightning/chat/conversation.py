@@ -143,15 +143,18 @@ class Conversation:
             )
         limit = min(room, self.sampling.max_completion_length)
         sampling = replace(self.sampling, max_completion_length=limit)
-        said = ""
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            screen.show(piece)
+
         try:
-            for piece in self.speaker.stream(prompt, sampling, self.seed + len(self.turns)):
-                said += piece
-                screen.show(piece)
+            reason = self.speaker.answer(prompt, sampling, self.seed + len(self.turns), show)
         finally:
             screen.end()
-            if said:
+            if said := "".join(pieces):
                 self.turns.append((question, said))
-        if self.speaker.finish_reason == "length":
+        if reason == "length":
             setting = "the model's context" if limit == room else "--max_tokens"
             tell(f"cut after {limit} tokens: {setting}")

@@ -6,27 +6,30 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, key_from, refusal, trusted_certificates
 from rlt_lightning.engines.decoders import device_of
-from rlt_lightning.engines.drawing import draw, row_uniforms
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import Dtype, load_model
-from rlt_lightning.tags import decode
+from rlt_lightning.tags import TextStream, require_fast
 from rlt_lightning.types import FinishReason, InputError
 
 # A server's deadlines: to respond at all, and between two tokens.
 ANSWER_S, SILENCE_S = 10.0, 300.0
+# Gets the text of an answer, piece by piece.
+Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,9 @@ class Speaker(Protocol):
     """Writes the answers of a chat."""
 
     context: int  # most tokens of conversation and answer together
-    finish_reason: FinishReason  # of the last answer
 
-    def stream(self, prompt: list[int], sampling: Sampling, seed: int) -> Iterator[str]:
-        """Yield the answer's text piece by piece, without its end-of-sequence token."""
+    def answer(self, prompt: list[int], sampling: Sampling, seed: int, show: Show) -> FinishReason:
+        """Show the answer as it is made, without its end-of-sequence token; return why it ended."""
 
 
 def speaker_of(model: ChatModel, tokenizer: Any) -> Speaker:
@@ -74,75 +76,69 @@ def speaker_of(model: ChatModel, tokenizer: Any) -> Speaker:
 
 
 class LocalSpeaker:
-    """A model in this process, on a GPU if there is one; it samples as HFEngine does with the same seed."""
-
-    finish_reason: FinishReason = "eos"
+    """A model in this process, on a GPU if there is one, sampled by transformers' `generate`."""
 
     def __init__(self, model: ChatModel, tokenizer: Any) -> None:
+        require_fast(tokenizer)
         loaded = load_model(model.path, model.dtype, trust_remote_code=model.trust_remote_code)
         self.model = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = tokenizer
         self.context: int = getattr(loaded.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+        self.ends = eos_token_ids(loaded, tokenizer)
+        # `generate` would fill in what we leave unset from the model's own defaults.
+        loaded.generation_config = GenerationConfig()
 
-    @torch.no_grad()
-    def stream(self, prompt: list[int], sampling: Sampling, seed: int) -> Iterator[str]:
-        """See `Speaker.stream`."""
-        ends = eos_token_ids(self.model, self.tokenizer)
-        tokens = history = torch.tensor([prompt], device=device_of(self.model))  # (1, L)
-        text, cache = TextOfTokens(self.tokenizer), None
-        self.finish_reason = "length"
-        for uniform in row_uniforms(seed, 1, sampling.max_completion_length)[0]:
-            output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
-            uniforms = uniform[None].to(history.device)
-            token, _ = draw(output.logits[:, -1].float(), history, uniforms, sampling)  # (1,)
-            if int(token) in ends:
-                self.finish_reason = "eos"
-                break
-            if piece := text.add(int(token)):
-                yield piece
-            tokens = token[None]
-            history = torch.cat([history, tokens], dim=1)
-        yield text.pending
+    def answer(self, prompt: list[int], sampling: Sampling, seed: int, show: Show) -> FinishReason:
+        """See `Speaker.answer`."""
+        token_ids = torch.tensor([prompt], device=device_of(self.model))  # (1, L)
+        torch.manual_seed(seed)
+        output = self.model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            generation_config=self._settings(sampling),
+            streamer=AnswerStreamer(self.tokenizer, self.ends, show),
+        )  # (1, L + T)
+        return "eos" if int(output[0, -1]) in self.ends else "length"
+
+    def _settings(self, sampling: Sampling) -> GenerationConfig:
+        """Return the sampling settings in transformers' words."""
+        settings = GenerationConfig(
+            max_new_tokens=sampling.max_completion_length,
+            repetition_penalty=sampling.repetition_penalty,
+            eos_token_id=sorted(self.ends) or None,
+            pad_token_id=0,  # one row has no padding
+        )
+        if sampling.temperature > 0:
+            settings.update(do_sample=True, temperature=float(sampling.temperature), top_k=sampling.top_k)
+            settings.update(top_p=sampling.top_p, min_p=sampling.min_p)
+        return settings
 
 
-class TextOfTokens:
-    """Decodes tokens as they arrive; a character that several tokens share appears with the last one."""
+class AnswerStreamer(BaseStreamer):
+    """Shows the text of each token that `generate` draws; transformers' own streamers show whole words."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        # The last tokens. The text of the first `num_returned` was returned already; they are kept because
-        # the white space that follows depends on them.
-        self.token_ids: list[int] = []
-        self.num_returned = 0
+    def __init__(self, tokenizer: Any, ends: set[int], show: Show) -> None:
+        self.text, self.ends, self.show = TextStream(tokenizer), ends, show
 
-    def add(self, token: int) -> str:
-        """Return the text that this token completes."""
-        self.token_ids.append(token)
-        if (text := self.pending).endswith("\ufffd"):
-            return ""
-        self.token_ids = self.token_ids[self.num_returned :]
-        self.num_returned = len(self.token_ids)
-        return text
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, (1, L), or the next token, (1,)."""
+        if value.ndim == 1 and int(value) not in self.ends:
+            self.show(self.text.step(int(value)))
 
-    @property
-    def pending(self) -> str:
-        """Return the text that was not returned yet."""
-        returned = decode(self.tokenizer, self.token_ids[: self.num_returned])
-        return decode(self.tokenizer, self.token_ids)[len(returned) :]
+    def end(self) -> None:
+        """Show the beginning of a character that the answer did not finish."""
+        self.show(self.text.end())
 
 
 class RemoteSpeaker:
     """A vLLM server, which gets the same token ids as a local model."""
 
-    finish_reason: FinishReason = "eos"
-
     def __init__(self, model: ChatModel, url: str) -> None:
         self.client = WorkerClient(url, model.served_model, key_from(model.api_key_env), plain=True)
         self.context = asyncio.run(self.client.context(ANSWER_S))
 
-    def stream(self, prompt: list[int], sampling: Sampling, seed: int) -> Iterator[str]:
-        """See `Speaker.stream`."""
+    def answer(self, prompt: list[int], sampling: Sampling, seed: int, show: Show) -> FinishReason:
+        """See `Speaker.answer`."""
         body = {
             "model": self.client.model,
             "prompt": prompt,
@@ -153,49 +149,48 @@ class RemoteSpeaker:
             "skip_special_tokens": False,  # a tag may be one
             "stream": True,
         }
-        url = f"{self.client.url}/v1/completions"
-        place = f"vLLM server {self.client.url}: POST /v1/completions"
-        timeout = httpx.Timeout(SILENCE_S, connect=ANSWER_S)
+        server = f"vLLM server {self.client.url}"
+        place = f"{server}: POST /v1/completions"
+        url, headers = f"{self.client.url}/v1/completions", self.client.headers
+        timeout = httpx2.Timeout(SILENCE_S, connect=ANSWER_S)
+        reason: FinishReason = "eos"
         try:
             with (
-                httpx.Client(timeout=timeout, verify=trusted_certificates(), trust_env=False) as http,
-                ExitStack() as opened,
+                ExitStack() as silence,
+                httpx2.Client(timeout=timeout, verify=trusted_certificates(), trust_env=False) as http,
             ):
-                with waiting_for(f"vLLM server {self.client.url} to begin its answer", SILENCE_S):
-                    answer = http.stream("POST", url, json=body, headers=self.client.headers)
-                    response = opened.enter_context(answer)
-                    if response.status_code >= 400:
-                        response.read()
-                        raise refusal(place, response)
-                    choices = streamed_choices(response.iter_lines(), place)
-                    first = list(islice(choices, 1))
-                for choice in chain(first, choices):
-                    yield str(choice["text"])
-                    self.finish_reason = "length" if choice.get("finish_reason") == "length" else "eos"
-        except httpx.HTTPError as error:
+                silence.enter_context(waiting_for(f"{server} to begin its answer", SILENCE_S))
+                with http.sse(url, method="POST", json=body, headers=headers) as events:
+                    if events.response.is_error:
+                        events.response.read()
+                        raise refusal(place, events.response)
+                    for event in events:
+                        silence.close()
+                        if event.data == "[DONE]":
+                            return reason
+                        if not event.data:  # a sign of life
+                            continue
+                        choice = choice_of(event.data, place)
+                        show(choice["text"])
+                        reason = "length" if choice.get("finish_reason") == "length" else "eos"
+        except httpx2.HTTPError as error:
             raise EngineError(
                 f"{place} failed ({type(error).__name__}: {error}). Check that the server runs."
             ) from error
+        raise EngineError(f"{place} broke off in the middle of an answer. Look at the server's log.")
 
 
-def streamed_choices(lines: Iterator[str], place: str) -> Iterator[dict[str, Any]]:
-    """Yield the pieces of an answer from a stream of server-sent events.
+def choice_of(data: str, place: str) -> dict[str, Any]:
+    """Return the piece of an answer that an event of the server holds.
 
     Raises:
-        EngineError: If the stream breaks off, or holds something else.
+        EngineError: If it holds something else.
     """
-    for line in lines:
-        content = line.removeprefix("data:").strip()
-        if content == "[DONE]":
-            return
-        if not line.startswith("data:"):
-            continue
-        try:
-            choice = json.loads(content)["choices"][0]
-            choice["text"] += ""
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise EngineError(
-                f"{place} must stream pieces of text, but sent {content:.200}. Is this a vLLM server?"
-            ) from error
-        yield choice
-    raise EngineError(f"{place} broke off in the middle of an answer. Look at the server's log.")
+    try:
+        choice: dict[str, Any] = json.loads(data)["choices"][0]
+        choice["text"] += ""
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise EngineError(
+            f"{place} must stream pieces of text, but sent {data:.200}. Is this a vLLM server?"
+        ) from error
+    return choice

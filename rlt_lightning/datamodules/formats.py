@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlt_lightning.models.format import without_opened_thought
-from rlt_lightning.tags import STRATOS, TagStyle, decode, start_of_tag, tag_style
+from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
@@ -40,11 +40,7 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
     Raises:
         InputError: If the tokenizer is a slow one, which has no offsets.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            "The tokenizer must be a fast one, which knows where its tokens start, but "
-            f"{type(tokenizer).__name__} is slow. Use a model that ships a tokenizer.json."
-        )
+    require_fast(tokenizer)
     encoding = tokenizer(
         "".join(pieces), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import httpx
+import httpx2
 
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.types import Completion, FinishReason, InputError
@@ -96,13 +96,13 @@ class WorkerClient:
                 "raise the deadline if it is only slow.",
                 retryable=True,
             ) from error
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise WorkerError(
                 f"{place} failed ({type(error).__name__}: {error}). Check that the worker runs and that its "
                 "address is right.",
                 retryable=True,
             ) from error
-        except httpx.InvalidURL as error:
+        except httpx2.InvalidURL as error:
             raise WorkerError(
                 f"{place} has no valid address ({error}). Correct it.", retryable=False
             ) from error
@@ -126,8 +126,8 @@ class WorkerClient:
         """Return the headers of every call."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
-    def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
+    def _http(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(
             headers=self.headers, timeout=None, verify=trusted_certificates(), trust_env=False
         )
 
@@ -326,7 +326,7 @@ def finish_reason(choice: JSON, request: Request) -> FinishReason:
     raise ValueError(f"finish_reason {reason!r}, stop_reason {detail!r}")  # an aborted request, for one
 
 
-def refusal(place: str, response: httpx.Response) -> WorkerError:
+def refusal(place: str, response: httpx2.Response) -> WorkerError:
     """Return the error of a status: 5xx and overload may pass, anything else is the request's fault."""
     status, reason = response.status_code, response.text.strip().replace("\n", " ")[:300]
     advice = "Correct the request's settings."
