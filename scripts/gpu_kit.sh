@@ -19,7 +19,7 @@ groups=("$@")
 [[ ${#groups[@]} -gt 0 ]] || groups=(core kernels plots)
 python=${PYTHON:-.venv/bin/python}
 
-core=(lightning jsonargparse docstring_parser typeshed_client Pebble peft gguf math-verify latex2sympy2_extended
+core=(lightning httpx2 httpcore2 truststore jsonargparse docstring_parser typeshed_client Pebble peft gguf math-verify latex2sympy2_extended
     antlr4-python3-runtime pytest pytest-timeout pytest-xdist execnet iniconfig pluggy hjson msgpack ninja py-cpuinfo
     einops)
 kernels=(liger-kernel==0.8.5 cut-cross-entropy==25.1.1)

@@ -72,7 +72,7 @@ install_kit() { # an environment of its own, which sees the machine's packages: 
     echo "import sys; sys.path.insert(1, '$WORK/packages')" > "$site/kit.pth"
     "$env/bin/python" - << 'END' || return 1
 from importlib.util import find_spec
-needed = "torch transformers tokenizers safetensors huggingface_hub accelerate torchmetrics lightning_utilities httpx filelock tqdm yaml"
+needed = "torch transformers tokenizers safetensors huggingface_hub accelerate torchmetrics lightning_utilities anyio h11 filelock tqdm yaml"
 missing = [name for name in [*needed.split(), "pyarrow"] if find_spec(name) is None]
 if missing:
     raise SystemExit(f"The Python of the machine (PYTHON) must have what the kit leaves out, but lacks {', '.join(missing)}.")
