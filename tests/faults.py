@@ -19,7 +19,7 @@ class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
     The kinds: bug, mistake (of the user's), kill, hang; and "bug while the other sleeps", where the other
-    rank sits in what never returns, like a collective of NCCL. `life`: only after so many restarts by torchrun.
+    rank sits in what never returns, like a collective of NCCL. `life`: only after so many restarts.
     """
 
     def __init__(self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None) -> None:

@@ -17,6 +17,7 @@ import pytest
 from commands import ROOT, rlt
 from safetensors.torch import load_file
 from test_cli import explanation, metrics
+from test_multinode import two_nodes
 from test_rank_failures import STRATEGIES
 from test_strategies import full
 
@@ -58,16 +59,24 @@ def path_of_tests() -> str:
     return os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
-def torchrun(restarts: int, words: list[str], mark: Path, seconds: float = 400) -> tuple[int, list[str]]:
-    """Run `rlt` by torchrun in two processes; return the exit status and the lines of the output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--max-restarts={restarts}", "-m", "rlt_lightning", *words]
+def torchrun(mark: Path, words: list[str], *launches: list[str]) -> tuple[list[int], list[str]]:
+    """Run `rlt` by an agent for each launch; return their exit statuses and the lines of the output."""
     environment = {"PYTHONPATH": path_of_tests(), MARK: str(mark), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     log = mark.with_suffix(".log")
-    with log.open("w") as file:
-        run = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=file, stderr=file)
+    with log.open("a") as file:
+        agents = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "rlt_lightning", *words],
+                cwd=ROOT,
+                env=os.environ | environment,
+                stdout=file,
+                stderr=file,
+            )
+            for launch in launches
+        ]
     try:
-        status = run.wait(seconds)
+        deadline = time.monotonic() + 400
+        statuses = [agent.wait(deadline - time.monotonic()) for agent in agents]
         deadline = time.monotonic() + 15
         while left := living(str(mark)):
             assert time.monotonic() < deadline, f"{left} outlived the run"
@@ -75,7 +84,24 @@ def torchrun(restarts: int, words: list[str], mark: Path, seconds: float = 400) 
     finally:
         for process in living(str(mark)):
             process.send_signal(signal.SIGKILL)
-    return status, log.read_text().splitlines()
+    return statuses, log.read_text().splitlines()
+
+
+def one_node(restarts: int) -> list[str]:
+    return ["--nproc-per-node=2", f"--max-restarts={restarts}"]
+
+
+def whole_run(model: str, folder: Path, strategy: str) -> Path:
+    """Make the run that nobody kills, without torchrun."""
+    result = rlt(*options(model, folder, strategy), PYTHONPATH=path_of_tests())
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def killed_ranks(lines: list[str]) -> list[str]:
+    """Return the ranks that messages have named as killed."""
+    told = [line for line in lines if line.startswith("rlt: error")]
+    return re.findall(r"^rlt: error: rank (\d): .*without a message", "\n".join(told), re.MULTILINE)
 
 
 @pytest.mark.parametrize("strategy", [full("ddp"), full("zero3")])
@@ -84,25 +110,33 @@ def test_killed_and_restarted_by_torchrun_equals_not_stopping(
 ) -> None:
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = rlt(*options(tiny_model, whole, strategy), PYTHONPATH=path_of_tests())
-    assert result.returncode == 0, result.stderr
+    whole, killed = whole_run(tiny_model, tmp_path / "whole", strategy), tmp_path / "killed"
     kills = [
         kill(0, rank=1, hook="on_after_backward", step=1),  # in step 2, before the first checkpoint
         kill(1, rank=0, hook="on_after_backward", step=3),  # in step 4, which is made again
         kill(2, rank=1, hook="on_train_end", step=STEPS),  # between the last checkpoint and the model
     ]
-    status, lines = torchrun(3, [*options(tiny_model, killed, strategy), *kills], killed)
+    [status], lines = torchrun(killed, [*options(tiny_model, killed, strategy), *kills], one_node(3))
     log = "\n".join(lines)
     assert status == 0, log[-4000:]
     # Each kill came, its rank was named, and the next life said which one it is.
     assert log.count("--- made at") == 3
-    told = [line for line in lines if line.startswith("rlt: error")]
-    assert [re.match(r"rlt: error: rank (\d): .*without a message", line)[1] for line in told] == [  # type: ignore[index]
-        *("1", "0", "1")
-    ], told
-    restarts = [line for line in lines if line.startswith("torchrun has restarted")]
-    assert [line.rpartition(": ")[2] for line in restarts] == [f"restart {n} of at most 3" for n in (1, 2, 3)]
+    assert killed_ranks(lines) == ["1", "0", "1"], log
+    assert re.findall(r"restarted all processes: restart (\d) of at most 3", log) == ["1", "2", "3"]
+    assert_equal(whole, killed)
+
+
+@pytest.mark.slow
+def test_two_nodes_restart_together(tiny_model: str, tmp_path: Path) -> None:
+    whole, killed = whole_run(tiny_model, tmp_path / "whole", "ddp"), tmp_path / "killed"
+    words = [*options(tiny_model, killed, "ddp"), "--trainer.devices=1", "--trainer.num_nodes=2"]
+    node = [*two_nodes(), "--max-restarts=2"]
+    kills = [kill(0, rank=1, hook="on_after_backward", step=3)]
+    statuses, lines = torchrun(killed, [*words, *kills], node, node)
+    log = "\n".join(lines)
+    assert statuses == [0, 0], log[-4000:]
+    assert log.count("--- made at") == 1
+    assert killed_ranks(lines) == ["1"], log
     assert_equal(whole, killed)
 
 
@@ -126,11 +160,12 @@ def test_the_rank_that_was_killed_is_named_under_torchrun(
     hook: str, step: int, tiny_model: str, tmp_path: Path
 ) -> None:
     words = [*options(tiny_model, tmp_path / "run", "ddp"), kill(0, rank=1, hook=hook, step=step)]
-    status, lines = torchrun(0, words, tmp_path / "run")
+    [status], lines = torchrun(tmp_path / "run", words, one_node(0))
     assert status == 1
-    told = [line for line in lines if line.startswith("rlt: error")]
-    assert [line.partition(": It was")[0] for line in told] == [told[0]], lines
-    assert re.match("rlt: error: rank 1: .* ended without a message", told[0])
+    assert killed_ranks(lines) == ["1"], lines
+    assert sum(line.startswith("rlt: error") for line in lines) == 1, lines
+    # torchrun's table has the words of rank 0, too.
+    assert any("traceback : rlt: error: rank 1: Every rank must run" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

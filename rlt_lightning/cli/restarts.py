@@ -1,11 +1,11 @@
 """Restarts by torchrun: its agent ends all processes when one has failed, and runs their command again.
 
-    torchrun --max-restarts 3      rank 1 is killed                  all ranks, next life
-    agent ── starts ranks 0, 1 ──▶ rank 0 prints it and ends ──────▶ --resume true finds the newest checkpoint,
-                                                                     or starts over if there is none
+    torchrun --max-restarts 3      rank 1 is killed             all ranks start again, with the same words:
+    agent ── starts ranks 0, 1 ──▶ rank 0 prints it, ends ────▶ --resume true finds the newest checkpoint,
+                                                                or starts over if there is none
 
-So every life has the same command line, and must be told apart by what lies in the run folder alone. Each
-node's agent counts its own restarts: the number is good for a message and not for a decision.
+What a restarted run does follows only from its run folder. Each node's agent counts its own restarts, so the
+number is good for a message and not for a decision.
 """
 
 from __future__ import annotations
