@@ -11,10 +11,13 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from commands import ROOT, rlt
+from jsonargparse import Namespace
 from safetensors.torch import load_file
 from test_cli import explanation, metrics
 from test_multinode import two_nodes
@@ -22,6 +25,7 @@ from test_rank_failures import STRATEGIES
 from test_strategies import full
 
 from rlt_lightning.cli.restarts import require_restartable
+from rlt_lightning.cli.stages import SaveConfig
 from rlt_lightning.types import InputError
 
 STEPS = 6
@@ -188,3 +192,10 @@ def test_a_run_that_could_not_be_restarted_is_refused_at_once(
         return
     with pytest.raises(InputError, match=expected):
         require_restartable(resume)
+
+
+def test_ranks_that_find_other_checkpoints_do_not_train() -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: "step=6"), global_rank=1)
+    saving = SaveConfig(None, Namespace(ckpt_path="step=4"))
+    with pytest.raises(InputError, match="rank 0 found step=6 and rank 1 found step=4"):
+        saving.setup(trainer, None, "fit")
