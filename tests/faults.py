@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.types import Completion, InputError
 
 
@@ -17,11 +19,13 @@ class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
     The kinds: bug, mistake (of the user's), kill, hang; and "bug while the other sleeps", where the other
-    rank sits in what never returns, like a collective of NCCL.
+    rank sits in what never returns, like a collective of NCCL. `life`: only after so many restarts.
     """
 
-    def __init__(self, rank: int, hook: str, kind: str, step: int = 1) -> None:
+    def __init__(self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None) -> None:
         self.rank, self.kind, self.step = rank, kind, step
+        if life is not None and os.environ["TORCHELASTIC_RESTART_COUNT"] != str(life):
+            return
         if hook != "init":
             setattr(self, hook, self.fail)
         elif os.environ.get("LOCAL_RANK") == str(rank):  # before ranks have met
@@ -45,6 +49,22 @@ class Fault(Callback):
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
+
+
+class Launching(HFEngine):
+    """Starts what would go on for an hour, as a run starts its vLLM workers."""
+
+    server: LocalServer | None = None
+
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        super().start(model, tokenizer, folder)
+        self.server = LocalServer(["sleep", "3600"], {}, folder / "workers" / "sleeper.log")
+        self.server.start()
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+        super().close()
 
 
 class SlowEngine(HFEngine):

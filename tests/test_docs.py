@@ -218,7 +218,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "vllm": (check_vllm, "needs vLLM, and mostly a GPU; tests/test_vllm_worker.py starts one"),
     "pip": (check_pip, "installs gigabytes"),
     "python": (check_python, "benchmarks take minutes and all of the machine"),
-    "torchrun": (check_torchrun, "needs several nodes; tests/test_multinode.py has two of one process"),
+    "torchrun": (check_torchrun, "needs GPUs; tests/test_restarts.py and test_multinode.py run it on CPUs"),
     "sbatch": (check_sbatch, "needs a SLURM cluster; tests/test_multinode.py has stand-ins"),
     "cat": (nothing, "reads a file of the user's"),
     "curl": (nothing, "run against a fake worker below"),

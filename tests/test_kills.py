@@ -6,6 +6,7 @@ The long version, 10 kills each: python -m pytest -m slow tests/test_kills.py -s
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import time
@@ -29,14 +30,14 @@ OPTIONS = {
 ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
 
 
-def fit(model: str, folder: Path, strategy: str, num_steps: int) -> Running:
+def fit(model: str, folder: Path, strategy: str, num_steps: int, *options: str) -> Running:
     """Start the one command that begins a run and resumes it."""
     command = ["fit", "--config=tests/rlt.yaml"]
     command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
     command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
     command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
-    command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true"]
+    command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true", *options]
     return start(*command, log=folder.with_suffix(".log"))
 
 
@@ -157,6 +158,21 @@ def test_killed_and_resumed_equals_not_stopping(
     strategy: str, kills: list[tuple[str, str]], tiny_model: str, tmp_path: Path
 ) -> None:
     compare(tiny_model, tmp_path, strategy, kills, num_steps=8)
+
+
+def test_killed_after_the_last_checkpoint_equals_not_stopping(tiny_model: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert fit(tiny_model, whole, "single", 2).wait() == 0, whole.with_suffix(".log").read_text()
+    fault = {"rank": 0, "hook": "on_train_end", "kind": "kill", "step": 2}  # before the model is written
+    callback = json.dumps({"class_path": "faults.Fault", "init_args": fault})
+    run = fit(tiny_model, killed, "single", 2, f"--trainer.callbacks+={callback}")
+    assert run.wait() == -signal.SIGKILL
+    assert not (killed / "model").exists()
+    # As if the kill had come before the step was logged.
+    *lines, _ = (killed / "metrics.csv").read_text().splitlines(keepends=True)
+    (killed / "metrics.csv").write_text("".join(lines))
+    assert fit(tiny_model, killed, "single", 2).wait() == 0, killed.with_suffix(".log").read_text()
+    assert_nothing_was_lost(whole, killed, 2)
 
 
 @pytest.mark.slow

@@ -53,6 +53,12 @@ def begin(command: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def two_nodes() -> list[str]:
+    """What torchrun gets on each of two nodes of one process, as docs/scaling.md has it."""
+    options = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
+    return [*options, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+
+
 @pytest.fixture(scope="module")
 def alone(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
@@ -79,12 +85,10 @@ def test_torchrun_on_two_nodes_trains_as_one_process_does(
 ) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *two_nodes()]
     train = ["-m", "rlt_lightning", "fit", *options(tiny_model, strategy, "multinode")]
     train += ["--trainer.max_steps=3", f"--output_dir={tmp_path / 'run'}"]
-    nodes = [begin([*command, f"--node_rank={rank}", *train]) for rank in range(2)]
+    nodes = [begin([*command, *train]) for _ in range(2)]
     outputs = finish(nodes)
     assert [node.returncode for node in nodes] == [0, 0], "".join(outputs)[-3000:]
     assert_as_alone(tmp_path / "run", alone)

@@ -9,7 +9,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from rlt_lightning.checkpoints.export import Adapter, export_model, pretrained_tensors
+from rlt_lightning.checkpoints.export import (
+    Adapter,
+    export_model,
+    pretrained_tensors,
+    write_model_of,
+)
 from rlt_lightning.checkpoints.folder import whole_or_absent
 from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules.stratos import stratos_of
@@ -72,6 +77,17 @@ class ModelExporter(Callback):
             announce_writing(folder, weights_size(tensors.values()))
             adapter: Adapter = "merged" if module.lora is None else self.adapter
             export_model(policy, tensors, tokenizer, facts, folder, adapter, strategy)
+        self.has_written = True
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the model of a run that was killed after its last checkpoint: it has no step to train."""
+        # Without a checkpoint nothing was trained at all.
+        if not self.enabled or self.has_written or trainer.ckpt_path is None or not trainer.is_global_zero:
+            return
+        write_model_of(
+            Path(trainer.ckpt_path), Path(trainer.default_root_dir) / "model", adapter=self.adapter
+        )
         self.has_written = True
 
     @override

@@ -21,6 +21,7 @@ class MetricsResume(Callback):
 
     def __init__(self) -> None:
         self.last_row: dict[str, float] = {}
+        self.has_resumed = False
 
     @override
     def on_train_batch_end(
@@ -43,6 +44,16 @@ class MetricsResume(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resume(trainer)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resume a run that was killed after its last checkpoint: it has no step to train any more."""
+        if not self.has_resumed:
+            self._resume(trainer)
+
+    def _resume(self, trainer: Trainer) -> None:
+        self.has_resumed = True
         rows: dict[int, dict[str, str]] = {}  # of metrics.csv, the first logger of every run
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:

@@ -145,12 +145,20 @@ def export_checkpoint(
             f"--output_dir must be empty or new, but {folder} is not. Choose another, or replace a model "
             "that is there with --overwrite true."
         )
-    facts = read_state(path)["model"]
-    facts["dtype"] = dtype or facts["dtype"]
-    if adapter == "separate" and facts["lora"] is None:
+    if adapter == "separate" and read_state(path)["model"]["lora"] is None:
         raise InputError(
             f"--adapter separate needs a run with model.lora, but {path} is from a run without it. Drop it."
         )
+    write_model_of(path, folder, dtype, adapter)
+    print(f"Done: {folder}, from {path}")
+
+
+def write_model_of(path: Path, folder: Path, dtype: str | None = None, adapter: Adapter = "merged") -> None:
+    """Write the model folder of a checkpoint, in this process alone; arguments as `export_checkpoint`."""
+    facts = read_state(path)["model"]
+    facts["dtype"] = dtype or facts["dtype"]
+    if facts["lora"] is None:
+        adapter = "merged"
     model, tensors = pretrained_tensors(facts)
     files = WeightFiles(str(path / WEIGHTS))
     tensors |= {name: deferred(files, name, tensor) for name, tensor in trained(model).items()}
@@ -158,7 +166,6 @@ def export_checkpoint(
     announce_writing(folder, weights_size(tensors.values()))
     with whole_or_absent(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, facts, scratch, adapter)
-    print(f"Done: {folder}, from {path}")
 
 
 def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

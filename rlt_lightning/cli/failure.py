@@ -23,6 +23,9 @@ from rlt_lightning.types import InputError
 # The message of these says what to do in one line; a traceback would say nothing more.
 MISTAKES = (InputError, NonFiniteError, EngineError, PushError, MisconfigurationException)
 
+# Kinds of failures: one that stands further on mostly follows from one before it.
+KINDS = ("own", "silent", "told", "connection")
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -33,15 +36,15 @@ class Failure:
         message: What happened, in one line.
         status: The exit status of all processes.
         details: A traceback, or nothing.
-        kind: "own": the rank said what went wrong; "silent": it ended without a word; "connection": it waited
-            for another rank that had ended or was late.
+        kind: "own": the rank said what went wrong; "silent": it ended without a word; "told": its launcher
+            ended it; "connection": it waited for another rank that had ended or was late.
     """
 
     rank: int
     message: str
     status: int
     details: str = ""
-    kind: Literal["own", "silent", "connection"] = "own"
+    kind: Literal["own", "silent", "told", "connection"] = "own"
 
     def print(self) -> None:
         """Print the failure to the standard error stream."""

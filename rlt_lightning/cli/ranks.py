@@ -9,6 +9,7 @@ end_run         every rank, after a run that went well                   -> its 
 from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
@@ -52,6 +53,8 @@ def watch_trainer(trainer: Trainer) -> None:
     known = watch or RankZero(one_node=trainer.num_nodes == 1)
     known.rank, known.world_size = trainer.global_rank, trainer.world_size
     known.launcher = trainer.strategy.launcher
+    if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():
+        known.outlast_launcher()
     if watch is None:
         watch = known
         watch.start()

@@ -26,7 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from rlt_lightning import __version__, callbacks
-from rlt_lightning.cli import next_steps, ranks
+from rlt_lightning.cli import next_steps, ranks, restarts
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.gpus import trainer_devices
 from rlt_lightning.loggers.redaction import without_secrets
@@ -55,6 +55,17 @@ class SaveConfig(SaveConfigCallback):
 
     The entries of metrics that are not ours go to `catalogue.json` beside it.
     """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that all ranks have found the same checkpoint, then write the file."""
+        found = self.config.ckpt_path
+        if (first := trainer.strategy.broadcast(found)) != found:
+            raise InputError(
+                f"All ranks must load the same checkpoint, but rank 0 found {first} and rank "
+                f"{trainer.global_rank} found {found}. The nodes' shared disk shows changes late: start "
+                "again in a minute."
+            )
+        super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file; Lightning calls this on rank 0, before the models are loaded."""
@@ -172,6 +183,7 @@ class RLTCommandLine(LightningCLI):
         """Choose and make the run folder before anything is built."""
         config = self.config[self.subcommand]
         require_loggers(as_list(config.trainer.logger))
+        restarts.require_restartable(config.resume)
         verb = str(self.subcommand)
         default = "" if config.output_dir else self.default_run_folder(config.config)
         options = (config.get("ckpt_path"), config.resume, config.overwrite)
@@ -219,6 +231,7 @@ class RLTCommandLine(LightningCLI):
             config[name] = made
         trainer = super().instantiate_trainer(**kwargs)
         ranks.watch_trainer(trainer)
+        restarts.announce_restart()
         return trainer
 
     def _parse_ckpt_path(self) -> None:

@@ -13,6 +13,7 @@ process ends, so that a killed rank is noticed even where collectives would wait
 
     rank 1 is killed: its connection closes, which is a silent failure of rank 1
     rank 0 is killed: all connections close, and one rank of each node prints that rank 0 ended
+    a launcher sends SIGTERM, mostly because a rank has failed: the threads have SETTLE_S to learn which one
     the run goes well: each rank sends done, rank 0 answers done to all, and the threads end
 """
 
@@ -23,6 +24,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import sysconfig
@@ -39,7 +41,7 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from rlt_lightning.cli.failure import Failure, end_process, silent_failure
+from rlt_lightning.cli.failure import KINDS, Failure, end_process, silent_failure
 from rlt_lightning.gloo import LOOPBACK
 
 # host:port:token of rank 0, in the environment that children inherit, and in the store of the process group.
@@ -131,6 +133,18 @@ class Watch(threading.Thread, ABC):
         """End this rank's part of a run that went well; the main thread calls this."""
         self.ended_well.set()
         self.join()
+
+    def outlast_launcher(self) -> None:
+        """Let SIGTERM be a report. A launcher sends it once a rank has failed, before rank 0 could say which.
+
+        While a trainer runs, Lightning's own handler lets the iteration end instead.
+        """
+
+        def report(*_: Any) -> None:
+            if signal.getsignal(signal.SIGTERM) is report:
+                self.reports.append(Failure(self.rank, "It was told to end.", 1, kind="told"))
+
+        signal.signal(signal.SIGTERM, report)
 
     def children(self) -> list[Popen[bytes]]:
         """Return the ranks of this node that this process has started."""
@@ -237,7 +251,7 @@ class RankZero(Watch):
             self.failed_at = time.monotonic()
             for connection in self.connections:
                 connection.send(where=True)
-        first = min(self.failures, key=lambda failure: ("own", "silent", "connection").index(failure.kind))
+        first = min(self.failures, key=lambda failure: KINDS.index(failure.kind))
         if first.kind == "own" or time.monotonic() > self.failed_at + SETTLE_S:
             self.end(first if first.kind == "own" else self.with_places(first))
 
@@ -248,7 +262,7 @@ class RankZero(Watch):
         del places[failure.rank]
         late = [f"{rank}, in {place[0]}" for rank, place in places.items() if place and not place[1]]
         late += [f"{rank}, which does not answer" for rank, place in places.items() if not place]
-        if failure.kind == "silent" or not late:
+        if failure.kind != "connection" or not late:
             return failure
         message = (
             "All ranks must make this call, but this one waited in vain for rank "

@@ -124,9 +124,12 @@ def choose_run_folder(
     folder = Path(output_dir or default)
     if folder.name in ("", ".."):  # config.yaml must name the folder for other working directories too
         folder = folder.resolve()
+    own = checkpoints_in(folder / "checkpoints") if is_fit else []
     if is_fit and resume:
-        ckpt_path, overwrite = "last", True
-    if is_fit and overwrite and ckpt_path == "last" and not checkpoints_in(folder / "checkpoints"):
+        overwrite = True
+        if own or ckpt_path in CHECKPOINT_CHOICES:
+            ckpt_path = "last"
+    if is_fit and overwrite and ckpt_path == "last" and not own:
         ckpt_path = None
     if ckpt_path in CHECKPOINT_CHOICES:
         ckpt_path = str(CHECKPOINT_CHOICES[ckpt_path](folder / "checkpoints"))
