@@ -14,17 +14,17 @@ import pytest
 import torch
 import wandb
 import yaml
-from commands import ROOT, rlt
+from commands import ROOT, python, rlt
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from test_docs_metrics import names_of
 from test_evaluation import gpqa_like
+from wandb_run import runs_in
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.loggers.redaction import without_secrets
-from rlt_lightning.loggers.wandb_files import read_run
 from rlt_lightning.loggers.wandb_logger import WandbLogger
 from rlt_lightning.loggers.workspace import dashboard, workspace
 from rlt_lightning.records.rows import evenly_spread
@@ -35,55 +35,6 @@ COMPLETIONS = 3  # shown of each iteration's 8
 OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
     f"reward/{part}{name}" for part in ("", "val_") for name in ("correct", "formatted", "timed_out")
 }  # panels of SFT, of traditional RL and of EvaluateEvery
-
-
-def nested(items: Any) -> dict[str, Any]:
-    """Values of a history or configuration record by name."""
-    found: dict[str, Any] = {}
-    for item in items:
-        *path, last = list(item.nested_key) or [item.key]
-        place = found
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = json.loads(item.value_json)
-    return found
-
-
-class Run:
-    """All that one process gave to W&B."""
-
-    def __init__(self, folder: Path) -> None:
-        [path] = folder.glob("*.wandb")
-        records = list(read_run(path))
-        runs = [record.run for record in records if record.HasField("run")]
-        self.id, self.name = runs[0].run_id, runs[0].display_name
-        self.config: dict[str, Any] = {}
-        for record in records:
-            if record.HasField("config"):
-                self.config |= nested(record.config.update)
-        self.history = [nested(r.history.item) for r in records if r.HasField("history")]
-        self.alerts = [record.alert for record in records if record.HasField("alert")]
-        self.axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
-        self.folder = folder
-
-    def scalars(self) -> dict[int, dict[str, float]]:
-        """By iteration."""
-        found: dict[int, dict[str, float]] = {}
-        for row in self.history:
-            numbers = {n: v for n, v in row.items() if not isinstance(v, dict) and n[0] != "_"}
-            found.setdefault(numbers.pop("iteration"), {}).update(numbers)
-        return found
-
-    def table(self) -> list[dict[str, Any]]:
-        """The last that was sent, which replaces those before it."""
-        entry = [row["completions"] for row in self.history if "completions" in row][-1]
-        table = json.loads((self.folder / "files" / entry["path"]).read_text())
-        assert entry["nrows"] == len(table["data"])
-        return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-
-
-def runs_in(folder: Path) -> list[Run]:
-    return [Run(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
 
 
 def fit(model: str, folder: Path, *options: str) -> None:
@@ -134,28 +85,21 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_
         assert {run.axes[name] for name in prefixes} == {"iteration"}
 
 
-def test_iterations_that_wandb_did_not_come_to_write_are_logged_on_resume(tmp_path: Path) -> None:
+def test_iterations_that_a_killed_run_may_not_have_written_are_logged_again(tmp_path: Path) -> None:
     rows = {step: {"perf/tokens_per_s": repr(step / 2), "reward/mean": "0.5"} for step in range(1, 60)}
-    logger = WandbLogger(save_dir=str(tmp_path))
-    logger.catch_up(rows)
-    logger.finalize("success")
-    wandb.teardown()  # as the end of a process does: then all is written
-    [run] = runs_in(tmp_path)
-    [path] = run.folder.glob("*.wandb")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])  # a kill loses the last block
-    held = Run(run.folder).scalars().keys()
-    assert 10 < len(held) < 59
-
-    again = WandbLogger(save_dir=str(tmp_path))
-    again.catch_up(rows)
-    again.finalize("success")
-    wandb.teardown()
-    _, second = runs_in(tmp_path)
-    assert second.scalars() == {
-        step: {name: float(value) for name, value in row.items()}
-        for step, row in rows.items()
-        if step not in held
-    }
+    values = {step: {name: float(value) for name, value in row.items()} for step, row in rows.items()}
+    begin = "from rlt_lightning.loggers.wandb_logger import WandbLogger; logger = WandbLogger()"
+    log = f"rows = {rows}; logger.catch_up(rows)"
+    kill = "import os; os.killpg(0, 9)"  # this process and wandb's
+    killed = python(f"{begin}; {log}; {kill}", tmp_path)
+    assert killed.returncode == -9, killed.stderr
+    assert runs_in(tmp_path)[0].scalars().keys() < rows.keys()  # wandb writes in blocks
+    ended = python(f"{begin}; {log}; logger.finalize('success'); {kill}", tmp_path)
+    assert ended.returncode == -9, ended.stderr
+    assert runs_in(tmp_path)[1].scalars() == values
+    resumed = python(f"{begin}; {log}; logger.finalize('success')", tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert runs_in(tmp_path)[2].scalars() == {}
 
 
 def test_a_run_holds_the_metrics_of_all_panels_but_those_of_other_modules(resumed: Path) -> None:
