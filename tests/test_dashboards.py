@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util.tensor_util import make_ndarray
 from test_docs_metrics import names_of
 from test_evaluation import gpqa_like
-from wandb_run import runs_in
+from wandb_run import install_oldest, oldest, runs_in
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
@@ -37,7 +37,13 @@ OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
 }  # panels of SFT, of traditional RL and of EvaluateEvery
 
 
-def fit(model: str, folder: Path, *options: str) -> None:
+@pytest.fixture(scope="module", params=["installed", pytest.param("oldest", marks=pytest.mark.full)])
+def wandb_path(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment of a process that imports the installed wandb, or the oldest that the package allows."""
+    return {"PYTHONPATH": install_oldest()} if request.param == "oldest" else {}
+
+
+def fit(model: str, folder: Path, *options: str, **environment: str) -> None:
     """A tiny run, into both dashboards."""
     tiny = [f"--model.{name}={model}" for name in ("teacher", "student")]
     tiny += [
@@ -45,19 +51,20 @@ def fit(model: str, folder: Path, *options: str) -> None:
         "--rollouts.sampling.max_completion_length=6",
         "--export.enabled=false",
     ]
-    result = rlt("fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options)
+    command = ["fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options]
+    result = rlt(*command, fresh=bool(environment), **environment)
     assert "rlt: alarm" not in result.stderr
     assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
-def resumed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(tiny_model: str, wandb_path: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended after iteration 3 and went on to 4 from its last checkpoint, of iteration 2."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
     options = [f"--completions.num_completions={COMPLETIONS}", "--checkpoint.every_n_train_steps=2"]
     options += ["--data.val_rows=1", "--trainer.val_check_interval=1"]
-    fit(tiny_model, folder, *options, "--trainer.max_steps=3")
-    fit(tiny_model, folder, *options, "--trainer.max_steps=4", "--resume=true")
+    fit(tiny_model, folder, *options, "--trainer.max_steps=3", **wandb_path)
+    fit(tiny_model, folder, *options, "--trainer.max_steps=4", "--resume=true", **wandb_path)
     return folder
 
 
@@ -85,19 +92,24 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_
         assert {run.axes[name] for name in prefixes} == {"iteration"}
 
 
-def test_iterations_that_a_killed_run_may_not_have_written_are_logged_again(tmp_path: Path) -> None:
+def test_iterations_that_a_killed_run_may_not_have_written_are_logged_again(
+    wandb_path: dict[str, str], tmp_path: Path
+) -> None:
+    def process(code: str) -> subprocess.CompletedProcess[str]:
+        return python(code, tmp_path, fresh=bool(wandb_path), **wandb_path)
+
     rows = {step: {"perf/tokens_per_s": repr(step / 2), "reward/mean": "0.5"} for step in range(1, 60)}
     values = {step: {name: float(value) for name, value in row.items()} for step, row in rows.items()}
     begin = "from rlt_lightning.loggers.wandb_logger import WandbLogger; logger = WandbLogger()"
     log = f"rows = {rows}; logger.catch_up(rows)"
     kill = "import os; os.killpg(0, 9)"  # this process and wandb's
-    killed = python(f"{begin}; {log}; {kill}", tmp_path)
+    killed = process(f"{begin}; {log}; {kill}")
     assert killed.returncode == -9, killed.stderr
     assert runs_in(tmp_path)[0].scalars().keys() < rows.keys()  # wandb writes in blocks
-    ended = python(f"{begin}; {log}; logger.finalize('success'); {kill}", tmp_path)
+    ended = process(f"{begin}; {log}; logger.finalize('success'); {kill}")
     assert ended.returncode == -9, ended.stderr
     assert runs_in(tmp_path)[1].scalars() == values
-    resumed = python(f"{begin}; {log}; logger.finalize('success')", tmp_path)
+    resumed = process(f"{begin}; {log}; logger.finalize('success')")
     assert resumed.returncode == 0, resumed.stderr
     assert runs_in(tmp_path)[2].scalars() == {}
 

@@ -1,13 +1,23 @@
-"""What W&B was given, read from the files of its offline runs. wandb has no public reader of them."""
+"""What W&B was given, read from the files of its offline runs; and the oldest wandb that the package allows.
+
+wandb has no public reader of these files.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
+import subprocess
+import sys
+import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+from commands import ROOT
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32768  # bytes
@@ -80,3 +90,25 @@ class Run:
 
 def runs_in(folder: Path) -> list[Run]:
     return [Run(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
+
+
+def oldest() -> dict[str, str]:
+    """Return the lower bounds of the extra `wandb`, by package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return dict(re.findall(r"'(wandb[\w-]*)>=([\d.]+)", str(project["optional-dependencies"]["wandb"])))
+
+
+def install_oldest() -> str:
+    """Return a PYTHONPATH with them before everything else. They are installed once, in the temporary folder."""
+    packages = [f"{name}=={version}" for name, version in oldest().items()]
+    folder = Path(tempfile.gettempdir()) / "-".join(["rlt_lightning", *packages])
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            target = Path(scratch) / "packages"
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
+            done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                last = done.stderr.strip().rpartition("\n")[2]
+                pytest.skip(f"needs {' and '.join(packages)}, but pip says: {last}")
+            target.rename(folder)
+    return f"{folder}:{ROOT}"
