@@ -153,9 +153,7 @@ def rlt(
     return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
 
 
-def python(
-    code: str, cwd: Path, fresh: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(code: str, cwd: Path, fresh: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, in a process that has the package imported."""
     if fresh:
         command, own = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)} | os.environ | environment

@@ -5,9 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -39,7 +46,7 @@ OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
 
 @pytest.fixture(scope="module", params=["installed", pytest.param("oldest", marks=pytest.mark.full)])
 def wandb_path(request: pytest.FixtureRequest) -> dict[str, str]:
-    """The environment of a process that imports the installed wandb, or the oldest that the package allows."""
+    """The environment of a process with the installed wandb, or with the oldest that the package allows."""
     return {"PYTHONPATH": install_oldest()} if request.param == "oldest" else {}
 
 
@@ -74,8 +81,11 @@ def csv_rows(folder: Path) -> dict[int, dict[str, float]]:
     return {int(row.pop("step")): row for row in rows}
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_csv(resumed: Path) -> None:
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_csv(
+    resumed: Path, wandb_path: dict[str, str]
+) -> None:
     first, second = runs_in(resumed)
+    assert {first.version, second.version} == {oldest()["wandb"] if wandb_path else wandb.__version__}
     assert first.id == second.id == (resumed / "wandb" / "run_id").read_text().strip()
     assert first.name == "run"
     assert sorted(first.scalars()) == [1, 2, 3]
@@ -263,25 +273,89 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pyt
     wandb.teardown()
 
 
-def test_a_key_in_the_environment_or_in_netrc_is_an_account(
-    environment: pytest.MonkeyPatch, tmp_path: Path
+# What a process prints of WandbLogger. WANDB_BASE_URL is a server of one's own.
+ACCOUNTS = """
+import json, os, sys, wandb
+from pathlib import Path
+from rlt_lightning.loggers.wandb_logger import WandbLogger
+from rlt_lightning.types import InputError
+
+def mode(offline=False, start=False, **environment):
+    os.environ.update(environment)
+    try:
+        logger = WandbLogger(offline=offline)
+        return logger.experiment if start else logger._mode()[0]
+    except InputError as error:
+        return str(error)
+    finally:
+        for name in environment:
+            del os.environ[name]
+        wandb.teardown()  # it reads the environment once
+
+key = {"WANDB_API_KEY": "a" * 40}
+found = {"nothing": mode(), "key": mode(**key), "offline": mode(True, **key)}
+found |= {"short": mode(start=True, WANDB_API_KEY="short"), "refused": mode(start=True, **key)}
+found |= {name: mode(WANDB_MODE=name, **key) for name in ("online", "disabled")}
+os.environ["WANDB_BASE_URL"] = "http://127.0.0.1"  # wandb 0.23 does not find a key for a host with a port
+wandb.login(key="b" * 40, verify=False)
+assert "b" * 40 in Path(os.environ["NETRC"]).read_text()
+wandb.teardown()
+found["netrc"] = mode()
+Path("found.json").write_text(json.dumps(found))
+"""
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server of W&B that knows no key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def on_terminal(code: str, folder: Path, **environment: str) -> str:
+    """Run Python on a terminal of its own, where wandb could ask for a key, and return what it shows."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        signal.alarm(240)  # an answer to a question never comes
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | environment)
+    shown = b""
+    with suppress(OSError):  # the terminal's end
+        while text := os.read(terminal, 4096):
+            shown += text
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    return shown.decode()
+
+
+def test_an_account_is_what_wandb_finds_and_nothing_is_asked(
+    environment: pytest.MonkeyPatch, wandb_path: dict[str, str], tmp_path: Path
 ) -> None:
-    assert WandbLogger()._mode()[0] == "offline"
-    host = wandb.setup().settings.base_url.removeprefix("https://")
-    (tmp_path / "netrc").write_text(f"machine {host}\n  login user\n  password {'a' * 40}\n")
-    assert WandbLogger()._mode()[0] == "online"
-    (tmp_path / "netrc").unlink()
-    wandb.teardown()
-    environment.setenv("WANDB_API_KEY", "a" * 40)
-    assert WandbLogger()._mode()[0] == "online"
-    assert WandbLogger(offline=True)._mode() == ("offline", "the logger's offline is true")
-    environment.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(InputError, match="API key must have"):
-        WandbLogger()._mode()
-    environment.setenv("WANDB_API_KEY", "a" * 40)
-    for mode, chosen in (("offline", "offline"), ("disabled", "disabled"), ("online", "online")):
-        environment.setenv("WANDB_MODE", mode)
-        assert WandbLogger()._mode()[0] == chosen
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        server_of_own = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+        path = {"PYTHONPATH": str(ROOT)} | wandb_path
+        shown = on_terminal(ACCOUNTS, tmp_path, **server_of_own, **path)
+        server.shutdown()
+    assert (tmp_path / "found.json").exists(), shown
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "\n" not in found["short"] + found["refused"]
+    assert re.search("API key must|401", found.pop("short"))  # not every version looks at a key's form
+    assert "must accept the run to log online, but" in found["refused"]
+    assert "401" in found.pop("refused")
+    assert found == {
+        **{"nothing": "offline", "key": "online", "offline": "offline", "online": "online"},
+        **{"disabled": "disabled", "netrc": "online"},
+    }
+    logs = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert logs
+    assert not [path for path in logs for name in "ab" if (name * 40).encode() in path.read_bytes()]
 
 
 def test_what_needs_an_account_says_so(environment: pytest.MonkeyPatch) -> None:
@@ -315,6 +389,15 @@ def panel_metrics() -> list[str]:
     )
     panels = [p for section in spec["section"]["panelBankConfig"]["sections"] for p in section["panels"]]
     return [name for panel in panels for name in panel["config"].get("metrics", [])]
+
+
+@pytest.mark.full
+def test_the_oldest_workspaces_has_the_same_panels(tmp_path: Path) -> None:
+    code = "import json; from test_dashboards import panel_metrics; print(json.dumps(panel_metrics()))"
+    path = f"{install_oldest()}:{ROOT / 'tests'}:{ROOT / 'benchmarks'}"
+    done = python(code, tmp_path, fresh=True, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == panel_metrics()
 
 
 def test_every_metric_of_the_page_is_in_one_panel_and_no_other() -> None:

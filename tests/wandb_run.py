@@ -63,6 +63,7 @@ class Run:
         records = list(read_run(path))
         runs = [record.run for record in records if record.HasField("run")]  # none if it was killed early
         self.id, self.name = (runs[0].run_id, runs[0].display_name) if runs else ("", "")
+        self.version = runs[0].telemetry.cli_version if runs else ""
         self.config: dict[str, Any] = {}
         for record in records:
             if record.HasField("config"):
@@ -99,7 +100,7 @@ def oldest() -> dict[str, str]:
 
 
 def install_oldest() -> str:
-    """Return a PYTHONPATH with them before everything else. They are installed once, in the temporary folder."""
+    """Return a PYTHONPATH that begins with them. They are installed once, into the temporary folder."""
     packages = [f"{name}=={version}" for name, version in oldest().items()]
     folder = Path(tempfile.gettempdir()) / "-".join(["rlt_lightning", *packages])
     if not folder.exists():

@@ -104,8 +104,8 @@ class WandbLogger(loggers.WandbLogger):
                 run = wandb.init(**self._wandb_init, settings=settings)
         except wandb.errors.Error as error:
             raise InputError(
-                f"Weights & Biases must be reached to log online, but: {error}. Set WANDB_MODE=offline, and "
-                "upload later."
+                f"Weights & Biases must accept the run to log online, but: {' '.join(str(error).split())}. "
+                "Check the account and the network, or set WANDB_MODE=offline and upload later."
             ) from error
         self._id = run.id
         run.define_metric(ITERATION, hidden=True)
@@ -215,7 +215,7 @@ def mode_set() -> tuple[str, str]:
 
 
 def logged_in() -> bool:
-    """Return whether wandb finds an account. Nothing is sent.
+    """Return whether wandb finds an account, without verifying it.
 
     wandb itself looks: where it keeps keys differs between its versions. It would ask for a key that it does
     not find, so it looks in a process without a terminal.
@@ -223,7 +223,7 @@ def logged_in() -> bool:
     Raises:
         InputError: If there is a key, but none that can be one.
     """
-    environment = os.environ | {"WANDB_SILENT": "true"}  # else it asks the server for the account's name
+    environment = os.environ | {"WANDB_SILENT": "true"}  # else it also asks the server for the account's name
     done = subprocess.run(
         [sys.executable, "-c", ASK], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
