@@ -217,6 +217,11 @@ def test_only_wrappers_import_heavy_packages() -> None:
         assert found == wrappers, package
 
 
+def test_no_private_module_of_wandb_is_imported() -> None:
+    names = {name for tree in trees().values() for name in imported(tree)}
+    assert {name for name in names if name.split(".")[0] == "wandb"} == {"wandb"}
+
+
 def test_files_are_short() -> None:
     files = [path for suffix in ("*.py", "*.js") for path in PACKAGE.rglob(suffix)]
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in files}
