@@ -42,7 +42,7 @@ WRAPPERS = {
     "vllm": {"vllm_worker.py", "engines/nccl.py"},
     "trl": set(),  # TRL calls us; only a test and a benchmark import it
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
-    "wandb": {"loggers/wandb_logger.py", "loggers/wandb_files.py"},
+    "wandb": {"loggers/wandb_logger.py"},
 }
 # Paths that users import, whether or not a page names them.
 PUBLIC = (
