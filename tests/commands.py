@@ -153,8 +153,13 @@ def rlt(
     return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
 
 
-def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, cwd: Path, fresh: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, in a process that has the package imported."""
+    if fresh:
+        command, own = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)} | os.environ | environment
+        return subprocess.run(
+            command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300, start_new_session=True
+        )
     process = Running((), None, cwd, "", environment, code)
     return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
 

@@ -5,26 +5,33 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import wandb
 import yaml
-from commands import ROOT, rlt
+from commands import ROOT, python, rlt
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from test_docs_metrics import names_of
 from test_evaluation import gpqa_like
+from wandb_run import install_oldest, oldest, runs_in
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.loggers.redaction import without_secrets
-from rlt_lightning.loggers.wandb_files import read_run
 from rlt_lightning.loggers.wandb_logger import WandbLogger
 from rlt_lightning.loggers.workspace import dashboard, workspace
 from rlt_lightning.records.rows import evenly_spread
@@ -37,56 +44,13 @@ OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
 }  # panels of SFT, of traditional RL and of EvaluateEvery
 
 
-def nested(items: Any) -> dict[str, Any]:
-    """Values of a history or configuration record by name."""
-    found: dict[str, Any] = {}
-    for item in items:
-        *path, last = list(item.nested_key) or [item.key]
-        place = found
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = json.loads(item.value_json)
-    return found
+@pytest.fixture(scope="module", params=["installed", pytest.param("oldest", marks=pytest.mark.full)])
+def wandb_path(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment of a process with the installed wandb, or with the oldest that the package allows."""
+    return {"PYTHONPATH": install_oldest()} if request.param == "oldest" else {}
 
 
-class Run:
-    """All that one process gave to W&B."""
-
-    def __init__(self, folder: Path) -> None:
-        [path] = folder.glob("*.wandb")
-        records = list(read_run(path))
-        runs = [record.run for record in records if record.HasField("run")]
-        self.id, self.name = runs[0].run_id, runs[0].display_name
-        self.config: dict[str, Any] = {}
-        for record in records:
-            if record.HasField("config"):
-                self.config |= nested(record.config.update)
-        self.history = [nested(r.history.item) for r in records if r.HasField("history")]
-        self.alerts = [record.alert for record in records if record.HasField("alert")]
-        self.axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
-        self.folder = folder
-
-    def scalars(self) -> dict[int, dict[str, float]]:
-        """By iteration."""
-        found: dict[int, dict[str, float]] = {}
-        for row in self.history:
-            numbers = {n: v for n, v in row.items() if not isinstance(v, dict) and n[0] != "_"}
-            found.setdefault(numbers.pop("iteration"), {}).update(numbers)
-        return found
-
-    def table(self) -> list[dict[str, Any]]:
-        """The last that was sent, which replaces those before it."""
-        entry = [row["completions"] for row in self.history if "completions" in row][-1]
-        table = json.loads((self.folder / "files" / entry["path"]).read_text())
-        assert entry["nrows"] == len(table["data"])
-        return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-
-
-def runs_in(folder: Path) -> list[Run]:
-    return [Run(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
-
-
-def fit(model: str, folder: Path, *options: str) -> None:
+def fit(model: str, folder: Path, *options: str, **environment: str) -> None:
     """A tiny run, into both dashboards."""
     tiny = [f"--model.{name}={model}" for name in ("teacher", "student")]
     tiny += [
@@ -94,19 +58,20 @@ def fit(model: str, folder: Path, *options: str) -> None:
         "--rollouts.sampling.max_completion_length=6",
         "--export.enabled=false",
     ]
-    result = rlt("fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options)
+    command = ["fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options]
+    result = rlt(*command, fresh=bool(environment), **environment)
     assert "rlt: alarm" not in result.stderr
     assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
-def resumed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(tiny_model: str, wandb_path: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended after iteration 3 and went on to 4 from its last checkpoint, of iteration 2."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
     options = [f"--completions.num_completions={COMPLETIONS}", "--checkpoint.every_n_train_steps=2"]
     options += ["--data.val_rows=1", "--trainer.val_check_interval=1"]
-    fit(tiny_model, folder, *options, "--trainer.max_steps=3")
-    fit(tiny_model, folder, *options, "--trainer.max_steps=4", "--resume=true")
+    fit(tiny_model, folder, *options, "--trainer.max_steps=3", **wandb_path)
+    fit(tiny_model, folder, *options, "--trainer.max_steps=4", "--resume=true", **wandb_path)
     return folder
 
 
@@ -116,8 +81,11 @@ def csv_rows(folder: Path) -> dict[int, dict[str, float]]:
     return {int(row.pop("step")): row for row in rows}
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_csv(resumed: Path) -> None:
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_csv(
+    resumed: Path, wandb_path: dict[str, str]
+) -> None:
     first, second = runs_in(resumed)
+    assert {first.version, second.version} == {oldest()["wandb"] if wandb_path else wandb.__version__}
     assert first.id == second.id == (resumed / "wandb" / "run_id").read_text().strip()
     assert first.name == "run"
     assert sorted(first.scalars()) == [1, 2, 3]
@@ -134,28 +102,26 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_
         assert {run.axes[name] for name in prefixes} == {"iteration"}
 
 
-def test_iterations_that_wandb_did_not_come_to_write_are_logged_on_resume(tmp_path: Path) -> None:
-    rows = {step: {"perf/tokens_per_s": repr(step / 2), "reward/mean": "0.5"} for step in range(1, 60)}
-    logger = WandbLogger(save_dir=str(tmp_path))
-    logger.catch_up(rows)
-    logger.finalize("success")
-    wandb.teardown()  # as the end of a process does: then all is written
-    [run] = runs_in(tmp_path)
-    [path] = run.folder.glob("*.wandb")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])  # a kill loses the last block
-    held = Run(run.folder).scalars().keys()
-    assert 10 < len(held) < 59
+def test_iterations_that_a_killed_run_may_not_have_written_are_logged_again(
+    wandb_path: dict[str, str], tmp_path: Path
+) -> None:
+    def process(code: str) -> subprocess.CompletedProcess[str]:
+        return python(code, tmp_path, fresh=bool(wandb_path), **wandb_path)
 
-    again = WandbLogger(save_dir=str(tmp_path))
-    again.catch_up(rows)
-    again.finalize("success")
-    wandb.teardown()
-    _, second = runs_in(tmp_path)
-    assert second.scalars() == {
-        step: {name: float(value) for name, value in row.items()}
-        for step, row in rows.items()
-        if step not in held
-    }
+    rows = {step: {"perf/tokens_per_s": repr(step / 2), "reward/mean": "0.5"} for step in range(1, 60)}
+    values = {step: {name: float(value) for name, value in row.items()} for step, row in rows.items()}
+    begin = "from rlt_lightning.loggers.wandb_logger import WandbLogger; logger = WandbLogger()"
+    log = f"rows = {rows}; logger.catch_up(rows)"
+    kill = "import os; os.killpg(0, 9)"  # this process and wandb's
+    killed = process(f"{begin}; {log}; {kill}")
+    assert killed.returncode == -9, killed.stderr
+    assert runs_in(tmp_path)[0].scalars().keys() < rows.keys()  # wandb writes in blocks
+    ended = process(f"{begin}; {log}; logger.finalize('success'); {kill}")
+    assert ended.returncode == -9, ended.stderr
+    assert runs_in(tmp_path)[1].scalars() == values
+    resumed = process(f"{begin}; {log}; logger.finalize('success')")
+    assert resumed.returncode == 0, resumed.stderr
+    assert runs_in(tmp_path)[2].scalars() == {}
 
 
 def test_a_run_holds_the_metrics_of_all_panels_but_those_of_other_modules(resumed: Path) -> None:
@@ -307,25 +273,89 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pyt
     wandb.teardown()
 
 
-def test_a_key_in_the_environment_or_in_netrc_is_an_account(
-    environment: pytest.MonkeyPatch, tmp_path: Path
+# What a process prints of WandbLogger. WANDB_BASE_URL is a server of one's own.
+ACCOUNTS = """
+import json, os, sys, wandb
+from pathlib import Path
+from rlt_lightning.loggers.wandb_logger import WandbLogger
+from rlt_lightning.types import InputError
+
+def mode(offline=False, start=False, **environment):
+    os.environ.update(environment)
+    try:
+        logger = WandbLogger(offline=offline)
+        return logger.experiment if start else logger._mode()[0]
+    except InputError as error:
+        return str(error)
+    finally:
+        for name in environment:
+            del os.environ[name]
+        wandb.teardown()  # it reads the environment once
+
+key = {"WANDB_API_KEY": "a" * 40}
+found = {"nothing": mode(), "key": mode(**key), "offline": mode(True, **key)}
+found |= {"short": mode(start=True, WANDB_API_KEY="short"), "refused": mode(start=True, **key)}
+found |= {name: mode(WANDB_MODE=name, **key) for name in ("online", "disabled")}
+os.environ["WANDB_BASE_URL"] = "http://127.0.0.1"  # wandb 0.23 does not find a key for a host with a port
+wandb.login(key="b" * 40, verify=False)
+assert "b" * 40 in Path(os.environ["NETRC"]).read_text()
+wandb.teardown()
+found["netrc"] = mode()
+Path("found.json").write_text(json.dumps(found))
+"""
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server of W&B that knows no key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def on_terminal(code: str, folder: Path, **environment: str) -> str:
+    """Run Python on a terminal of its own, where wandb could ask for a key, and return what it shows."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        signal.alarm(240)  # an answer to a question never comes
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | environment)
+    shown = b""
+    with suppress(OSError):  # the terminal's end
+        while text := os.read(terminal, 4096):
+            shown += text
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    return shown.decode()
+
+
+def test_an_account_is_what_wandb_finds_and_nothing_is_asked(
+    environment: pytest.MonkeyPatch, wandb_path: dict[str, str], tmp_path: Path
 ) -> None:
-    assert WandbLogger()._mode()[0] == "offline"
-    host = wandb.setup().settings.base_url.removeprefix("https://")
-    (tmp_path / "netrc").write_text(f"machine {host}\n  login user\n  password {'a' * 40}\n")
-    assert WandbLogger()._mode()[0] == "online"
-    (tmp_path / "netrc").unlink()
-    wandb.teardown()
-    environment.setenv("WANDB_API_KEY", "a" * 40)
-    assert WandbLogger()._mode()[0] == "online"
-    assert WandbLogger(offline=True)._mode() == ("offline", "the logger's offline is true")
-    environment.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(InputError, match="API key must have"):
-        WandbLogger()._mode()
-    environment.setenv("WANDB_API_KEY", "a" * 40)
-    for mode, chosen in (("offline", "offline"), ("disabled", "disabled"), ("online", "online")):
-        environment.setenv("WANDB_MODE", mode)
-        assert WandbLogger()._mode()[0] == chosen
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        server_of_own = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+        path = {"PYTHONPATH": str(ROOT)} | wandb_path
+        shown = on_terminal(ACCOUNTS, tmp_path, **server_of_own, **path)
+        server.shutdown()
+    assert (tmp_path / "found.json").exists(), shown
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "\n" not in found["short"] + found["refused"]
+    assert re.search("API key must|401", found.pop("short"))  # not every version looks at a key's form
+    assert "must accept the run to log online, but" in found["refused"]
+    assert "401" in found.pop("refused")
+    assert found == {
+        **{"nothing": "offline", "key": "online", "offline": "offline", "online": "online"},
+        **{"disabled": "disabled", "netrc": "online"},
+    }
+    logs = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert logs
+    assert not [path for path in logs for name in "ab" if (name * 40).encode() in path.read_bytes()]
 
 
 def test_what_needs_an_account_says_so(environment: pytest.MonkeyPatch) -> None:
@@ -359,6 +389,15 @@ def panel_metrics() -> list[str]:
     )
     panels = [p for section in spec["section"]["panelBankConfig"]["sections"] for p in section["panels"]]
     return [name for panel in panels for name in panel["config"].get("metrics", [])]
+
+
+@pytest.mark.full
+def test_the_oldest_workspaces_has_the_same_panels(tmp_path: Path) -> None:
+    code = "import json; from test_dashboards import panel_metrics; print(json.dumps(panel_metrics()))"
+    path = f"{install_oldest()}:{ROOT / 'tests'}:{ROOT / 'benchmarks'}"
+    done = python(code, tmp_path, fresh=True, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == panel_metrics()
 
 
 def test_every_metric_of_the_page_is_in_one_panel_and_no_other() -> None:

@@ -42,7 +42,7 @@ WRAPPERS = {
     "vllm": {"vllm_worker.py", "engines/nccl.py"},
     "trl": set(),  # TRL calls us; only a test and a benchmark import it
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
-    "wandb": {"loggers/wandb_logger.py", "loggers/wandb_files.py"},
+    "wandb": {"loggers/wandb_logger.py"},
 }
 # Paths that users import, whether or not a page names them.
 PUBLIC = (
@@ -215,6 +215,11 @@ def test_only_wrappers_import_heavy_packages() -> None:
             if package in {name.split(".")[0] for name in imported(trees()[module_name(path)])}
         }
         assert found == wrappers, package
+
+
+def test_no_private_module_of_wandb_is_imported() -> None:
+    names = {name for tree in trees().values() for name in imported(tree)}
+    assert {name for name in names if name.split(".")[0] == "wandb"} == {"wandb"}
 
 
 def test_files_are_short() -> None:

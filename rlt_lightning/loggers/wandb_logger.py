@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +18,23 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from rlt_lightning.loggers.redaction import without_secrets
-from rlt_lightning.loggers.wandb_files import ITERATION, iterations_in, kept_id
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.records import catalogue
 from rlt_lightning.types import InputError, missing_package
 
+ITERATION = "iteration"  # the x axis of everything: optimizer steps taken, `step` in metrics.csv
 TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard
 TO_LOG_IN = "Call `wandb login`, or set WANDB_API_KEY"
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of wandb
+NO_ACCOUNT = 3  # exit status of ASK; that of any other trouble is 1
+ASK = f"""
+import sys, wandb
+try:
+    sys.exit(0 if wandb.login(verify=False) else {NO_ACCOUNT})
+except wandb.errors.UsageError as error:
+    print(error, file=sys.stderr)
+    sys.exit({NO_ACCOUNT})
+"""
 
 
 class WandbLogger(loggers.WandbLogger):
@@ -58,6 +69,7 @@ class WandbLogger(loggers.WandbLogger):
             name, save_dir, offline=offline, project=project, entity=entity, group=group, tags=tags
         )
         del self._wandb_init["anonymous"]  # wandb warns of this setting even if it is None
+        self._last = 0  # the last iteration whose training was logged
 
     @property
     @override
@@ -92,8 +104,8 @@ class WandbLogger(loggers.WandbLogger):
                 run = wandb.init(**self._wandb_init, settings=settings)
         except wandb.errors.Error as error:
             raise InputError(
-                f"Weights & Biases must be reached to log online, but: {error}. Set WANDB_MODE=offline, and "
-                "upload later."
+                f"Weights & Biases must accept the run to log online, but: {' '.join(str(error).split())}. "
+                "Check the account and the network, or set WANDB_MODE=offline and upload later."
             ) from error
         self._id = run.id
         run.define_metric(ITERATION, hidden=True)
@@ -132,21 +144,29 @@ class WandbLogger(loggers.WandbLogger):
         """Log at an iteration. wandb counts steps separately, so a resumed run may log an iteration again."""
         axis = {} if step is None else {ITERATION: step}
         self.experiment.log({**metrics, **axis})
+        if "perf/tokens_per_s" in metrics:  # an evaluation of the same iteration may be logged before
+            self._last = int(step or 0)
 
     @rank_zero_only
     def catch_up(self, rows: Mapping[int, Mapping[str, str]]) -> None:
-        """Log the iterations that a killed run could not write, since wandb writes in blocks.
+        """Log the iterations that a killed run may not have written, since wandb writes in blocks.
+
+        Those up to the end of the last session that was not killed are written, those on the server too.
 
         Args:
             rows: Metrics by iteration, as in `metrics.csv`, up to the iteration that the run resumes from.
         """
-        run = self.experiment
-        files = Path(self._wandb_init["dir"]) / "wandb"
-        written = {i for path in files.glob("offline-run-*/*.wandb") for i in iterations_in(path)}
-        last = run.summary.get(ITERATION, 0) if self._wandb_init["mode"] == "online" else 0  # on the server
+        run, path = self.experiment, self._written()
+        written = int(path.read_text()) if path.exists() else 0
+        if self._wandb_init["mode"] == "online":
+            written = max(written, run.summary.get(ITERATION, 0))
         for iteration, row in sorted(rows.items()):
-            if iteration > last and iteration not in written:
+            if iteration > written:
                 self.log_metrics({name: float(value) for name, value in row.items()}, iteration)
+
+    def _written(self) -> Path:
+        """Return the file with the last iteration that is written for certain."""
+        return Path(self._wandb_init["dir"]) / "wandb" / "written"
 
     @rank_zero_only
     def log_rows(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
@@ -172,6 +192,8 @@ class WandbLogger(loggers.WandbLogger):
             with waiting_for("Weights & Biases to take what was logged"):
                 self._experiment.finish(exit_code=0 if status == "success" else 1)
             self._experiment = None
+            if self._last and self._wandb_init["mode"] != "disabled":
+                write_line(self._written(), str(self._last))
 
 
 def mode_set() -> tuple[str, str]:
@@ -193,16 +215,36 @@ def mode_set() -> tuple[str, str]:
 
 
 def logged_in() -> bool:
-    """Return whether wandb finds an account: WANDB_API_KEY, a netrc file or its settings. Nothing is sent."""
-    import wandb
-    from wandb.sdk.lib import wbauth  # wandb.login() would ask the server who it is
+    """Return whether wandb finds an account, without verifying it.
 
-    host = wandb.setup().settings.base_url
-    try:
-        found = wbauth.authenticate_session(host=host, source="rlt", prompt=False, update_session=False)
-        return found is not None
-    except wandb.errors.Error as error:
-        raise InputError(f"The account of Weights & Biases must be usable, but: {error}") from error
+    wandb itself looks: where it keeps keys differs between its versions. It would ask for a key that it does
+    not find, so it looks in a process without a terminal.
+
+    Raises:
+        InputError: If there is a key, but none that can be one.
+    """
+    environment = os.environ | {"WANDB_SILENT": "true"}  # else it also asks the server for the account's name
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode not in (0, NO_ACCOUNT) or (done.returncode and os.environ.get("WANDB_API_KEY")):
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise InputError(f"The account of Weights & Biases must be usable, but: {reason}")
+    return done.returncode == 0
+
+
+def kept_id(path: Path) -> str:
+    """Return the run id in a file; if there is none, write a new id to it."""
+    if not path.exists() or not path.read_text().strip():
+        write_line(path, secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+def write_line(path: Path, text: str) -> None:
+    """Write a file of one line, whole or not at all."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text + "\n")
+    scratch.replace(path)
 
 
 @contextmanager

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.loggers.wandb_files import ITERATION
-from rlt_lightning.loggers.wandb_logger import TABLE, account
+from rlt_lightning.loggers.wandb_logger import ITERATION, TABLE, account
 from rlt_lightning.records.catalogue import held_out, metrics
 from rlt_lightning.records.catalogue.evaluation import EVALUATION, OVERALL_FIGURES, SET_TITLES
 from rlt_lightning.records.catalogue.saved import read_entries
