@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -21,6 +22,7 @@ from test_cli import assert_one_clear_line, explanation, metrics, weights
 from test_overlap import Outside
 from test_strategies import full, largest_difference
 from test_strategies import weights as weights_of_ranks
+from test_turns import turns
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
@@ -352,6 +354,25 @@ def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> No
     assert [staleness for staleness, _ in uninterrupted.steps] == [0, 1, 1, 1, 1]
     odd = [all(row % 2 for row, _ in completions) for _, completions in uninterrupted.steps]
     assert sum(odd) >= 3
+
+
+def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path: Path) -> None:
+    with worker_of(tiny_model) as worker:
+        result = rlt(
+            *("fit", "--config=tests/rlt.yaml", "--config=configs/overlays/vllm.yaml"),
+            *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=1"),
+            f"--rollouts.engine.init_args.urls=[{worker.url}]",
+            "--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush",
+            *("--rollouts.engine.init_args.sleep=true", "--rollouts.dynamic_sampling={max_rounds: 2}"),
+            # All that counts is the penalty, which no random model escapes.
+            *("--model.reward.solution_weight=0", "--model.reward.kl_weight=0"),
+            *("--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"),
+            f"--output_dir={tmp_path / 'run'}",
+        )
+        assert result.returncode == 0, result.stderr
+        assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
+        assert metrics(tmp_path / "run")[1]["rollout/refill_rounds"] == 2
+        assert re.fullmatch(r"w(wpwc+s){3}", turns(worker.calls)), worker.calls
 
 
 # Resuming, several processes
