@@ -5,29 +5,29 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.types import Rollout
 
 
-@dataclass(frozen=True)
 class Parity(RLTReward):
-    """All completions of a row with an even number earn nothing; those of an odd one differ."""
+    """The RLT reward of rows with an odd number; all completions of an even one earn nothing."""
 
-    solution_weight: float = 0.0
-    kl_weight: float = 0.0
-    format_penalty: float = 0.0
-    extra_names: ClassVar[tuple[str, ...]] = ("parity",)
+    extra_names = ("odd",)
 
     def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        values = [sum(r.completion.token_ids) % 97 / 97 if r.problem.row % 2 else 0.0 for r in rollouts]
-        return {"parity": torch.tensor(values)}
+        return {"odd": torch.tensor([float(r.problem.row % 2) for r in rollouts])}
+
+    def __call__(self, *arguments: Any, **options: Any) -> RLTRewardTerms:
+        *own, extra = arguments
+        terms = super().__call__(*own, **options)
+        return replace(terms, reward=terms.reward * extra["odd"], extra=extra)
 
 
 @dataclass(frozen=True)
