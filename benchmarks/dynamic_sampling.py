@@ -101,7 +101,7 @@ def reached(curve: Curve, target: float) -> dict[str, float] | None:
 def main() -> None:
     parser = benchmark_parser(__doc__, rounds=None)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=2, help="steps between two validations")
     parser.add_argument("--held_out", type=int, default=256, help="held-out problems")
     parser.add_argument("--target", type=float, default=0.9, help="accuracy to reach")
