@@ -200,11 +200,21 @@ class Scores:
 
 @dataclass
 class PromptBatch:
-    """One RL iteration of one rank. RolloutCallback attaches the rollouts, the module their scores."""
+    """One RL iteration of one rank. RolloutCallback attaches the rollouts, the module their scores.
+
+    With dynamic sampling RolloutCallback lets the module score first, and may put other problems in place.
+
+    Attributes:
+        problems: The problems.
+        rollouts: Their completions.
+        scores: The scores of the completions.
+        counts: What dynamic sampling has cost, by the names of its metrics; empty without it.
+    """
 
     problems: list[Problem]
     rollouts: Rollouts | None = None
     scores: Scores | None = None
+    counts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,17 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from parity import Parity
 from ranks import STEPS, done_file
 from safetensors.torch import save_file
 
-from rlt_lightning.callbacks import Checkpoint, ModelExporter, ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import (
+    Checkpoint,
+    DynamicSampling,
+    ModelExporter,
+    ReferenceSync,
+    RolloutCallback,
+)
 from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
@@ -29,6 +36,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scoring import TokenScores
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import Completion
@@ -93,6 +101,7 @@ class Early(Given):
 
     in_process = False
     unverified = False
+    waits = True  # for the scores of others
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
 
@@ -112,7 +121,7 @@ class Early(Given):
         Counting.scored.clear()
         for i, j in places[:-1]:
             arrived(i, j, groups[i][j])
-        if not Counting.scored.wait(60):
+        if self.waits and not Counting.scored.wait(60):
             raise EngineError("Nothing was scored while the last completion was missing.")
         return groups
 
@@ -179,6 +188,8 @@ def run_job(
     world_size: int = 2,
     prompts: int = 2,
     early: bool = False,
+    dynamic: int = 0,
+    rows: int = 8,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -200,15 +211,22 @@ def run_job(
         world_size: Processes of a strategy that is not single.
         prompts: Prompts of a step.
         early: Sample outside the process; the last completion comes when others are scored.
+        dynamic: Rounds of dynamic sampling, at most, with groups that are equal by construction.
+        rows: Of the data.
     """
     folder = Path(output)
     Counting.counts.clear()
     options = STRATEGIES[strategy.removesuffix("_bf16")]()
     if options["devices"] > 1:
         options["devices"] = world_size
+    engine = (Early if early else Given)(uneven)
+    if isinstance(engine, Early):
+        engine.waits = not dynamic  # nothing is scored while other problems are sampled
     callbacks: list[Callback] = [
         RolloutCallback(
-            engine=(Early if early else Given)(uneven), sampling=Sampling(max_completion_length=128)
+            engine=engine,
+            sampling=Sampling(max_completion_length=128),
+            dynamic_sampling=DynamicSampling(dynamic) if dynamic else None,
         ),
         ReferenceSync(every_n_steps=2),
         Checkpoint(save_top_k=-1),
@@ -233,13 +251,14 @@ def run_job(
         teacher=model,
         student=model,
         group_size=4,
+        reward=Parity() if dynamic else RLTReward(),
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5, states=states),
         micro_batch_tokens=tokens,
         lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )
     data = StratosDataModule(
         source="arithmetic",
-        num_embedded_rows=8,
+        num_embedded_rows=rows,
         tokenizer=model,
         student_tokenizer=model,
         prompts_per_step=prompts,

@@ -15,7 +15,7 @@ from fake_worker import FakeWorker, worker_of
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from rlt_lightning.callbacks import Checkpoint, RolloutCallback
+from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.checkpoints.folder import read_state
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
@@ -24,6 +24,7 @@ from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import TruncatedImportanceSampling
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -60,6 +61,8 @@ def fit(
     max_staleness: int = 1,
     log_probs: Any = "worker",
     importance_sampling: Any = "auto",
+    dynamic_sampling: DynamicSampling | None = None,
+    reward: RLTReward = RLTReward(),
     data: dict[str, Any] | None = None,
     **options: Any,
 ) -> Witness:
@@ -74,7 +77,7 @@ def fit(
         backoff_s=0.01,
         recovery_timeout_s=1.2,
     )
-    rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous)
+    rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous, dynamic_sampling=dynamic_sampling)
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -95,6 +98,7 @@ def fit(
         group_size=2,
         max_staleness=max_staleness,
         importance_sampling=importance_sampling,
+        reward=reward,
         mismatch_alarm=None,
         optimizer=OptimizerConfig(lr=1e-3),
     )

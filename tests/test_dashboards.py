@@ -34,6 +34,7 @@ from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.loggers.wandb_logger import WandbLogger
 from rlt_lightning.loggers.workspace import dashboard, workspace
+from rlt_lightning.records.catalogue import metrics
 from rlt_lightning.records.rows import evenly_spread
 from rlt_lightning.types import InputError
 
@@ -42,6 +43,7 @@ COMPLETIONS = 3  # shown of each iteration's 8
 OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
     f"reward/{part}{name}" for part in ("", "val_") for name in ("correct", "formatted", "timed_out")
 }  # panels of SFT, of traditional RL and of EvaluateEvery
+OTHER_MODULES |= {metric.name for metric in metrics() if metric.table == "dynamic_sampling"}
 
 
 @pytest.fixture(scope="module", params=["installed", pytest.param("oldest", marks=pytest.mark.full)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.callbacks import (
+    DynamicSampling,
     EvaluateEvery,
     EvaluationWriter,
     MetricsCSV,
@@ -74,7 +75,7 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
     own_answers = data(tiny_model, task="student_rl", val_rows=1)
     questions = EvaluateEvery(1, {"arithmetic": None}, rollouts.sampling, max_rows=2)
-    sampler = RolloutCallback(sampling=rollouts.sampling)
+    sampler = RolloutCallback(sampling=rollouts.sampling, dynamic_sampling=DynamicSampling())
     trainer(answers, questions, sampler, RolloutRecorder()).fit(student, own_answers)
     trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
 

@@ -77,7 +77,7 @@ def test_peek_at_the_end_of_an_epoch_shows_the_first_batch_of_the_next():
     loader = make_loader()
     *_, last = iter(loader)
     first = loader.peek()
-    assert last != first == make_loader().batch(1, 0)
+    assert last != first == make_loader().batch(9)
     assert next(iter(loader)) == first
 
 
@@ -96,6 +96,78 @@ def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch()
         assert resumed.peek() == whole[taken - 1]
         rest = [batch for _ in range(4) for batch in resumed]
         assert rest[: 9 - taken + 1] == whole[taken - 1 :]
+
+
+def test_more_brings_the_next_rows_and_later_batches_follow():
+    # Epochs of nine rows; e and f are the orders of the first two.
+    loader = make_loader()
+    e, f = (loader.order.of_epoch(epoch)[:9] for epoch in (0, 1))
+    batches = iter(loader)
+    assert next(batches) == e[:3]
+    assert loader.more(2) == e[3:5]
+    assert loader.peek() == next(batches) == e[5:8]
+    # One row is left of e; then rows of f that this step has had are passed over.
+    had = {*e[5:8], e[8]}
+    new = [row for row in f if row not in had]
+    assert loader.more(3) == [e[8], *new[:2]]
+    rest = f[f.index(new[1]) + 1 :]
+    if len(rest) < 3:
+        rest = loader.order.of_epoch(2)[:9]
+    assert next(batches) == rest[:3]
+    with pytest.raises(StopIteration):  # an epoch of the run is three steps, whatever they have taken
+        next(batches)
+
+
+def test_more_ends_where_an_epoch_has_no_other_row():
+    loader = make_loader()
+    next(iter(loader))
+    rows = loader.more(100)
+    assert len(set(rows)) == len(rows) >= 6  # six of this epoch, and what only the next one has
+    assert loader.more(100) == [] or len({*rows, *loader.served}) == 11
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_loader_continues_after_more(rank: int):
+    def serve(loader: StepLoader[int, list[int]], steps: range) -> list[list[int]]:
+        found: list[list[int]] = []
+        for step, batch in zip(steps, (b for _ in range(20) for b in loader), strict=False):
+            found += [batch, loader.more(step % 4)]
+            states.append(loader.state_dict())
+        return found
+
+    states: list[dict[str, Any]] = []
+    whole = serve(make_loader(batch_size=4, rank=rank, world_size=2), range(9))
+    for stop in (1, 2, 3, 6):
+        resumed = make_loader(batch_size=4, rank=rank, world_size=2)
+        resumed.load_state_dict(states[stop - 1])
+        assert serve(resumed, range(stop, 9)) == whole[2 * stop :]
+    # `more` is the same on all ranks.
+    other = serve(make_loader(batch_size=4, rank=1 - rank, world_size=2), range(9))
+    assert other[1::2] == whole[1::2]
+
+
+def test_rewind_takes_back_what_more_has_brought():
+    loader = make_loader()
+    batches = iter(loader)
+    next(batches)
+    loader.more(1)
+    before = loader.state_dict()
+    second = next(batches)
+    loader.more(3)
+    loader.rewind()
+    assert loader.state_dict() == before
+    assert loader.peek() == second
+
+
+def test_a_checkpoint_without_a_position_continues_with_its_batch():
+    loader = make_loader()
+    for _ in zip(range(2), loader, strict=False):
+        pass
+    state = loader.state_dict()
+    del state["position"]
+    resumed = make_loader()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == loader.state_dict()
 
 
 def test_a_checkpoint_of_other_data_is_refused():

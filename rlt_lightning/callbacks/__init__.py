@@ -8,6 +8,7 @@ from rlt_lightning.callbacks.alarms import Alarms
 from rlt_lightning.callbacks.checkpoint import Checkpoint
 from rlt_lightning.callbacks.completions import CompletionsTable
 from rlt_lightning.callbacks.distillation import DistillationWriter
+from rlt_lightning.callbacks.dynamic_sampling import DynamicSampling
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
 from rlt_lightning.callbacks.evaluation import EvaluationWriter
 from rlt_lightning.callbacks.export import ModelExporter
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpoint",
     "CompletionsTable",
     "DistillationWriter",
+    "DynamicSampling",
     "EvaluateEvery",
     "EvaluationWriter",
     "MetricsCSV",

@@ -10,7 +10,8 @@ One step, and who waits for whom:
       attach to the batch ───────────────────────────────────────────────────▶ training_step
 
 An engine that is outside the process and on other GPUs hands over completions in waves, which models read
-while the rest is sampled: waves.py.
+while the rest is sampled: waves.py. With `dynamic_sampling` the completions are scored here, and further ones
+sampled in place of groups that teach nothing: dynamic_sampling.py.
 
 With `asynchronous` the callback also begins the next step's order before training_step starts. The engine
 then samples while this step trains, and the next step finds its order begun:
@@ -23,14 +24,15 @@ engine_link.py says how the ranks share one engine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.callbacks.dynamic_sampling import DynamicSampling, refill
 from rlt_lightning.callbacks.engine_link import make_link
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.rollout_checks import (
@@ -40,24 +42,20 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
-from rlt_lightning.callbacks.waves import hidden_seconds, waves
+from rlt_lightning.callbacks.waves import read_in_waves
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.meter import PhaseCost
-from rlt_lightning.modules.reading import Reading
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Rollouts
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.
 Schedule = Callable[[Sampling, int], Sampling]
 # In seeds these stand in place of the optimizer step.
 VALIDATION, PREDICTION = -1, -2
-# Sampled tokens of a wave, in full forwards of each rank: a smaller wave would fill no forward, a larger one
-# would leave more to score after the last completion (benchmarks/overlap.py).
-WAVE_FORWARDS = 1
 
 
 class RolloutCallback(Callback):
@@ -74,6 +72,8 @@ class RolloutCallback(Callback):
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
         score_early: Score completions, and run the reference on them, while others of the step are sampled.
             It acts with an engine that is outside the process and does not take turns with training.
+        dynamic_sampling: Sample other problems in place of those whose completions all earned the same, in
+            training; None: such groups stay, and have advantage 0.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights. The
             first push to a worker, or to one that is back, is always checked; 0 checks nothing else.
         deadline_s: How long the other ranks wait for rank 0 while it talks to an engine that is not in
@@ -92,6 +92,7 @@ class RolloutCallback(Callback):
         max_resamples: int = 0,
         asynchronous: bool = False,
         score_early: bool = True,
+        dynamic_sampling: DynamicSampling | None = None,
         verify_every_n_steps: int = 1,
         deadline_s: float = 14400.0,
         seed: int = 0,
@@ -105,6 +106,7 @@ class RolloutCallback(Callback):
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
         self.score_early = score_early and not self.engine.in_process and not self.engine.takes_turns
+        self.dynamic_sampling = dynamic_sampling
         self.link = make_link(self.engine, verify_every_n_steps, deadline_s)
         self.seed = seed
         self.trainer: Trainer | None = None
@@ -232,11 +234,16 @@ class RolloutCallback(Callback):
         # An order from a checkpoint may be of other settings.
         if self.order is None or (self.order.num_completions, self.order.sampling) != expected:
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
-        pl_module.reading = None
+        dynamic, pl_module.reading = self.dynamic_sampling, None
         if self.score_early:
-            self._score_in_waves(trainer, pl_module, batch, self.order)
+            # What is dropped needs no reference.
+            steps = self.link, trainer, pl_module, batch, self.order
+            pl_module.reading = read_in_waves(*steps, with_reference=dynamic is None)
         else:
             self._attach(trainer, pl_module, batch, self.order)
+        if dynamic is not None:
+            order_of = partial(self._order, trainer, pl_module, step=pl_module.global_step, of_all=True)
+            refill(dynamic, self.link, trainer, pl_module, batch, order_of)
         following = None
         # Every step logs the same metrics, also the last of an asynchronous run, which pushes nothing.
         pl_module.phase.phases.setdefault("push", PhaseCost())
@@ -357,40 +364,19 @@ class RolloutCallback(Callback):
             longest += int(data.all_items.numbers(*FIXED["teacher"]).max())
             self.link.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)
 
-    def _order(self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int) -> Order:
-        """Return what this step asks of the engine, nothing of it sampled yet."""
+    def _order(
+        self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int, of_all: bool = False
+    ) -> Order:
+        """Return what this step asks of the engine, nothing of it sampled yet.
+
+        `of_all` says that all ranks have the same problems, otherwise each has its own.
+        """
         jobs = [(p.row, p.teacher_prompt, mix_seed(self.seed, step, p.row)) for p in problems]
-        rows, prompts, seeds = (
-            list(column) for column in zip(*self.link.jobs_of_all(trainer, jobs), strict=True)
-        )
+        jobs = jobs if of_all else self.link.jobs_of_all(trainer, jobs)
+        rows, prompts, seeds = (list(column) for column in zip(*jobs, strict=True))
         stop = stratos_of(trainer).stop
         version, sampling = module.global_step, self.sampling if step < 0 else self.sampling_at(step)
         return Order(rows, prompts, seeds, version, sampling, module.group_size, stop)
-
-    def _score_in_waves(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
-        """Let models read an order's completions as they come, then put this rank's part into the batch."""
-        num_own = len(batch.problems) * order.num_completions
-        min_tokens = WAVE_FORWARDS * module.micro_batch_tokens * trainer.world_size
-        found: dict[int, Rollout] = {}
-        spans: list[tuple[float, float]] = []
-        ended_at = 0.0
-
-        def like(rollouts: list[Rollout]) -> Rollouts:
-            temperature = order.sampling.temperature
-            return Rollouts(rollouts, order.num_completions, order.policy_version, temperature)
-
-        reading = Reading.of(module, like([]), num_own)
-        for arrived in waves(self.link, trainer, module, batch.problems, order, min_tokens):
-            start = time.perf_counter()
-            # As training_step, with the precision that the models run in.
-            with trainer.precision_plugin.train_step_context():
-                reading.add(arrived.rollouts)
-            spans.append((start, time.perf_counter()))
-            found |= arrived.rollouts
-            ended_at = arrived.ended_at or ended_at
-        batch.rollouts = like([found[place] for place in range(num_own)])
-        module.phase.phases["score"].hidden_s += hidden_seconds(spans, ended_at)
-        module.reading = reading
 
     def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
         """Wait for an order and put this rank's part of it into the batch."""

@@ -31,7 +31,13 @@ from rlt_lightning.callbacks.engine_link import EngineLink
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.types import Problem, Rollout
+from rlt_lightning.modules.reading import Reading
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.types import Problem, PromptBatch, Rollout, Rollouts
+
+# Sampled tokens of a wave, in full forwards of each rank: a smaller wave would fill no forward, a larger one
+# would leave more to score after the last completion (benchmarks/overlap.py).
+WAVE_FORWARDS = 1
 
 
 class Arrived(NamedTuple):
@@ -80,6 +86,48 @@ def waves(
             return
         if not wave.sampling:
             link.begin(trainer, module, order)
+
+
+def read_in_waves(
+    link: EngineLink,
+    trainer: Trainer,
+    module: RLTModule,
+    batch: PromptBatch,
+    order: Order,
+    with_reference: bool,
+) -> Reading:
+    """Let models read an order's completions as they come, then put this rank's part into the batch.
+
+    Args:
+        link: The link to an engine outside the process.
+        trainer: The trainer.
+        module: The module whose models read.
+        batch: The problems of this rank.
+        order: Holds the problems of all ranks.
+        with_reference: Whether the reference reads, too.
+    """
+    num_own = len(batch.problems) * order.num_completions
+    min_tokens = WAVE_FORWARDS * module.micro_batch_tokens * trainer.world_size
+    found: dict[int, Rollout] = {}
+    spans: list[tuple[float, float]] = []
+    ended_at = 0.0
+
+    def like(rollouts: list[Rollout]) -> Rollouts:
+        temperature = order.sampling.temperature
+        return Rollouts(rollouts, order.num_completions, order.policy_version, temperature)
+
+    reading = Reading.of(module, like([]), num_own, with_reference=with_reference)
+    for arrived in waves(link, trainer, module, batch.problems, order, min_tokens):
+        start = time.perf_counter()
+        # As training_step, with the precision that the models run in.
+        with trainer.precision_plugin.train_step_context():
+            reading.add(arrived.rollouts)
+        spans.append((start, time.perf_counter()))
+        found |= arrived.rollouts
+        ended_at = arrived.ended_at or ended_at
+    batch.rollouts = like([found[place] for place in range(num_own)])
+    module.phase.phases["score"].hidden_s += hidden_seconds(spans, ended_at)
+    return reading
 
 
 def hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:

@@ -15,9 +15,15 @@ Batch = TypeVar("Batch")
 class StepLoader(Generic[Item, Batch]):
     """Serve one batch per optimizer step, in the order of each epoch; a checkpoint holds the position.
 
-    The order depends only on seed and epoch, and the position only on the number of batches served. Neither
-    depends on the rank, so a run resumes exactly where it stopped. Items after an epoch's last full batch are
-    dropped; the next epoch draws from all items again.
+    The orders of all epochs follow each other without end, each cut to its full batches:
+
+        order of epoch 0 │ order of epoch 1 │ ...
+        ^ position: where the next batch begins; `more` moves it too
+
+    An order depends only on seed and epoch, and the position only on what was served. Neither depends on the
+    rank, so a run resumes exactly where it stopped. A batch lies within one epoch: what `more` leaves of an
+    epoch, if it is less than a batch, is passed over. `epoch` and `next_batch` count the batches alone: an
+    epoch of the run is always `len` batches.
 
     Args:
         items: All items, the same on every rank.
@@ -61,6 +67,9 @@ class StepLoader(Generic[Item, Batch]):
         self.world_size = world_size
         self.epoch = 0
         self.next_batch = 0
+        self.position = 0
+        self.before = (0, 0, 0)  # epoch, next_batch and position before the batch that was served last
+        self.served: set[int] = set()  # numbers of the items of this step, over all ranks
         self.known: tuple[int, list[int]] = (-1, [])  # an epoch and its order, which takes a while to make
         self.in_use = False  # whether this process has served a batch
 
@@ -68,35 +77,67 @@ class StepLoader(Generic[Item, Batch]):
         return self.order.num_items // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch = self.epoch
         for batch in range(self.next_batch, len(self)):
+            self.before = (self.epoch, self.next_batch, self.position)
+            start = self._next_start()
             # Advance before yielding: this step's checkpoint must point to the next batch, and after the last
             # batch this code is not reached again.
             last = batch + 1 == len(self)
             self.epoch, self.next_batch = (self.epoch + 1, 0) if last else (self.epoch, batch + 1)
+            self.position = start + self.batch_size
+            self.served = {self._number_at(place) for place in range(start, self.position)}
             self.in_use = True
-            yield self.batch(epoch, batch)
+            yield self.batch(start)
 
     def peek(self) -> Batch:
         """Return the next batch without advancing."""
-        return self.batch(self.epoch, self.next_batch)
+        return self.batch(self._next_start())
+
+    def more(self, number: int) -> list[Item]:
+        """Return the next items of the order that this step has not had, the same on every rank, and advance.
+
+        They are fewer if as many items as an epoch has hold no more.
+        """
+        found: list[int] = []
+        end = self.position + self._epoch_size
+        while len(found) < number and self.position < end:
+            item = self._number_at(self.position)
+            self.position += 1
+            if item not in self.served:
+                self.served.add(item)
+                found.append(item)
+        return [self.items[i] for i in found]
 
     def rewind(self) -> None:
         """Go back by one batch, to serve it again: callbacks/checkpoint.py saves when its engine failed."""
-        last = self.epoch * len(self) + self.next_batch - 1
-        self.epoch, self.next_batch = divmod(last, len(self))
+        self.epoch, self.next_batch, self.position = self.before
 
-    def batch(self, epoch: int, number: int) -> Batch:
-        """Return this rank's part of a batch."""
+    def batch(self, start: int) -> Batch:
+        """Return this rank's part of the batch that begins at a position."""
         share = self.batch_size // self.world_size
-        start = number * self.batch_size + self.rank * share
+        start += self.rank * share
+        return self.collate([self.items[self._number_at(i)] for i in range(start, start + share)])
+
+    @property
+    def _epoch_size(self) -> int:
+        return len(self) * self.batch_size
+
+    def _next_start(self) -> int:
+        """Return where the next batch begins: in the next epoch if too few items are left of this one."""
+        left = self._epoch_size - self.position % self._epoch_size
+        return self.position + (left if left < self.batch_size else 0)
+
+    def _number_at(self, position: int) -> int:
+        """Return the number of the item at a position."""
+        epoch, place = divmod(position, self._epoch_size)
         if self.known[0] != epoch:
             self.known = (epoch, self.order.of_epoch(epoch))
-        return self.collate([self.items[i] for i in self.known[1][start : start + share]])
+        return self.known[1][place]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the data and settings that it is valid for."""
-        return {"epoch": self.epoch, "next_batch": self.next_batch, **self._fingerprint()}
+        place = {"epoch": self.epoch, "next_batch": self.next_batch, "position": self.position}
+        return {**place, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of a state.
@@ -113,6 +154,9 @@ class StepLoader(Generic[Item, Batch]):
                     f"is {value}. Restore it, or start a new run from the exported model."
                 )
         self.epoch, self.next_batch = state["epoch"], state["next_batch"]
+        # Checkpoints from before `more` follow the batches.
+        batches = self.epoch * len(self) + self.next_batch
+        self.position = state.get("position", batches * self.batch_size)
 
     def _fingerprint(self) -> dict[str, int | str]:
         sizes = {"num_rows": len(self.items), "prompts_per_step": self.batch_size, "seed": self.seed}

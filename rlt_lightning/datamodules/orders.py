@@ -139,8 +139,8 @@ class ByDifficulty(EpochOrder):
         if without := items.rows[np.isnan(values)].tolist():
             raise InputError(
                 f"data.order needs a number {difficulty.column} in every row, but {len(without)} of "
-                f"{len(items)} have none ({row_list(without)}; a cell of a CSV file is a text). Score the rows "
-                "first, or drop data.order."
+                f"{len(items)} have none ({row_list(without)}; a cell of a CSV file is a text). Score the "
+                "rows first, or drop data.order."
             )
         self.values = (values if difficulty.first == "hard" else -values).tolist()
 

@@ -39,6 +39,8 @@ class Reading:
         share: What this rank computes, in the order in which it came.
         scores: What the student says of each completion of the share; empty if the reward asks no model.
         references: The reference's log-probs of each completion, (T,), nats; empty without a KL penalty.
+        with_student: Whether the student reads.
+        with_reference: Whether the reference reads.
     """
 
     module: Any
@@ -46,11 +48,25 @@ class Reading:
     share: Share
     scores: TokenScores = field(default_factory=lambda: TokenScores([], []))
     references: list[Tensor] = field(default_factory=list)
+    with_student: bool = True
+    with_reference: bool = True
 
     @classmethod
-    def of(cls, module: Any, like: Rollouts, num_own: int) -> Reading:
-        """Return a reading of nothing yet, in a step with `num_own` completions of this rank's problems."""
-        return cls(module, like, Share.of(module, num_own, like.group_size))
+    def of(
+        cls,
+        module: Any,
+        like: Rollouts,
+        num_own: int,
+        first: int | None = None,
+        with_student: bool = True,
+        with_reference: bool = True,
+    ) -> Reading:
+        """Return a reading of nothing yet, in a step with `num_own` completions of this rank's problems.
+
+        `first` is the number of the first of them; None if all ranks have equally many.
+        """
+        share = Share.of(module, num_own, like.group_size, first)
+        return cls(module, like, share, with_student=with_student, with_reference=with_reference)
 
     def add(self, arrived: dict[int, Rollout]) -> None:
         """Read completions that have come; all ranks call this together.
@@ -68,12 +84,15 @@ class Reading:
         rows = own or self.share.spare
         if not rows:
             return
-        scores = self.module.token_scores(replace(self.like, rollouts=rows), cost)
-        references = reference_log_probs(self.module, rows, self.like.temperature, cost)
-        if own:
-            self.scores.solution_log_probs.extend(scores.solution_log_probs)
-            self.scores.kl.extend(scores.kl)
-            self.references.extend(references)
+        if self.with_student:
+            scores = self.module.token_scores(replace(self.like, rollouts=rows), cost)
+            if own:
+                self.scores.solution_log_probs.extend(scores.solution_log_probs)
+                self.scores.kl.extend(scores.kl)
+        if self.with_reference:
+            references = reference_log_probs(self.module, rows, self.like.temperature, cost)
+            if own:
+                self.references.extend(references)
 
     def in_order(self) -> Reading:
         """Return the same in the order of the completions' numbers, whatever the order of arrival."""
@@ -88,9 +107,9 @@ class Reading:
         return replace(self, share=share, scores=scores, references=chosen(self.references))
 
 
-def read_all(module: Any, rollouts: Rollouts) -> Reading:
+def read_all(module: Any, rollouts: Rollouts, with_student: bool = True) -> Reading:
     """Read a step whose completions have all come; `rollouts` are those of this rank's problems."""
-    reading = Reading.of(module, rollouts, len(rollouts.rollouts))
+    reading = Reading.of(module, rollouts, len(rollouts.rollouts), with_student=with_student)
     reading.add(dict(enumerate(rollouts.rollouts)))
     return reading
 

@@ -3,7 +3,8 @@
 The life of a step, on every rank; the steps marked * wait for the other ranks:
 
     StratosDataModule        batch.problems: this rank's part of the step (`collate` in stratos.py, loader.py)
-    RolloutCallback          batch.rollouts: group_size completions per problem, with their policy_version
+    RolloutCallback          batch.rollouts: group_size completions per problem, with their policy_version;
+                             with dynamic sampling batch.scores too, and other problems where they are equal
     Reading*                 in waves while others are sampled, or all at once in training_step (`reading.py`)
       ├ Share*               divide all ranks' rollouts by their tokens (`shares.py`)
       └ token_scores         StudentScorer: student and teacher read this rank's share; the reference too
@@ -231,10 +232,12 @@ class RLTModule(PolicyModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RLT iteration: score with the student, compare within groups, step the teacher."""
         rollouts = self.require_rollouts(batch)
-        reading, self.reading = (self.reading or read_all(self, rollouts)).in_order(), None
+        unscored = batch.scores is None  # dynamic sampling has scored them to decide which to keep
+        reading, self.reading = (self.reading or read_all(self, rollouts, unscored)).in_order(), None
         share = reading.share
-        with self.phase("score"):
-            batch.scores = self.rewards(rollouts, share.scores_of_own(reading.scores, self.device))
+        if batch.scores is None:
+            with self.phase("score"):
+                batch.scores = self.rewards(rollouts, share.scores_of_own(reading.scores, self.device))
         rewards = batch.scores.terms.reward  # (N,)
         with self.phase("train") as cost:
             advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
@@ -244,7 +247,7 @@ class RLTModule(PolicyModule):
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         metrics["perf/rank_imbalance"] = imbalance(share.loads)
-        self.log_step(metrics, len(rollouts.rollouts))
+        self.log_step(metrics | batch.counts, len(rollouts.rollouts))
 
     def require_rollouts(self, batch: PromptBatch) -> Rollouts:
         """Return the batch's rollouts, or say which callback should have brought them."""

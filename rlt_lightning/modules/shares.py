@@ -41,7 +41,8 @@ class Share:
     Attributes:
         rank: This rank.
         world_size: The number of ranks.
-        num_own: Completions of a rank's own problems; all ranks have equally many.
+        num_own: Completions of this rank's own problems.
+        first: The number of the first of them.
         group_size: Completions of a problem.
         shares_prefix: Whether completions of a problem compute its prompt once.
         numbers: The numbers of the completions in this rank's share.
@@ -53,6 +54,7 @@ class Share:
     rank: int
     world_size: int
     num_own: int
+    first: int
     group_size: int
     shares_prefix: bool
     numbers: list[int] = field(default_factory=list)
@@ -61,11 +63,15 @@ class Share:
     spare: list[Rollout] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: LightningModule, num_own: int, group_size: int) -> Share:
-        """Return the share of a module's rank, into which nothing has come yet."""
+    def of(cls, module: LightningModule, num_own: int, group_size: int, first: int | None = None) -> Share:
+        """Return the share of a module's rank, into which nothing has come yet.
+
+        `first` is None if all ranks have equally many completions of their own.
+        """
         shares_prefix = module.layout in ("auto", "shared_prefix")
-        place = module.trainer.global_rank, module.trainer.world_size
-        return cls(*place, num_own, group_size, shares_prefix)
+        rank, world_size = module.trainer.global_rank, module.trainer.world_size
+        first = rank * num_own if first is None else first
+        return cls(rank, world_size, num_own, first, group_size, shares_prefix)
 
     def add(self, arrived: dict[int, Rollout]) -> range:
         """Divide completions over the ranks, which call this together; return the places of this rank's part.
@@ -74,11 +80,10 @@ class Share:
             arrived: Completions of this rank's own problems, by their place among its own.
         """
         self.loads = self.loads or [0] * self.world_size
-        first = self.rank * self.num_own
         if self.world_size == 1:
-            gathered = {first + place: rollout for place, rollout in arrived.items()}
+            gathered = {self.first + place: rollout for place, rollout in arrived.items()}
         else:
-            packed = {first + place: with_arrays(rollout) for place, rollout in arrived.items()}
+            packed = {self.first + place: with_arrays(rollout) for place, rollout in arrived.items()}
             gathered = {number: r for part in gather(packed, self.world_size) for number, r in part.items()}
         numbers = sorted(gathered)
         tokens = [self.tokens_of(gathered[number]) for number in numbers]
@@ -115,9 +120,9 @@ class Share:
         by_number = {
             number: pair for part in gather(arrays, self.world_size) for number, pair in part.items()
         }
-        if not by_number:
+        if not by_number or not self.num_own:
             return TokenScores([], [])
-        own = [by_number[self.rank * self.num_own + place] for place in range(self.num_own)]
+        own = [by_number[self.first + place] for place in range(self.num_own)]
         solution, kl = (
             [torch.tensor(values, device=device) for values in column] for column in zip(*own, strict=True)
         )

@@ -132,6 +132,7 @@ def setup_of(
     )
     if isinstance(module, RLTModule):
         setup = with_rollouts(setup, module, rollouts, processes, models)
+        notes += refill_notes(setup, rollouts)
         if scores_given(data):
             # Nobody has told the log-probs of given completions, so the teacher runs where they count.
             asks_teacher = isinstance(module.reward, RLTReward)
@@ -178,6 +179,18 @@ def with_rollouts(
         hf_sequences=rollouts.engine.describe().sequences_in_process,
         recompute_teacher=recomputes_teacher(module, rollouts),
     )
+
+
+def refill_notes(setup: Setup, rollouts: RolloutCallback) -> list[str]:
+    """Return a line about dynamic sampling, whose cost depends on rewards that nobody knows yet."""
+    dynamic = rollouts.dynamic_sampling
+    if dynamic is None or not setup.trains:
+        return []
+    most = 1 + dynamic.max_rounds
+    return [
+        f"dynamic sampling: a step samples and scores up to {most} x {setup.step.prompts} problems and takes "
+        f"up to {most} times the seconds given for that; how many is not known before the run"
+    ]
 
 
 def read_model(

@@ -184,4 +184,55 @@ ROLLOUT = (
         "near 1. Below 0.5: the weights rest on few tokens",
         "0 to 1",
     ),
+    Metric(
+        "rollout/sampled_problems",
+        "Sampled problems",
+        "problems",
+        "problems sampled for the step, over all processes: those of the step and those that dynamic "
+        "sampling drew in place of others",
+        "near `data.prompts_per_step`. Far above: most problems are solved always or never. Near "
+        "1 + `max_rounds` times as many: as below",
+        section="Dynamic sampling",
+        table="dynamic_sampling",
+    ),
+    Metric(
+        "rollout/dropped_groups",
+        "Dropped groups",
+        "groups",
+        "groups that were dropped since their rewards were all equal, over all processes and rounds",
+        "below `data.prompts_per_step`. Grows while rewards grow: the model solves most problems; add harder "
+        "ones",
+        section="Dynamic sampling",
+        panel="rollout/sampled_problems",
+        table="dynamic_sampling",
+    ),
+    Metric(
+        "rollout/kept_equal_groups",
+        "Equal groups that stayed",
+        "groups",
+        "groups of equal rewards that the step trains on with advantage 0, since the bound was reached, over "
+        "all processes",
+        "0. As many as problems: the step learns nothing; easier or harder problems, or a shorter cold start",
+        section="Dynamic sampling",
+        panel="rollout/sampled_problems",
+        table="dynamic_sampling",
+    ),
+    Metric(
+        "rollout/refill_rounds",
+        "Rounds",
+        "rounds",
+        "how often the step sampled other problems; each round waits for its longest completion",
+        "below `max_rounds`",
+        section="Dynamic sampling",
+        table="dynamic_sampling",
+    ),
+    Metric(
+        "rollout/dropped_tokens",
+        "Dropped tokens",
+        "tokens",
+        "sampled tokens of the dropped groups, over all processes: what dynamic sampling costs",
+        "compare with `rollout/length_mean` times the completions of a step, which are kept",
+        section="Dynamic sampling",
+        table="dynamic_sampling",
+    ),
 )

@@ -102,7 +102,8 @@ REWARD = (
         "Groups without spread",
         "groups",
         "groups in which every completion earned the same, so they teach nothing",
-        "0. As many as prompts: the only gradient is the KL penalty's",
+        "0. As many as prompts: the only gradient is the KL penalty's. `rollouts.dynamic_sampling` replaces "
+        "them",
         section="Reward",
     ),
     Metric(

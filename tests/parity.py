@@ -1,0 +1,45 @@
+"""Rewards with groups that are equal by construction, for tests of dynamic sampling."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
+from rlt_lightning.types import Rollout
+
+
+class Parity(RLTReward):
+    """The RLT reward of rows with an odd number; all completions of an even one earn nothing."""
+
+    extra_names = ("odd",)
+
+    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        return {"odd": torch.tensor([float(r.problem.row % 2) for r in rollouts])}
+
+    def __call__(self, *arguments: Any, **options: Any) -> RLTRewardTerms:
+        *own, extra = arguments
+        terms = super().__call__(*own, **options)
+        return replace(terms, reward=terms.reward * extra["odd"], extra=extra)
+
+
+@dataclass(frozen=True)
+class Lethal(Parity):
+    """Kills its process when it scores for the `at`th time, counted in a file over all processes of a run."""
+
+    calls: str = ""
+    at: int = 0
+
+    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        with open(self.calls, "a") as file:
+            file.write("x")
+        if Path(self.calls).stat().st_size == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().extra_terms(rollouts)
