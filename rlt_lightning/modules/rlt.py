@@ -44,6 +44,7 @@ from rlt_lightning.modules.logged import held_out_metrics, mismatch_metrics, rew
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reading import Reading, read_all
+from rlt_lightning.modules.retold import require_scorable
 from rlt_lightning.modules.scoring import (
     StudentScorer,
     TokenScores,
@@ -69,7 +70,7 @@ class RLTModule(PolicyModule):
 
     Args:
         teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
-        student: Frozen model that scores the explanations; it shares the teacher's vocabulary. None for a
+        student: Frozen model that scores the explanations; its tokenizer may be another. None for a
             reward that needs none.
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
@@ -174,6 +175,7 @@ class RLTModule(PolicyModule):
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
+        require_scorable(self.reward, data.format, self.student_name)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
