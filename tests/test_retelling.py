@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from codecs import getincrementaldecoder
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import rlt
+from lightning.pytorch import Callback, Trainer
+from tiny import CHAINS, SHORT
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlt_lightning import python
-from rlt_lightning.datamodules import stratos
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import FIXED
+from rlt_lightning.datamodules import StratosDataModule, stratos
 from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
+from rlt_lightning.engines import Sampling
+from rlt_lightning.integrations.scorer import ExplanationScorer
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.scoring import StudentScorer, student_sequence
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.pretrained import load_model
 from rlt_lightning.strategies.sharding import Entry
-from rlt_lightning.types import Completion, Rollout, Rollouts
+from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
 PIECES = [
@@ -140,15 +151,13 @@ def test_two_hundred_explanations_keep_their_bytes(retelling: RetellingFormat) -
         assert retold is not None
         data = b"".join(map(retelling.teachers_text.bytes_of, rollout.body))
         read = b"".join(map(retelling.students_text.bytes_of, retold.token_ids))
-        text = data.decode(errors="ignore")
-        if data.decode(errors="replace") != text:  # the end of a character is missing
-            cut += 1
-            assert rollout.completion.finish_reason == "length" or "\ufffd" in read.decode()
+        # An incomplete character at the end is left out, other bytes that are none become U+FFFD.
+        text = getincrementaldecoder("utf-8")("replace").decode(data)
+        cut += text != data.decode(errors="replace")
         if not retelling.students_text._spells(text):
             replaced += 1
             text = "".join(c if retelling.students_text._spells(c) else "\ufffd" for c in text)
-        if rollout.completion.finish_reason == "length":
-            assert read == text.encode()
+        assert read == text.encode()
         # Spans divide what r_KL counts, and end where both sides have the same bytes.
         num_teacher, num_student = (
             (sum(side) for side in zip(*retold.spans, strict=True)) if retold.spans else (0, 0)
@@ -256,7 +265,8 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         "teacher_system_prompt": CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0],
         "student_system_prompt": CASES[0]["student_system_prompt"],
     }
-    today = python.Teacher("smollm2-135m", "smollm2-135m", **options).score(rows)
+    teacher = python.Teacher("smollm2-135m", "smollm2-135m", **options)
+    today = teacher.score(rows)
 
     def other(*arguments: Any) -> tuple[Any, Any]:
         tokenizer, none = tokenizers_of(*arguments)
@@ -264,7 +274,7 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         return tokenizer, tokenizer
 
     monkeypatch.setattr(stratos, "tokenizers_of", other)
-    spans = python.Teacher("smollm2-135m", "smollm2-135m", **options).score(rows)
+    spans = teacher.score(rows)
     for ours, theirs, case in zip(spans, today, CASES, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.tokens == theirs.tokens
@@ -277,3 +287,149 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         # The released code counts the two line breaks that are given, too.
         assert ours.kl == pytest.approx(case["paper"]["thought_kl"][2:], abs=1e-4)
         assert ours.solution_log_probs == pytest.approx(case["paper"]["solution_log_probs"], abs=1e-4)
+
+
+# Runs
+
+
+class Keeper(Callback):
+    """Keeps the batches of a step."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batches.append(batch)
+
+
+def test_a_step_equals_the_slow_version(tiny_model: str, tmp_path: Path) -> None:
+    data = StratosDataModule(
+        "chains", num_embedded_rows=4, prompts_per_step=2, teacher_system_prompt="", student_system_prompt=""
+    )
+    module = RLTModule(tiny_model, "miniature", group_size=3, micro_batch_tokens=600)
+    keeper = Keeper()
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_steps=1,
+        max_epochs=-1,
+        enable_model_summary=False,
+        callbacks=[keeper, RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=12))],
+        **options,
+    )
+    trainer.fit(module, datamodule=data)
+    [batch] = keeper.batches
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    teacher = load_model(tiny_model)
+    assert module.student is not None
+    student = module.student.model
+    for i, rollout in enumerate(batch.rollouts.rollouts):
+        assert rollout.retold is not None
+        think, (of_teacher, of_student) = rollout.body[: rollout.num_think], (torch.zeros(0), torch.zeros(0))
+        read = rollout.retold.token_ids
+        if think:
+            of_teacher = slow_log_probs(teacher, rollout.problem.teacher_prompt, think)
+            of_student = slow_log_probs(
+                student, rollout.problem.student_prefix, read[: rollout.retold.num_think]
+            )
+        context = rollout.problem.student_prefix + read + rollout.problem.student_suffix
+        solution = slow_log_probs(student, context, rollout.problem.solution_ids)
+        values, t, s = [0.0] * (not think), 0, 0
+        for num_teacher, num_student in rollout.retold.spans:
+            d = float(of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum())
+            t, s = t + num_teacher, s + num_student
+            values += [d / num_teacher] * num_teacher
+        r_kl = sum(values) / len(values) + 0.01 * max(values)
+        reward = (
+            solution.mean() + 0.01 * solution.min() - 3 * r_kl - float(not rollout.closed or rollout.empty)
+        )
+        torch.testing.assert_close(batch.scores.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
+    assert any(span != (1, 1) for row in batch.rollouts.rollouts if row.retold for span in row.retold.spans)
+
+
+def test_what_the_student_cannot_hold_names_the_row(retelling: RetellingFormat) -> None:
+    teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
+    student.config.max_position_embeddings = 50
+    with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
+        scorer(teacher, student)(Rollouts(rollouts_of(retelling, 1), 1, 0, 0.7))
+
+
+def verb(name: str, tiny_model: str, *options: str) -> str:
+    """Run a verb with a teacher and a student of two families; return its standard output."""
+    models = [f"--model.teacher={tiny_model}", "--model.student=miniature", *CHAINS]
+    result = rlt(name, *options, *models, "--trainer.accelerator=cpu")
+    assert result.returncode == 0, result.stderr
+    assert name == "plan" or "reads every explanation as text, in tokens of its own" in result.stderr
+    return str(result.stdout)
+
+
+def test_scores_and_tokens_are_written_in_both_vocabularies(tiny_model: str, tmp_path: Path) -> None:
+    options = [
+        "--config=score",
+        "--scores.per_token=true",
+        "--data.max_rows=3",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    verb("predict", tiny_model, *options)
+    rows = [json.loads(line) for line in (tmp_path / "run/scores.jsonl").open()]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["reasoning_trace"].startswith("".join(row["thought_tokens"]).strip())
+        assert row["solution"].strip() in "".join(row["solution_tokens"])
+        assert len(row["thought_kl"]) == len(row["thought_tokens"]) > 3
+        assert row["kl_mean"] == pytest.approx(sum(row["thought_kl"]) / len(row["thought_kl"]), abs=1e-4)
+
+
+def test_exact_kl_is_refused_before_a_model_is_loaded(tiny_model: str, tmp_path: Path) -> None:
+    models = [f"--model.teacher={tiny_model}", "--model.student=miniature", *CHAINS]
+    result = rlt("predict", "--config=rank", *models, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode != 0
+    assert "Set it to k1 or k3, which compare the models on spans of text" in result.stderr
+    assert "loading" not in result.stderr
+
+
+@pytest.mark.full
+def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> None:
+    k1 = "--model.reward.kl_estimator=k1"
+    verb("predict", tiny_model, "--config=rank", k1, "--data.max_rows=4", "--scores.rank_groups=2",
+         f"--output_dir={tmp_path / 'rank'}")  # fmt: skip
+    assert len((tmp_path / "rank/scores.jsonl").read_text().splitlines()) == 4
+    assert "KL of teacher from student (k1)" in verb("explain", tiny_model, "--config=rank", k1)
+    fit = ["--config=tests/rlt.yaml", *SHORT, "--data.prompts_per_step=2", "--trainer.max_steps=1"]
+    verb("fit", tiny_model, *fit, f"--output_dir={tmp_path / 'run'}")
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]
+    assert any(row.get("thought_kl") for row in rows)
+    taught = rlt("teach", str(tmp_path / "run"), "--question=start 3. add 4.", "--solution=7")
+    assert taught.returncode == 0, taught.stderr
+    assert "The student's probability of the solution" in taught.stdout
+
+
+@pytest.mark.full
+def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
+    page = verb("plan", tiny_model, "--config=tests/rlt.yaml", *SHORT)
+    found = re.search(
+        r"prompts and solutions of up to (\d+) tokens of the student's own, (\d+) on average", page
+    )
+    assert found is not None
+    data = StratosDataModule("chains", tokenizer=tiny_model, student_tokenizer="miniature",
+                             teacher_system_prompt="", student_system_prompt="")  # fmt: skip
+    data.setup("fit")
+    lengths = data.all_items.numbers(*FIXED["student"])
+    assert int(found[1]) == max(lengths)
+
+
+def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
+    texts = {"tags": "stratos", "teacher_system_prompt": "", "student_system_prompt": ""}
+    rows = [{"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}]
+    theirs = python.Teacher(tiny_model, "miniature", reward=RLTReward(), **texts).score(rows)[0]  # type: ignore[arg-type]
+    ours = ExplanationScorer("miniature", tiny_model, **texts)  # type: ignore[arg-type]
+    [problem] = ours.problems(rows)
+    rollout = ours.format.rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
+    terms = ours.terms([rollout], Entry(load_model(tiny_model)), torch.device("cpu"))
+    assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
+    with pytest.raises(InputError, match="exact sums over a vocabulary"):
+        ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]

@@ -96,6 +96,11 @@ class RetellingFormat(ChatFormat):
         num_left_out = max(0, rollout.num_think - num_think)
         return replace(rollout, num_think=num_think, retold=Retold(token_ids, spans, num_left_out))
 
+    def num_read(self, problem: Problem, completion: Completion) -> int:
+        """Return how many tokens of its own the student reads of a completion."""
+        retold = self.rollout(problem, completion).retold
+        return 0 if retold is None else len(retold.token_ids)
+
     def student_sft_example(
         self,
         row_number: int,
