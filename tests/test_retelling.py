@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from codecs import getincrementaldecoder
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
 from rlt_lightning.integrations.scorer import ExplanationScorer
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scoring import StudentScorer, student_sequence
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
@@ -433,3 +435,63 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def renumbered(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the miniature with its words numbered backwards: the same model, in other tokens."""
+    folder = tmp_path_factory.mktemp("renumbered")
+    model = load_model(miniature)
+    last = model.config.vocab_size - 1
+    described = json.loads((Path(miniature) / "tokenizer.json").read_text())
+    described["model"]["vocab"] = {word: last - i for word, i in described["model"]["vocab"].items()}
+    for token in described["added_tokens"]:
+        token["id"] = last - token["id"]
+    described["added_tokens"].sort(key=lambda token: token["id"])
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.flip(0)
+    model.tie_weights()
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id = last - 2, last
+    model.save_pretrained(folder)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(miniature) / name, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    return str(folder)
+
+
+def test_training_with_a_renumbered_student_is_the_same(
+    miniature: str, renumbered: str, tmp_path: Path
+) -> None:
+    found = []
+    for student in (miniature, renumbered):
+        keeper = Keeper()
+        module = RLTModule(miniature, student, group_size=4, optimizer=OptimizerConfig(lr=1e-3))
+        data = StratosDataModule(
+            "chains",
+            num_embedded_rows=32,
+            prompts_per_step=4,
+            tags="r1",
+            teacher_system_prompt="",
+            student_system_prompt="",
+        )
+        sampling = Sampling(temperature=0.7, max_completion_length=64)
+        Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            max_steps=3,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[keeper, RolloutCallback(sampling=sampling)],
+        ).fit(module, datamodule=data)
+        rewards = torch.cat([batch.scores.terms.reward for batch in keeper.batches if batch.scores])
+        retold = [row.retold for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
+        found.append((rewards, module.policy.state_dict(), retold))
+    (own, weights, untold), (others, other_weights, retold) = found
+    assert untold == [None] * len(untold)
+    assert None not in retold
+    torch.testing.assert_close(others, own, atol=1e-5, rtol=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(other_weights[name], weight, atol=1e-5, rtol=1e-4)
