@@ -72,8 +72,8 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2)
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
     of_other = RLTModule(teacher=tiny_model, student="miniature", group_size=2)
-    short = {"teacher_system_prompt": "", "student_system_prompt": "", "student_tokenizer": "miniature"}
-    trainer(other, rollouts).fit(of_other, datamodule=data(tiny_model, source="chains", **short))
+    short = {"teacher_system_prompt": "", "student_system_prompt": "", "prompts_per_step": 2}
+    trainer(other, rollouts).fit(of_other, StratosDataModule("chains", num_embedded_rows=6, **short))  # type: ignore[arg-type]
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
     own_answers = data(tiny_model, task="student_rl", val_rows=1)
     questions = EvaluateEvery(1, {"arithmetic": None}, rollouts.sampling, max_rows=2)
