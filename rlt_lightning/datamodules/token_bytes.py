@@ -68,6 +68,7 @@ class PlainTokenizer:
         self.added: dict[int, str] = {token["id"]: token["content"] for token in described["added_tokens"]}
         self.is_byte_level = any(part["type"] == "ByteLevel" for part in parts_of(described["pre_tokenizer"]))
         self.known: dict[int, bytes] = {}
+        self.spelled: dict[str, bool] = {}  # whether there are tokens for a character
         self.tokenizer = Tokenizer.from_str(json.dumps(plain(described)))
         if not self._spells(PROBE):
             raise InputError(
@@ -142,10 +143,11 @@ class PlainTokenizer:
         Returns:
             The text, and the same places in it.
         """
-        if self._spells(text):
+        characters = set(text)
+        self.spelled |= {c: self._spells(c) for c in characters - self.spelled.keys()}
+        if all(self.spelled[c] for c in characters):
             return text, ends
-        spelled = {character: self._spells(character) for character in set(text)}
-        return moved([(c if spelled[c] else REPLACEMENT, c.encode()) for c in text], ends)
+        return moved([(c if self.spelled[c] else REPLACEMENT, c.encode()) for c in text], ends)
 
     # Helpers
 

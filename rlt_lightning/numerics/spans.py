@@ -10,6 +10,7 @@ the model's own tokens, so that two models with different tokens can be compared
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,15 +33,13 @@ def shared_spans(teacher_ends: Sequence[int], student_ends: Sequence[int]) -> li
         The number of tokens on both sides of each span, in order. Tokens after the last common end are in no
         span. A token without bytes belongs to the span that ends where it stands.
     """
-    teacher = torch.tensor(teacher_ends, dtype=torch.long)
-    student = torch.tensor(student_ends, dtype=torch.long)
-    common = teacher[torch.isin(teacher, student)].unique()  # (J,)
-    common = common[common > 0]
-    counts = [
-        torch.searchsorted(ends, common, right=True).diff(prepend=common.new_zeros(1)).tolist()
-        for ends in (teacher, student)
-    ]
-    return list(zip(*counts, strict=True))
+    common = sorted(set(teacher_ends) & set(student_ends) - {0})
+    spans, begun = [], (0, 0)
+    for end in common:
+        ended = bisect_right(teacher_ends, end, begun[0]), bisect_right(student_ends, end, begun[1])
+        spans.append((ended[0] - begun[0], ended[1] - begun[1]))
+        begun = ended
+    return spans
 
 
 def span_sums(log_probs: Tensor, num_tokens: Sequence[int]) -> Tensor:
