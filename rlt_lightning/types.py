@@ -3,7 +3,7 @@
 The data classes, from what they hold to what holds them:
 
     Problem, Completion → Rollout → Rollouts ┐
-                       RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
+         Retold ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 
@@ -62,6 +62,7 @@ class Problem:
 
     Teacher sequence: teacher_prefix + think_prefix + completion.
     Student sequence: student_prefix + think_prefix + explanation body + student_suffix + solution_ids.
+    The student's pieces are in its own tokens; if these are not the teacher's, think_prefix is empty.
 
     Example:
         Of `{"question": "1 + 1?", "solution": "2"}`, with one letter per token and tags in angle brackets:
@@ -128,6 +129,31 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Retold:
+    """An explanation in the tokens of a student with another tokenizer than the teacher's.
+
+    Example:
+        Of ` x = 12345` with the teacher's tokens ` x`, ` =`, ` 123`, `45` and the student's ` x`, ` =`, ` 1`,
+        `2345`: spans (1, 1), (1, 1) and (2, 2).
+
+    Attributes:
+        token_ids: The student's tokens, which stand in its context for the body.
+        spans: Tokens of teacher and student in each span in which both tokenisations meet, as far as r_KL
+            counts them; they begin with the first token.
+        num_left_out: Tokens of the teacher after the spans, whose character is not complete.
+    """
+
+    token_ids: list[int]
+    spans: list[tuple[int, int]]
+    num_left_out: int = 0
+
+    @property
+    def num_think(self) -> int:
+        """Return how many of the student's tokens r_KL counts."""
+        return sum(num_student for _, num_student in self.spans)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion attached to its problem, with the spans that the reward needs, in tokens.
 
@@ -141,6 +167,7 @@ class Rollout:
         num_think: How many of them r_KL counts: without the separator before the closing tag.
         text: The explanation, or a student's whole answer, for people.
         closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
+        retold: The explanation in the student's tokens, if these are others.
     """
 
     problem: Problem
@@ -149,6 +176,7 @@ class Rollout:
     num_think: int
     text: str
     closed: bool
+    retold: Retold | None = None
 
     @property
     def body(self) -> list[int]:

@@ -513,7 +513,7 @@ def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear
         assert_one_clear_line(result, expected)
 
 
-def test_different_vocabularies_and_missing_templates_are_one_clear_line(
+def test_exact_kl_of_two_vocabularies_and_missing_templates_are_one_clear_line(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -522,8 +522,9 @@ def test_different_vocabularies_and_missing_templates_are_one_clear_line(
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["the"], vocabulary["and"] = vocabulary["and"], vocabulary["the"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, f"--model.student={other}"))
-    assert_one_clear_line(result, "share a vocabulary")
+    options = [f"--model.student={other}", "--model.reward.kl_estimator=exact"]
+    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options))
+    assert_one_clear_line(result, "exact sums over a vocabulary that teacher and student share")
     (other / "chat_template.jinja").unlink()
     result = rlt(*small_fit(tiny_model, tmp_path / "run2", short_config, f"--model.teacher={other}"))
     assert_one_clear_line(result, "must have a chat template")

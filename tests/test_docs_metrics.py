@@ -68,10 +68,13 @@ def first_row(path: Path) -> dict[str, object]:
 
 
 def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Path) -> None:
-    rlt, sft, answers = (tmp_path / name for name in ("rlt", "sft", "answers"))
+    rlt, sft, answers, other = (tmp_path / name for name in ("rlt", "sft", "answers", "other"))
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
     teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2)
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
+    of_other = RLTModule(teacher=tiny_model, student="miniature", group_size=2)
+    short = {"teacher_system_prompt": "", "student_system_prompt": "", "prompts_per_step": 2}
+    trainer(other, rollouts).fit(of_other, StratosDataModule("chains", num_embedded_rows=6, **short))  # type: ignore[arg-type]
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
     own_answers = data(tiny_model, task="student_rl", val_rows=1)
     questions = EvaluateEvery(1, {"arithmetic": None}, rollouts.sampling, max_rows=2)
@@ -80,7 +83,8 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
 
     sections = ("Columns", "reward/", "student/", "policy/", "rollout/", "perf/", "data/", "eval/")
-    found, named = logged(rlt) | logged(answers) | logged(sft), names_of(*sections)
+    found = logged(rlt) | logged(other) | logged(answers) | logged(sft)
+    named = names_of(*sections)
     found = {name.replace("eval/arithmetic", "eval/SET") for name in found}
     assert found - named == set(), "logged, but not in docs/metrics.md"
     assert named - found == set(), "in docs/metrics.md, but not logged"

@@ -51,9 +51,9 @@ class RolloutRecorder(Callback):
         assert batch.rollouts is not None
         assert batch.scores is not None
         if batch.scores.kl:  # empty if the reward asks no model
-            tokenizer = stratos_of(trainer).format.tokenizer
+            chat_format = stratos_of(trainer).format
             for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
-                rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, tokenizer)
+                rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, chat_format)
         rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
@@ -127,9 +127,9 @@ class ScoreWriter(Callback):
             for r, terms in zip(batch.rollouts.rollouts, score_rows(scores), strict=True)
         )
         if self.per_token:
-            tokenizer = stratos_of(trainer).format.tokenizer
+            chat_format = stratos_of(trainer).format
             rollouts = batch.rollouts.rollouts
-            tokens = (token_columns(r, scores, i, tokenizer) for i, r in enumerate(rollouts))
+            tokens = (token_columns(r, scores, i, chat_format) for i, r in enumerate(rollouts))
             rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
         append_rows(self._path(trainer), rows)
 

@@ -28,10 +28,11 @@ from rlt_lightning.datamodules.formats import (
     ChatFormat,
     prompt_of,
 )
+from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.format import ModelFormat, Role
-from rlt_lightning.pretrained import load_format, load_tokenizer
+from rlt_lightning.pretrained import load_format
 from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
 from rlt_lightning.types import InputError
 
@@ -110,9 +111,11 @@ class ChosenFormat:
     learner: str | None
     guessed: dict[Role, str]
 
-    def chat_format(self, tokenizer: Any) -> ChatFormat:
-        """Return the format for a tokenizer."""
+    def chat_format(self, tokenizer: Any, student_tokenizer: Any = None) -> ChatFormat:
+        """Return the format for a tokenizer, and for the student's if that is another one."""
         prompts = (self.teacher_system_prompt, self.student_system_prompt)
+        if student_tokenizer is not None:
+            return RetellingFormat(tokenizer, student_tokenizer, self.tags, *prompts, self.student_tags)
         # What the user wrote is filled already. What a model records stays as rows have shown it.
         return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags, fills=False)
 
@@ -315,15 +318,6 @@ def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
     return parsed.system if has_tags else None
 
 
-def shared_tokenizer(name: str, student: str | None, trust_remote_code: bool) -> Any:
-    """Load a model's tokenizer, and check that a student with another one knows all its tokens."""
-    tokenizer = load_tokenizer(name, trust_remote_code)
-    if student is not None and student != name:
-        student_vocabulary = load_tokenizer(student, trust_remote_code).get_vocab()
-        check_shared_vocabulary(tokenizer.get_vocab(), student_vocabulary)
-    return tokenizer
-
-
 def models_of(trainer: Trainer) -> tuple[str | None, str | None]:
     """Return the names of the trained or evaluated model of a run, and of its student, where it has them."""
     module: Any = trainer.lightning_module
@@ -342,23 +336,6 @@ def require_model(name: str | None) -> str:
             "names one. Set it to a folder or hub id."
         )
     return name
-
-
-def check_shared_vocabulary(teacher: dict[str, int], student: dict[str, int]) -> None:
-    """Check that every token of the teacher has the same id in the student's vocabulary.
-
-    Raises:
-        InputError: Naming the first token that differs.
-    """
-    if teacher.items() <= student.items():
-        return
-    differing = [token for token, token_id in teacher.items() if student.get(token) != token_id]
-    token = min(differing, key=teacher.__getitem__)
-    raise InputError(
-        "Teacher and student must share a vocabulary, since explanations pass between them as token ids, but "
-        f"{len(differing)} of the teacher's {len(teacher)} tokens differ, the first being {token!r} (teacher "
-        f"{teacher[token]}, student {student.get(token)}). Choose models of one family, such as Qwen2.5."
-    )
 
 
 def text_or_file(option: str, value: str | None) -> str | None:

@@ -93,7 +93,7 @@ class ChatFormat:
         student_tags: str | TagStyle | None = None,
         fills: bool = True,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = self.student_tokenizer = tokenizer
         self.tags = tag_style(tags)
         self.student_tags = self.tags if student_tags is None else tag_style(student_tags)
         self.teacher_system_prompt = prompt_of(teacher_system_prompt, TEACHER_SYSTEM_PROMPT, self.tags, fills)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, parse_row, require_judgeable
 from rlt_lightning.datamodules.stored import Item
 from rlt_lightning.types import Problem, SFTExample
@@ -106,7 +107,7 @@ class ItemMaker:
         if self.max_solution_length is not None:
             num_solution = len(problem.solution_ids)
             require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.max_solution_length)
-        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0), self.max_length)
+        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0, 0), self.max_length)
         return problem
 
     def _scored_problem(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> Problem:
@@ -117,8 +118,11 @@ class ItemMaker:
             completion = self.format.completion_from_text(problem, row.completion)
         else:
             completion = self.format.completion_from_trace(problem, row.traces[name])
-        num_tokens = len(completion.token_ids)
-        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, num_tokens), self.max_length)
+        num_tokens = num_read = len(completion.token_ids)
+        if isinstance(self.format, RetellingFormat):
+            num_read = self.format.num_read(problem, completion)
+        length = longest_sequence(problem, num_tokens, num_read)
+        require_length(BadRowReason.TOO_LONG, length, self.max_length)
         return replace(problem, given_completion=completion)
 
     def _teacher_example(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> SFTExample:
@@ -148,7 +152,14 @@ def require_length(reason: BadRowReason, length: int, limit: int) -> None:
         raise BadRowError(reason, f"{length} tokens, limit {limit}")
 
 
-def longest_sequence(problem: Problem, num_completion: int) -> int:
-    """Return the tokens of the longer sequence, the teacher's or the student's, with such a completion."""
+def longest_sequence(problem: Problem, num_completion: int, num_read: int) -> int:
+    """Return the tokens of the longer sequence, the teacher's or the student's.
+
+    Args:
+        problem: The problem.
+        num_completion: Tokens of the completion.
+        num_read: The same in the student's tokens.
+    """
     student = len(problem.student_prefix) + len(problem.think_prefix) + len(problem.student_suffix)
-    return num_completion + max(len(problem.teacher_prompt), student + len(problem.solution_ids))
+    student += num_read + len(problem.solution_ids)
+    return max(len(problem.teacher_prompt) + num_completion, student)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.retelling import RetellingFormat
 
 PACKAGE = Path(__file__).parents[1]
 # The code that makes items; an entry of another version of it is not used.
@@ -46,4 +47,5 @@ def format_settings(chat_format: ChatFormat) -> dict[str, Any]:
         "tags": asdict(chat_format.tags),
         "student_tags": asdict(chat_format.student_tags),
         "prompts": [chat_format.teacher_system_prompt, chat_format.student_system_prompt],
+        "student": format_settings(chat_format.student) if isinstance(chat_format, RetellingFormat) else None,
     }

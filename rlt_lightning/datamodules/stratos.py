@@ -19,7 +19,6 @@ from rlt_lightning.datamodules.format_choice import (
     choose_format,
     models_of,
     require_model,
-    shared_tokenizer,
     tags_text,
 )
 from rlt_lightning.datamodules.items import ItemMaker, LongTraces, Task
@@ -27,6 +26,7 @@ from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.orders import ByDifficulty, Difficulty, EpochOrder, Weighted, hold_out
 from rlt_lightning.datamodules.preparation import Preparation
 from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
+from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.settings import require_held_out, require_sizes, require_trace_columns
 from rlt_lightning.datamodules.sources import (
@@ -79,7 +79,7 @@ class StratosDataModule(LightningDataModule):
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
         tokenizer: Name of the teacher's (or trained) model; None: that of the run's module.
-        student_tokenizer: Name of the student's model, to compare its vocabulary; None likewise.
+        student_tokenizer: Name of the student's model, which may have another vocabulary; None likewise.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
             a file. May hold placeholders such as {explanation_open}.
@@ -213,7 +213,7 @@ class StratosDataModule(LightningDataModule):
             return
         self.chosen = self._choose_format()
         names = (require_model(self.tokenizer_name), self.student_tokenizer_name)
-        self.format = self.chosen.chat_format(shared_tokenizer(*names, self.trust_remote_code))
+        self.format = self.chosen.chat_format(*tokenizers_of(*names, self.trust_remote_code))
         self._item_maker = ItemMaker(
             format=self.format,
             task=self.task,

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
-from rlt_lightning.datamodules.format_choice import FormatOptions, check_shared_vocabulary, choose_format
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.items import ItemMaker
+from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.modules.retold import require_scorable
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer
+from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout, Rollouts
@@ -48,8 +50,8 @@ class ExplanationScorer:
         trust_remote_code: Run code that comes with a model.
 
     Raises:
-        InputError: If a model or its tokenizer cannot be loaded, if their vocabularies differ, or if a
-            setting contradicts what a model was trained in.
+        InputError: If a model or its tokenizer cannot be loaded, or if a setting contradicts what a model was
+            trained in or what a student with another tokenizer allows.
     """
 
     def __init__(
@@ -69,10 +71,9 @@ class ExplanationScorer:
         prompts = teacher_system_prompt, student_system_prompt
         options = FormatOptions(tags, *prompts, force_format=force_format, group="")
         chosen = choose_format(options, teacher, student)
-        self.tokenizer = load_tokenizer(teacher, trust_remote_code)
-        students = load_tokenizer(student, trust_remote_code)
-        check_shared_vocabulary(self.tokenizer.get_vocab(), students.get_vocab())
-        self.format = chosen.chat_format(self.tokenizer)
+        self.tokenizer, students = tokenizers_of(teacher, student, trust_remote_code)
+        self.format = chosen.chat_format(self.tokenizer, students)
+        require_scorable(reward, self.format, student)
         chosen.warn_of_guesses()
         self.items = ItemMaker(
             format=self.format,

@@ -45,6 +45,7 @@ from rlt_lightning.modules.logged import held_out_metrics, mismatch_metrics, rew
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reading import Reading, read_all
+from rlt_lightning.modules.retold import require_scorable
 from rlt_lightning.modules.scoring import (
     StudentScorer,
     TokenScores,
@@ -70,8 +71,7 @@ class RLTModule(PolicyModule):
 
     Args:
         teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
-        student: Frozen model that scores the explanations; it shares the teacher's vocabulary. None for a
-            reward that needs none.
+        student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
             CorrectnessReward makes this traditional RL.
@@ -175,6 +175,7 @@ class RLTModule(PolicyModule):
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
+        require_scorable(self.reward, data.format, self.student_name)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
@@ -330,8 +331,7 @@ class RLTModule(PolicyModule):
         log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
         require_finite(log_probs, "policy log-prob", [row.problem.row for row in rows])
         stale = rollouts.policy_version < self.global_step
-        needed = stale or self.importance_weights is not None
-        engine_log_probs = sampled_log_probs(rows, log_probs, needed)  # (n, T)
+        engine_log_probs = sampled_log_probs(rows, log_probs, stale or self.importance_weights is not None)
         weights, mismatch = None, Mismatch()
         if engine_log_probs is not None:
             mismatch = Mismatch.between(log_probs, engine_log_probs, token_mask)

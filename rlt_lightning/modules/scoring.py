@@ -23,6 +23,7 @@ from rlt_lightning.models.packed import (
     states_and_log_probs,
 )
 from rlt_lightning.modules.meter import PhaseCost
+from rlt_lightning.modules.retold import require_room, sampled_kl
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.packing import (
     Extent,
@@ -56,7 +57,7 @@ class StudentScorer:
 
     Args:
         policy: Calls the teacher: policy(function, *arguments) is function(teacher, *arguments).
-        student: Calls the frozen student, which shares the teacher's vocabulary.
+        student: Calls the frozen student, in its own tokens.
         reward: The reward and its options.
         device: The device of both models.
         plan: Divides sequences into micro-batches, with their weights. Ranks must run equally many forwards:
@@ -95,7 +96,10 @@ class StudentScorer:
         """
         rows = rollouts.rollouts
         think = [think_tokens(r, self.reward.score_given) for r in rows]
-        students = [student_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
+        # The student's tokens of the explanation, which may be others.
+        num_read = [r.retold.num_think if r.retold else len(ids) for r, ids in zip(rows, think, strict=True)]
+        students = [student_sequence(r, number) for r, number in zip(rows, num_read, strict=True)]
+        require_room(self.student, rows, students)
         teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
         given = self.sampled_log_probs(rollouts)
         needs_teacher = [] if given is not None else teachers
@@ -115,8 +119,9 @@ class StudentScorer:
             # (M, H), (M,)
             hidden, student_log_probs = self.student(states_and_log_probs, packed, temperature, self.head)
             num_think = [len(think[i]) for i in micro_batch.indices]
-            num_solution = [len(rows[i].problem.solution_ids) for i in micro_batch.indices]
-            splits = [n for pair in zip(num_think, num_solution, strict=True) for n in pair]
+            splits = [
+                n for i in micro_batch.indices for n in (num_read[i], len(rows[i].problem.solution_ids))
+            ]
             pieces = student_log_probs.split(splits)  # think, solution, think, solution, …
             numbers = [rows[i].problem.row for i in micro_batch.indices]
             require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
@@ -131,7 +136,9 @@ class StudentScorer:
                     if given is None
                     else torch.cat([given[i] for i in micro_batch.indices])
                 )
-                values = self.reward.token_kl(teacher_log_probs, torch.cat(pieces[::2]))
+                retold = [rows[i].retold for i in micro_batch.indices]
+                log_probs = teacher_log_probs, torch.cat(pieces[::2])
+                values = sampled_kl(self.reward.token_kl, *log_probs, retold)
             kl_rows = values.split(num_think)
             require_finite_rows(kl_rows, "KL of the explanation", numbers)
             for place, i in enumerate(micro_batch.indices):
@@ -301,11 +308,14 @@ def engine_mismatch(module: Any, rollouts: Rollouts) -> Mismatch:
 
 def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
     """Return the explanation in the student's context; score think and solution tokens (RLT, figure 3)."""
-    problem = rollout.problem
+    problem, retold = rollout.problem, rollout.retold
+    body, num_body_think = rollout.body, rollout.num_think
+    if retold is not None:
+        body, num_body_think = retold.token_ids, retold.num_think
     prefix = problem.student_prefix + problem.think_prefix
-    rest = rollout.body + problem.student_suffix + problem.solution_ids
-    num_between = len(rollout.body) - rollout.num_think + len(problem.student_suffix)
-    scored = scored_end(len(prefix) + rollout.num_think - num_think, num_think)
+    rest = body + problem.student_suffix + problem.solution_ids
+    num_between = len(body) - num_body_think + len(problem.student_suffix)
+    scored = scored_end(len(prefix) + num_body_think - num_think, num_think)
     scored += scored_end(num_between, len(problem.solution_ids))
     return ScoredSequence(prefix, rest, scored)
 

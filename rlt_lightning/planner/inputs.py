@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
@@ -107,6 +107,17 @@ class Step:
     spread_between: float = 0.0
     spread_within: float = 0.0
     balanced: bool = False  # whether ranks get equal tokens rather than equal numbers of problems
+    # Prompt and solution of a student with its own tokens, the longest and the mean; None: the teacher's.
+    student_prompt_length: int | None = None
+    mean_student_prompt_length: int | None = None
+
+    @property
+    def of_student(self) -> Step:
+        """Return the step with the student's prompts; its completions are as long as the teacher's."""
+        if self.student_prompt_length is None or self.mean_student_prompt_length is None:
+            return self
+        lengths = self.student_prompt_length, self.mean_student_prompt_length
+        return replace(self, prompt_length=lengths[0], mean_prompt_length=lengths[1])
 
     @property
     def num_sequences(self) -> int:

@@ -7,7 +7,7 @@ what this package, PyTorch's FSDP2 and DeepSpeed allocate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlt_lightning.models.cpu_linear import packing_pays
 from rlt_lightning.models.weights import FILE_BYTES
@@ -228,8 +228,9 @@ def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what the forwards of a reward need: the student's or, if it is run, the teacher's."""
     if setup.student is None:
         return None
-    models = [setup.student, setup.policy] if setup.recompute_teacher else [setup.student]
-    forwards = [forward_parts(setup, model) for model in models]
+    forwards = [forward_parts(replace(setup, step=setup.step.of_student), setup.student)]
+    if setup.recompute_teacher:
+        forwards.append(forward_parts(setup, setup.policy))
     student = lasting["student weights"] + returned_weights(setup, setup.student)
     return {"student weights": student} | max(forwards, key=lambda parts: sum(parts.values()))
 

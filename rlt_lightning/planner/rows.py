@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import FIXED
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.sources import EMBEDDED, MemoryRows
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule
@@ -46,6 +48,8 @@ class Lengths:
     mean_rest: int
     mean_solution: int
     spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
+    # Prompt and solution of a student with tokens of its own: the longest and the mean.
+    student: tuple[int, int] | None = None
 
 
 def read_step(
@@ -83,6 +87,12 @@ def read_step(
         f"prompts of up to {lengths.prompt} tokens, {lengths.mean_prompt} on average ({source}); "
         f"completions of up to {lengths.rest}, {lengths.mean_rest} on average"
     )
+    longest, average = lengths.student or (None, None)
+    if lengths.student is not None:
+        notes.append(
+            f"prompts and solutions of up to {longest} tokens of the student's own, {average} on average; "
+            "completions as many as of the teacher"
+        )
     prompts, group_size = sizes_of(verb, rlt, data, rollouts)
     return Step(
         num_processes=num_processes,
@@ -98,6 +108,8 @@ def read_step(
         spread_between=BETWEEN if rlt else 0.0,
         spread_within=WITHIN if rlt else lengths.spread,
         balanced=rlt is not None,
+        student_prompt_length=longest,
+        mean_student_prompt_length=average,
     )
 
 
@@ -178,10 +190,15 @@ def lengths_of_rows(
         return Lengths(max(prompts), mean(prompts), max(rests), mean(rests), 0, spread_of(rests))
     prompts = items.numbers("teacher_prefix", "think_prefix").tolist()
     solution = mean(items.numbers("solution_ids").tolist())
+    student = None
+    if isinstance(data.format, RetellingFormat):
+        fixed = items.numbers(*FIXED["student"]).tolist()
+        student = max(fixed), mean(fixed)
+    sizes = max(prompts), mean(prompts)
     if limit is not None:
-        return Lengths(max(prompts), mean(prompts), limit, max(1, round(MEAN_FRAC * limit)), solution)
+        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, student=student)
     rests = items.numbers("completion_ids").tolist()
-    return Lengths(max(prompts), mean(prompts), max(rests), mean(rests), solution, spread_of(rests))
+    return Lengths(*sizes, max(rests), mean(rests), solution, spread_of(rests), student)
 
 
 def spread_of(lengths: Sequence[int]) -> float:
@@ -218,6 +235,7 @@ def with_options(found: Lengths, options: PlanOptions, samples: bool) -> Lengths
         mean_rest=min(options.mean_completion_length or mean_rest, rest),
         mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
         spread=found.spread,
+        student=found.student,
     )
 
 

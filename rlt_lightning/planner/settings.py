@@ -167,7 +167,7 @@ def with_rollouts(
     student = None
     if module.student_name:
         name, dtype = module.student_name, module.student_dtype
-        student = read_model(name, dtype, None, module, processes, setup.step, models)
+        student = read_model(name, dtype, None, module, processes, setup.step.of_student, models)
     outside = not rollouts.engine.in_process and not rollouts.engine.takes_turns
     return replace(
         setup,

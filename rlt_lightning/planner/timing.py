@@ -9,7 +9,7 @@ The slowest rank counts, of lengths that differ (lengths.py). How the phases add
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlt_lightning.planner.inputs import LanguageModel, Setup
 from rlt_lightning.planner.lengths import NUM_STEPS, rank_loads
@@ -126,7 +126,8 @@ def timings(setup: Setup) -> StepTime:
 
     if student:
         passes += 1 + setup.recompute_teacher
-        flops = forward_flops(setup, student, setup.step.mean_solution_length)
+        of_student = replace(setup, step=setup.step.of_student)
+        flops = forward_flops(of_student, student, setup.step.mean_solution_length)
         reason = "the student's forward" + (" and the teacher's" if setup.recompute_teacher else "")
         found.append(work("score", flops + setup.recompute_teacher * forward, reason))
     if setup.with_reference:

@@ -70,7 +70,7 @@ class Score:
     solution_log_probs: list[float] = field(repr=False)
 
     @classmethod
-    def of(cls, rollout: Rollout, scores: Scores, place: int, reward: RLTReward, tokenizer: Any) -> Score:
+    def of(cls, rollout: Rollout, scores: Scores, place: int, reward: RLTReward, chat_format: Any) -> Score:
         """Return the score of one rollout of a batch.
 
         Args:
@@ -78,7 +78,7 @@ class Score:
             scores: The scores of its batch.
             place: Its place in the batch, from 0.
             reward: What scored it.
-            tokenizer: The tokenizer of its tokens.
+            chat_format: The format of the data, with the tokenizers of teacher and student.
         """
         terms = scores.terms
         assert isinstance(terms, RLTRewardTerms)
@@ -90,10 +90,10 @@ class Score:
             r_kl=float(kl[place]),
             terms={name: float(values[place]) for name, values in terms.parts().items()},
             token_ids=scores.think_tokens[place],
-            tokens=decode_each(tokenizer, scores.think_tokens[place]),
+            tokens=decode_each(chat_format.tokenizer, scores.think_tokens[place]),
             kl=scores.kl[place].tolist(),
             solution_ids=rollout.problem.solution_ids,
-            solution_tokens=decode_each(tokenizer, rollout.problem.solution_ids),
+            solution_tokens=decode_each(chat_format.student_tokenizer, rollout.problem.solution_ids),
             solution_log_probs=scores.solution_log_probs[place].tolist(),
         )
 
@@ -141,7 +141,8 @@ class Teacher:
 
     Args:
         teacher: Run, or local folder, hub id, miniature or smollm2-135m.
-        student: The frozen student, which shares the teacher's vocabulary; None: explain without a reward.
+        student: The frozen student; None: explain without a reward. With another tokenizer than the teacher's
+            it needs a `reward` with kl_estimator k1 or k3.
         reward: The reward and its options.
         sampling: Temperature and limits of explanations, which also end with the models' contexts.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
@@ -246,7 +247,7 @@ class Teacher:
             assert batch.rollouts is not None
             assert batch.scores is not None
             for place, rollout in enumerate(batch.rollouts.rollouts):
-                parts = (rollout, batch.scores, place, self.reward, data.format.tokenizer)
+                parts = (rollout, batch.scores, place, self.reward, data.format)
                 found.append((rollout, None if self.module.student_name is None else Score.of(*parts)))
         return found
 
@@ -292,7 +293,7 @@ def score(
     Args:
         rows: Rows with question, solution and a trace, or Bespoke-Stratos rows.
         teacher: Run, or local folder, hub id, miniature or smollm2-135m.
-        student: The frozen student: folder, hub id, miniature or smollm2-135m.
+        student: The frozen student: folder, hub id, miniature or smollm2-135m; see `Teacher`.
         reward: The reward and its options.
         trace_column: The column of the explanation.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.

@@ -60,22 +60,22 @@ def completion_columns(rollout: Rollout, data: Any) -> Row:
     }
 
 
-def token_columns(rollout: Rollout, scores: Scores, position: int, tokenizer: Any) -> Row:
+def token_columns(rollout: Rollout, scores: Scores, position: int, chat_format: Any) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
         rollout: A scored completion.
         scores: Scores of its batch.
         position: Its position in the batch.
-        tokenizer: Tokenizer of its token ids.
+        chat_format: The format of the data, with the tokenizers of teacher and student.
 
     Returns:
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`. Values are
         rounded to 1e-6.
     """
-    columns: Row = {"thought_tokens": decode_each(tokenizer, scores.think_tokens[position])}
+    columns: Row = {"thought_tokens": decode_each(chat_format.tokenizer, scores.think_tokens[position])}
     columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
-    columns["solution_tokens"] = decode_each(tokenizer, rollout.problem.solution_ids)
+    columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, rollout.problem.solution_ids)
     values = scores.solution_log_probs[position].tolist()
     columns["solution_log_probs"] = [round(value, 6) for value in values]
     return columns

@@ -208,10 +208,10 @@ class Explainer(Callback):
     ) -> None:
         assert batch.rollouts is not None
         assert batch.scores is not None
-        tokenizer = stratos_of(trainer).format.tokenizer
+        chat_format = stratos_of(trainer).format
         rows = list(rollout_rows(batch))
         for i, rollout in enumerate(batch.rollouts.rollouts):
-            rows[i] |= token_columns(rollout, batch.scores, i, tokenizer)
+            rows[i] |= token_columns(rollout, batch.scores, i, chat_format)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
         reward: Any = pl_module.reward
         text = explained(rows[0], rows[1], parts, reward, self.options.top, this_terminal())

@@ -66,16 +66,16 @@ class Taught:
         """Collect what a scored batch of one problem has, and let the student score an empty explanation."""
         assert batch.rollouts is not None
         assert batch.scores is not None
-        rollouts, scores, tokenizer = batch.rollouts.rollouts, batch.scores, data.format.tokenizer
+        rollouts, scores = batch.rollouts.rollouts, batch.scores
         rows, empty = list(rollout_rows(batch)), None
         parts = [{name: float(v[i]) for name, v in scores.terms.parts().items()} for i in range(len(rows))]
         if isinstance(module.reward, RLTReward):
             before = module.score(
                 Rollouts([empty_rollout(rollouts[0].problem, data)], 1, 0, batch.rollouts.temperature)
             )
-            empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, tokenizer)
+            empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, data.format)
             for i, rollout in enumerate(rollouts):
-                rows[i] |= token_columns(rollout, scores, i, tokenizer)
+                rows[i] |= token_columns(rollout, scores, i, data.format)
                 rows[i] |= students_view(before.solution_log_probs[0], scores.solution_log_probs[i])
         if isinstance(module.reward, NoReward):
             rows = [{name: value for name, value in row.items() if name != "reward"} for row in rows]

@@ -138,6 +138,17 @@ ROLLOUT = (
         panel="rollout/truncated_frac",
     ),
     Metric(
+        "rollout/half_character_frac",
+        "Half characters",
+        "fraction",
+        "fraction of the completions that end within a character, whose tokens r_KL leaves out; only with a "
+        "student that has another tokenizer",
+        "near 0, and at most `rollout/truncated_frac`",
+        "0 to 1",
+        section="Length and form",
+        panel="rollout/truncated_frac",
+    ),
+    Metric(
         "rollout/staleness",
         "Staleness",
         "steps",

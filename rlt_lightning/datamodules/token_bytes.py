@@ -1,0 +1,282 @@
+"""The bytes of tokens, and the tokens of a text that is nothing but text.
+
+Two kinds of tokenizers have tokens whose bytes are known:
+
+    byte-level BPE      Qwen, Llama 3, SmolLM2, GPT-2: each character of a token's name stands for one byte
+    with "▁" for a      Llama 2, Gemma, Mistral: a token's name is its text; <0x0A> is a single byte
+      space
+
+Any other is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rlt_lightning.types import InputError
+
+SPACE = "\u2581"  # "▁", a space in the names of tokens
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Begins a name that no text has: a code point that is no character.
+HIDDEN = "\U0010ffff"
+REPLACEMENT = "\ufffd"
+# What every tokenizer must spell: ASCII, and characters of two, three and four bytes.
+PROBE = "".join(map(chr, range(0x20, 0x7F))) + " So x = 12345.\n\n\t\\frac{1}{2} é e\u0301 \ufb01 Ω\u2126 Ж"
+PROBE += " 数学 🧮👩🏽‍🏫 \ufffd <|im_end|></s>\n\n"
+
+
+def byte_of_character() -> dict[str, int]:
+    """Return which byte a character stands for in the names of byte-level tokens.
+
+    Printable bytes of Latin-1 stand for themselves; the others follow from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(others)}
+
+
+BYTES = byte_of_character()
+
+
+class PlainTokenizer:
+    """A tokenizer that takes every text as the continuation of a text, byte by byte.
+
+    It differs from the tokenizer that it is made of where that one would change or interpret a text:
+
+    - Added tokens are not recognised, whether they are called special or not: `<|im_end|>` or `<think>` in a
+      text become ordinary tokens that spell it. Those of white space only, as Gemma's, stay.
+    - Nothing is put before the text, and nothing is normalised, so that the tokens have exactly its bytes.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        role: Whose it is, for the message.
+
+    Raises:
+        InputError: If the bytes of its tokens cannot be known, or are not those of the text.
+    """
+
+    def __init__(self, tokenizer: Any, role: str) -> None:
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        self.role = role
+        self.added: dict[int, str] = {token["id"]: token["content"] for token in described["added_tokens"]}
+        self.is_byte_level = any(part["type"] == "ByteLevel" for part in parts_of(described["pre_tokenizer"]))
+        self.known: dict[int, bytes] = {}
+        self.spelled: dict[str, bool] = {}  # whether there are tokens for a character
+        self.tokenizer = Tokenizer.from_str(json.dumps(plain(described)))
+        if not self._spells(PROBE):
+            raise InputError(
+                f"A {role} whose tokenizer is not the other model's must have tokens whose bytes are known: "
+                f"byte-level BPE, or {SPACE!r} for a space and tokens for single bytes. But the tokens of "
+                f"this {role}'s {type(tokenizer).__name__} do not rejoin to a text. Use another model, or "
+                "two of one family."
+            )
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; of an added token those of its text."""
+        if token_id not in self.known:
+            self.known[token_id] = self._bytes_of(token_id)
+        return self.known[token_id]
+
+    def text_of(self, token_ids: list[int]) -> tuple[str, list[int]]:
+        """Return the text of tokens, and where each of them ends in it, in bytes.
+
+        Bytes that are no character become U+FFFD. A character that is incomplete at the end is left out: the
+        tokens that hold it end one byte after the text.
+        """
+        pieces = [self.bytes_of(token_id) for token_id in token_ids]
+        data, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
+        try:
+            return data.decode(), ends
+        except UnicodeDecodeError:
+            return repaired(data, ends)
+
+    def encode(self, text: str, following: str = "") -> tuple[list[int], list[int]]:
+        """Tokenise a text as it stands before another one.
+
+        Args:
+            text: The text.
+            following: What follows it. It decides how line breaks at the text's end are tokenised; where a
+                token would hold parts of both, the text is tokenised by itself.
+
+        Returns:
+            The tokens of the text, and where each of them ends in it, in bytes.
+
+        Raises:
+            InputError: If their bytes are not those of the text; see `spellable`.
+        """
+        length = len(text.encode())
+        if not text:
+            return [], []
+        for context in dict.fromkeys((following, "")):
+            ids = self.tokenizer.encode(text + context, add_special_tokens=False).ids
+            ends = self._ends(ids, text + context)
+            if ends is not None and length in ends:
+                number = bisect_right(ends, length)
+                return ids[:number], ends[:number]
+        # The tokenizer takes some of the text for something else, as "<0x0A>" for a byte.
+        ids = [
+            i for character in text for i in self.tokenizer.encode(character, add_special_tokens=False).ids
+        ]
+        if (ends := self._ends(ids, text)) is not None:
+            return ids, ends
+        raise InputError(
+            f"The tokens of the {self.role}'s tokenizer must have the bytes of every text, but those of "
+            f"{text[:60]!r} have others. Use another model, or two of one family."
+        )
+
+    def spellable(self, text: str, ends: list[int]) -> tuple[str, list[int]]:
+        """Return a text with U+FFFD for each character that the tokenizer has no tokens for.
+
+        Some tokenizers lack rare control characters: SmolLM2's leaves U+0013 out of what it reads.
+
+        Args:
+            text: The text.
+            ends: Places in it, in bytes, never decreasing.
+
+        Returns:
+            The text, and the same places in it.
+        """
+        characters = set(text)
+        self.spelled |= {c: self._spells(c) for c in characters - self.spelled.keys()}
+        if all(self.spelled[c] for c in characters):
+            return text, ends
+        return moved([(c if self.spelled[c] else REPLACEMENT, c.encode()) for c in text], ends)
+
+    # Helpers
+
+    def _spells(self, text: str) -> bool:
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # the library's, of a word that is not in the vocabulary; it has no narrower type
+            return False
+        return self._ends(ids, text) is not None
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self.added:
+            return self.added[token_id].encode()
+        name = self.tokenizer.id_to_token(token_id)
+        if name is None:  # a row of the embedding that no token uses
+            return b""
+        if self.is_byte_level and all(character in BYTES for character in name):
+            return bytes(BYTES[character] for character in name)
+        if match := BYTE_TOKEN.fullmatch(name):
+            return bytes([int(match[1], 16)])
+        return name.replace(SPACE, " ").encode()
+
+    def _ends(self, token_ids: list[int], text: str) -> list[int] | None:
+        """Return where tokens end in a text, in bytes; None if their bytes are not those of the text."""
+        data, end, ends = text.encode(), 0, []
+        for token_id in token_ids:
+            piece = self.bytes_of(token_id)
+            if data.startswith(piece, end):
+                end += len(piece)
+            elif not self.is_byte_level and b" " in piece:
+                # Such a tokenizer reads the character ▁ of a text as a space.
+                for part in re.split(b"( )", piece):
+                    found = SPACE.encode() if part == b" " and not data.startswith(b" ", end) else part
+                    if not data.startswith(found, end):
+                        return None
+                    end += len(found)
+            else:
+                return None
+            ends.append(end)
+        return ends if end == len(data) else None
+
+
+def plain(described: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's description, changed as `PlainTokenizer` says."""
+    controls = {token["content"] for token in described["added_tokens"] if not token["content"].isspace()}
+    model, pre_tokenizer = dict(described["model"]), described["pre_tokenizer"]
+    model |= {"dropout": None, "unk_token": None} if model["type"] == "BPE" else {}
+    # A control token that is also in the model's vocabulary keeps its number there, under another name.
+    if isinstance(vocabulary := model.get("vocab"), dict):
+        model["vocab"] = {hidden(word, i) if word in controls else word: i for word, i in vocabulary.items()}
+        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model.get("merges", [])]
+        if pairs:
+            model["merges"] = [pair for pair in pairs if controls.isdisjoint((*pair, "".join(pair)))]
+    elif isinstance(vocabulary, list):
+        model["vocab"] = [
+            [hidden(word, i) if word in controls else word, score]
+            for i, (word, score) in enumerate(vocabulary)
+        ]
+    for part in parts_of(pre_tokenizer):
+        if part["type"] == "Metaspace":
+            part["prepend_scheme"] = "never"
+        elif part["type"] == "ByteLevel":
+            part["add_prefix_space"] = False
+    spaces = [part for part in parts_of(described["normalizer"]) if part.get("content") == SPACE]
+    return described | {
+        "added_tokens": [token for token in described["added_tokens"] if token["content"].isspace()],
+        "normalizer": {"type": "Sequence", "normalizers": spaces} if spaces else None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+        "model": model,
+    }
+
+
+def parts_of(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a normalizer or pre-tokenizer, which may be a sequence of others."""
+    if described is None:
+        return
+    inner = described.get("normalizers") or described.get("pretokenizers")
+    if inner is None:
+        yield described
+    for part in inner or []:
+        yield from parts_of(part)
+
+
+def hidden(word: str, number: int) -> str:
+    """Return a name that no text has for a word of a vocabulary."""
+    return f"{HIDDEN}{number} {word}"
+
+
+def repaired(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
+    """Return the text of bytes that are not UTF-8, and the places in it of places in the bytes.
+
+    Args:
+        data: The bytes.
+        ends: Places in them, never decreasing.
+
+    Returns:
+        The text, with U+FFFD for what is no character and without an incomplete character at its end; and the
+        places, in bytes of the text. What lies in an incomplete character ends one byte after the text.
+    """
+    pieces: list[tuple[str, bytes]] = []
+    start = 0
+    while start < len(data):
+        try:
+            part, bad, reason = data[start:].decode(), b"", ""
+        except UnicodeDecodeError as error:
+            part = data[start : start + error.start].decode()
+            bad, reason = data[start + error.start : start + error.end], error.reason
+        pieces += [(character, character.encode()) for character in part]
+        start += len(part.encode()) + len(bad)
+        if bad and not (start == len(data) and reason == "unexpected end of data"):
+            pieces.append((REPLACEMENT, bad))
+    return moved(pieces, ends)
+
+
+def moved(pieces: list[tuple[str, bytes]], ends: list[int]) -> tuple[str, list[int]]:
+    """Put a text together, and find places of the bytes that it replaces.
+
+    Args:
+        pieces: Each character with the bytes that it stands for.
+        ends: Places in those bytes, never decreasing.
+
+    Returns:
+        The text; and the places, in its own bytes: of a place within a character that character's end, and
+        one byte after the text for places after it.
+    """
+    text = "".join(character for character, _ in pieces)
+    old = list(accumulate((len(stood) for _, stood in pieces), initial=0))
+    new = list(accumulate((len(character.encode()) for character, _ in pieces), initial=0))
+    return text, [new[i] if (i := bisect_left(old, end)) < len(old) else new[-1] + 1 for end in ends]

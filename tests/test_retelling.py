@@ -1,0 +1,497 @@
+"""A student with another tokenizer: what it reads, and r_KL on spans, against a slow and obvious version."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from codecs import getincrementaldecoder
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import rlt
+from lightning.pytorch import Callback, Trainer
+from tiny import CHAINS, SHORT
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rlt_lightning import python
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import FIXED
+from rlt_lightning.datamodules import StratosDataModule, stratos
+from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
+from rlt_lightning.engines import Sampling
+from rlt_lightning.integrations.scorer import ExplanationScorer
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.scoring import StudentScorer, student_sequence
+from rlt_lightning.numerics.packing import micro_batches
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.pretrained import load_model
+from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
+
+CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
+PIECES = [
+    *(
+        "So ",
+        "x = ",
+        "12345",
+        "3.14159",
+        "1e-10",
+        " 007",
+        "\n",
+        "\n\n",
+        "    ",
+        " \t",
+        "the",
+        " student",
+        ".",
+    ),
+    *(
+        "数学",
+        "，所以",
+        "証明する",
+        "물리",
+        "Привет",
+        " ação",
+        "e\u0301",
+        "\ufb01",
+        "\u200b",
+        "\u00a0",
+        "\u2581",
+    ),
+    *("👩🏽‍🏫", "🧮", "🇩🇪", " 🎉🎉", "\\frac{1}{2}", "$\\sum_{i=1}^{n} x_i$", "\\begin{align}", "^{2}"),
+    *(
+        "def f(x):\n    return x ** 2",
+        "for(i=0;i<10;++i){",
+        "//",
+        "```python\n",
+        "<|im_end|>",
+        "</think>",
+        "<s>",
+    ),
+    *("<tool_call>", "<|begin_of_thought|>", "<0x0A>", "\x13", "\U00050000", "…", "“x”", "don't"),
+]
+
+
+def tokenizer_of(name: str, smollm2: str, shared: Path) -> Any:
+    folder = {"smollm2": smollm2, "qwen": str(shared / "data/tokenizers/Qwen2.5-Instruct")}[name]
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[("smollm2", "qwen"), ("qwen", "smollm2")], ids="-".join)
+def retelling(request: pytest.FixtureRequest, smollm2: str, shared: Path) -> RetellingFormat:
+    """The format of a teacher and a student of two families, in both directions."""
+    teacher, student = (tokenizer_of(name, smollm2, shared) for name in request.param)
+    return RetellingFormat(teacher, student)
+
+
+def random_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def explanations(tokenizer: Any, number: int, seed: int) -> list[list[int]]:
+    """Tokens of explanations of many kinds; tokenised in parts, so that they are not the usual ones."""
+    draw, found = random.Random(seed), []
+    for _ in range(number):
+        ids: list[int] = []
+        for _ in range(draw.randrange(1, 6)):
+            text = "".join(draw.choices(PIECES, k=draw.randrange(1, 6)))
+            ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        # Some are cut at any token, which may be within a character.
+        found.append(ids[: draw.randrange(1, len(ids) + 1)] if draw.random() < 0.3 else ids)
+    return found
+
+
+def rollouts_of(chat: RetellingFormat, number: int, seed: int = 0) -> list[Rollout]:
+    problem = chat.problem(1, "What is 3 + 4?", chat.tags.wrap("7, since 3 + 4 = 7."))
+    closing = chat.tokenizer("\n\n" + chat.end_tag, add_special_tokens=False)["input_ids"]
+    found = []
+    for i, ids in enumerate(explanations(chat.tokenizer, number, seed)):
+        closes = i % 3 != 0
+        completion = Completion(ids + closing * closes, None, "stop" if closes else "length")
+        found.append(chat.rollout(problem, completion))
+    return found
+
+
+def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature: float = 0.7) -> Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + scored])).logits[0] / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)
+
+
+def scorer(teacher: Any, student: Any, **options: Any) -> StudentScorer:
+    def plan(extents: Any) -> Any:
+        return [(row, 1.0) for row in micro_batches(extents, max_tokens=3000, layout="packed")]
+
+    reward = RLTReward(**options)
+    return StudentScorer(Entry(teacher), Entry(student), reward, torch.device("cpu"), plan)
+
+
+# What the student reads
+
+
+def test_two_hundred_explanations_keep_their_bytes(retelling: RetellingFormat) -> None:
+    replaced = cut = 0
+    for rollout in rollouts_of(retelling, 200):
+        retold = rollout.retold
+        assert retold is not None
+        data = b"".join(map(retelling.teachers_text.bytes_of, rollout.body))
+        read = b"".join(map(retelling.students_text.bytes_of, retold.token_ids))
+        # An incomplete character at the end is left out, other bytes that are none become U+FFFD.
+        text = getincrementaldecoder("utf-8")("replace").decode(data)
+        cut += text != data.decode(errors="replace")
+        if not retelling.students_text._spells(text):
+            replaced += 1
+            text = "".join(c if retelling.students_text._spells(c) else "\ufffd" for c in text)
+        assert read == text.encode()
+        # Spans divide what r_KL counts, and end where both sides have the same bytes.
+        num_teacher, num_student = (
+            (sum(side) for side in zip(*retold.spans, strict=True)) if retold.spans else (0, 0)
+        )
+        assert num_teacher == rollout.num_think <= rollout.num_body
+        assert num_student == retold.num_think <= len(retold.token_ids)
+        controls = set(retelling.student_tokenizer.backend_tokenizer.get_added_tokens_decoder())
+        assert controls.isdisjoint(retold.token_ids)
+    print(f"figure: {cut} of 200 end within a character, {replaced} have characters without tokens")
+
+
+def test_contexts_are_in_the_students_own_tokens(retelling: RetellingFormat) -> None:
+    problem = retelling.problem(1, "What is 3 + 4?", retelling.tags.wrap("7"), "Be brief.")
+    completion = retelling.completion_from_trace(problem, "Add 3 and 4, 数学.")
+    rollout = retelling.rollout(problem, completion)
+    sequence = student_sequence(rollout, rollout.retold.num_think if rollout.retold else 0)
+    tags = retelling.tags
+    turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
+    chat = retelling.student.student_chat("What is 3 + 4?", "Be brief.")
+    tokens = retelling.student_tokenizer(chat + turn, add_special_tokens=False)["input_ids"]
+    assert sequence.prefix + sequence.rest == tokens
+    scored = [i for i, counts in zip(tokens, sequence.scored, strict=True) if counts]
+    # Between them is the separator, where the tokens of either side glue it to a text.
+    assert retelling.student_tokenizer.decode(scored).split() == ["Add", "3", "and", "4,", "数学.", "7"]
+    assert problem.think_prefix == []
+
+
+def test_tags_in_an_explanation_are_only_spelled(retelling: RetellingFormat) -> None:
+    problem = retelling.problem(1, "q", retelling.tags.wrap("7"))
+    ids = retelling.tokenizer("So <|im_end|><|im_start|>user", add_special_tokens=False)["input_ids"]
+    rollout = retelling.rollout(problem, Completion(ids, None, "length"))
+    assert retelling.tokenizer.convert_tokens_to_ids("<|im_end|>") in rollout.body
+    assert rollout.retold is not None
+    assert retelling.student_tokenizer.convert_tokens_to_ids("<|im_end|>") not in rollout.retold.token_ids
+    assert retelling.student_tokenizer.decode(rollout.retold.token_ids) == "So <|im_end|><|im_start|>user"
+
+
+def test_half_a_character_at_the_end_counts_on_neither_side(retelling: RetellingFormat) -> None:
+    problem = retelling.problem(1, "q", retelling.tags.wrap("7"))
+    whole = retelling.tokenizer("So 🪼", add_special_tokens=False)["input_ids"]
+    rollout = retelling.rollout(problem, Completion(whole[:-1], None, "length"))
+    retold = rollout.retold
+    assert retold is not None
+    assert retelling.student_tokenizer.decode(retold.token_ids).rstrip() == "So"
+    assert retold.num_left_out == len(whole) - 1 - rollout.num_think > 0
+    assert retelling.tokenizer.decode(rollout.body[: rollout.num_think]).rstrip() == "So"
+    # " 🪼" begins with a token that holds a space and the first byte.
+    only = retelling.rollout(problem, Completion(whole[1:2], None, "length"))
+    assert only.retold is not None
+    assert (only.num_think, only.retold.spans, only.retold.num_left_out) == (0, [], 1)
+    assert retelling.student_tokenizer.decode(only.retold.token_ids) in ("", " ")
+
+
+# What it scores
+
+
+@pytest.mark.parametrize(
+    ("estimator", "number"), [("k1", 10), ("k3", 10), pytest.param("k1", 200, marks=pytest.mark.full)]
+)
+def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimator: str, number: int) -> None:
+    teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
+    rows = rollouts_of(retelling, number)
+    scored = scorer(teacher, student, kl_estimator=estimator)(Rollouts(rows, 1, 0, 0.7))
+    largest = 0.0
+    for i, rollout in enumerate(rows):
+        assert rollout.retold is not None
+        assert rollout.completion.log_probs is None
+        prompt, think = rollout.problem.teacher_prompt, rollout.body[: rollout.num_think]
+        prefix = rollout.problem.student_prefix
+        read = rollout.retold.token_ids[: rollout.retold.num_think]
+        if not think:
+            assert scored.kl[i].tolist() == []
+            continue
+        of_teacher = slow_log_probs(teacher, prompt, think)
+        of_student = slow_log_probs(student, prefix, read)
+        if estimator == "k1":
+            whole = float(of_teacher.sum() - of_student.sum())
+            largest = max(largest, abs(float(scored.kl[i].sum()) - whole) / max(1, abs(whole)))
+        values, t, s = [], 0, 0
+        for num_teacher, num_student in rollout.retold.spans:  # slow: one span at a time
+            d = of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum()
+            t, s = t + num_teacher, s + num_student
+            value = d if estimator == "k1" else d - 1 + torch.exp(-d)
+            values += [float(value) / num_teacher] * num_teacher
+        torch.testing.assert_close(scored.kl[i], torch.tensor(values), atol=1e-3, rtol=1e-4)
+        context = prefix + rollout.retold.token_ids + rollout.problem.student_suffix
+        solution = slow_log_probs(student, context, rollout.problem.solution_ids)
+        torch.testing.assert_close(scored.solution_log_probs[i], solution, atol=1e-4, rtol=1e-4)
+        if estimator == "k1":
+            r_kl = sum(values) / len(values) + 0.01 * max(values)
+            r_ss = solution.mean() + 0.01 * solution.min()
+            reward = r_ss - 3 * r_kl - (0 if rollout.closed and not rollout.empty else 1)
+            torch.testing.assert_close(scored.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
+    if estimator == "k1":
+        assert largest < 1e-4
+        print(f"figure: {number}: span sums and whole-text log-probs differ by at most {largest:.1e}")
+
+
+def test_equal_tokenizers_through_spans_give_todays_figures(
+    smollm2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{name: case[name] for name in ("id", "question", "solution", "completion")} for case in CASES]
+    options: dict[str, Any] = {
+        "reward": RLTReward(),
+        "teacher_system_prompt": CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0],
+        "student_system_prompt": CASES[0]["student_system_prompt"],
+    }
+    teacher = python.Teacher("smollm2-135m", "smollm2-135m", **options)
+    today = teacher.score(rows)
+
+    def other(*arguments: Any) -> tuple[Any, Any]:
+        tokenizer, none = tokenizers_of(*arguments)
+        assert none is None
+        return tokenizer, tokenizer
+
+    monkeypatch.setattr(stratos, "tokenizers_of", other)
+    spans = teacher.score(rows)
+    for ours, theirs, case in zip(spans, today, CASES, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.tokens == theirs.tokens
+        assert ours.solution_tokens == theirs.solution_tokens
+        assert ours.kl == pytest.approx(theirs.kl, abs=1e-6)
+        assert ours.solution_log_probs == pytest.approx(theirs.solution_log_probs, abs=1e-6)
+        assert (ours.reward, ours.r_ss, ours.r_kl) == pytest.approx(
+            (theirs.reward, theirs.r_ss, theirs.r_kl), abs=1e-6
+        )
+        # The released code counts the two line breaks that are given, too.
+        assert ours.kl == pytest.approx(case["paper"]["thought_kl"][2:], abs=1e-4)
+        assert ours.solution_log_probs == pytest.approx(case["paper"]["solution_log_probs"], abs=1e-4)
+
+
+# Runs
+
+
+class Keeper(Callback):
+    """Keeps the batches of a step."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batches.append(batch)
+
+
+def test_a_step_equals_the_slow_version(tiny_model: str, tmp_path: Path) -> None:
+    data = StratosDataModule(
+        "chains", num_embedded_rows=4, prompts_per_step=2, teacher_system_prompt="", student_system_prompt=""
+    )
+    module = RLTModule(tiny_model, "miniature", group_size=3, micro_batch_tokens=600)
+    keeper = Keeper()
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_steps=1,
+        max_epochs=-1,
+        enable_model_summary=False,
+        callbacks=[keeper, RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=12))],
+        **options,
+    )
+    trainer.fit(module, datamodule=data)
+    [batch] = keeper.batches
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    teacher = load_model(tiny_model)
+    assert module.student is not None
+    student = module.student.model
+    for i, rollout in enumerate(batch.rollouts.rollouts):
+        assert rollout.retold is not None
+        think, (of_teacher, of_student) = rollout.body[: rollout.num_think], (torch.zeros(0), torch.zeros(0))
+        read = rollout.retold.token_ids
+        if think:
+            of_teacher = slow_log_probs(teacher, rollout.problem.teacher_prompt, think)
+            of_student = slow_log_probs(
+                student, rollout.problem.student_prefix, read[: rollout.retold.num_think]
+            )
+        context = rollout.problem.student_prefix + read + rollout.problem.student_suffix
+        solution = slow_log_probs(student, context, rollout.problem.solution_ids)
+        values, t, s = [0.0] * (not think), 0, 0
+        for num_teacher, num_student in rollout.retold.spans:
+            d = float(of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum())
+            t, s = t + num_teacher, s + num_student
+            values += [d / num_teacher] * num_teacher
+        r_kl = sum(values) / len(values) + 0.01 * max(values)
+        reward = (
+            solution.mean() + 0.01 * solution.min() - 3 * r_kl - float(not rollout.closed or rollout.empty)
+        )
+        torch.testing.assert_close(batch.scores.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
+    assert any(span != (1, 1) for row in batch.rollouts.rollouts if row.retold for span in row.retold.spans)
+
+
+def test_what_the_student_cannot_hold_names_the_row(retelling: RetellingFormat) -> None:
+    teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
+    student.config.max_position_embeddings = 50
+    with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
+        scorer(teacher, student)(Rollouts(rollouts_of(retelling, 1), 1, 0, 0.7))
+
+
+def verb(name: str, tiny_model: str, *options: str) -> str:
+    """Run a verb with a teacher and a student of two families; return its standard output."""
+    models = [f"--model.teacher={tiny_model}", "--model.student=miniature", *CHAINS]
+    result = rlt(name, *options, *models, "--trainer.accelerator=cpu")
+    assert result.returncode == 0, result.stderr
+    assert name == "plan" or "reads every explanation as text, in tokens of its own" in result.stderr
+    return str(result.stdout)
+
+
+def test_scores_and_tokens_are_written_in_both_vocabularies(tiny_model: str, tmp_path: Path) -> None:
+    options = [
+        "--config=score",
+        "--scores.per_token=true",
+        "--data.max_rows=3",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    verb("predict", tiny_model, *options)
+    rows = [json.loads(line) for line in (tmp_path / "run/scores.jsonl").open()]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["reasoning_trace"].startswith("".join(row["thought_tokens"]).strip())
+        assert row["solution"].strip() in "".join(row["solution_tokens"])
+        assert len(row["thought_kl"]) == len(row["thought_tokens"]) > 3
+        assert row["kl_mean"] == pytest.approx(sum(row["thought_kl"]) / len(row["thought_kl"]), abs=1e-4)
+
+
+def test_exact_kl_is_refused_before_a_model_is_loaded(tiny_model: str, tmp_path: Path) -> None:
+    models = [f"--model.teacher={tiny_model}", "--model.student=miniature", *CHAINS]
+    result = rlt("predict", "--config=rank", *models, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode != 0
+    assert "Set it to k1 or k3, which compare the models on spans of text" in result.stderr
+    assert "loading" not in result.stderr
+
+
+@pytest.mark.full
+def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> None:
+    k1 = "--model.reward.kl_estimator=k1"
+    verb("predict", tiny_model, "--config=rank", k1, "--data.max_rows=4", "--scores.rank_groups=2",
+         f"--output_dir={tmp_path / 'rank'}")  # fmt: skip
+    assert len((tmp_path / "rank/scores.jsonl").read_text().splitlines()) == 4
+    assert "KL of teacher from student (k1)" in verb("explain", tiny_model, "--config=rank", k1)
+    fit = ["--config=tests/rlt.yaml", *SHORT, "--data.prompts_per_step=2", "--trainer.max_steps=1"]
+    verb("fit", tiny_model, *fit, f"--output_dir={tmp_path / 'run'}")
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]
+    assert any(row.get("thought_kl") for row in rows)
+    taught = rlt("teach", str(tmp_path / "run"), "--question=start 3. add 4.", "--solution=7")
+    assert taught.returncode == 0, taught.stderr
+    assert "The student's probability of the solution" in taught.stdout
+
+
+@pytest.mark.full
+def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
+    page = verb("plan", tiny_model, "--config=tests/rlt.yaml", *SHORT)
+    found = re.search(
+        r"prompts and solutions of up to (\d+) tokens of the student's own, (\d+) on average", page
+    )
+    assert found is not None
+    data = StratosDataModule("chains", tokenizer=tiny_model, student_tokenizer="miniature", tags="r1",
+                             teacher_system_prompt="", student_system_prompt="")  # fmt: skip
+    data.setup("fit")
+    lengths = data.all_items.numbers(*FIXED["student"])
+    assert int(found[1]) == max(lengths)
+
+
+def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
+    texts = {"tags": "stratos", "teacher_system_prompt": "", "student_system_prompt": ""}
+    rows = [{"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}]
+    theirs = python.Teacher(tiny_model, "miniature", reward=RLTReward(), **texts).score(rows)[0]  # type: ignore[arg-type]
+    ours = ExplanationScorer("miniature", tiny_model, **texts)  # type: ignore[arg-type]
+    [problem] = ours.problems(rows)
+    rollout = ours.format.rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
+    terms = ours.terms([rollout], Entry(load_model(tiny_model)), torch.device("cpu"))
+    assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
+    with pytest.raises(InputError, match="exact sums over a vocabulary"):
+        ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def renumbered(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the miniature with its words numbered backwards: the same model, in other tokens."""
+    folder = tmp_path_factory.mktemp("renumbered")
+    model = load_model(miniature)
+    last = model.config.vocab_size - 1
+    described = json.loads((Path(miniature) / "tokenizer.json").read_text())
+    described["model"]["vocab"] = {word: last - i for word, i in described["model"]["vocab"].items()}
+    for token in described["added_tokens"]:
+        token["id"] = last - token["id"]
+    described["added_tokens"].sort(key=lambda token: token["id"])
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.flip(0)
+    model.tie_weights()
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id = last - 2, last
+    model.save_pretrained(folder)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(miniature) / name, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    return str(folder)
+
+
+def test_training_with_a_renumbered_student_is_the_same(
+    miniature: str, renumbered: str, tmp_path: Path
+) -> None:
+    found = []
+    for student in (miniature, renumbered):
+        keeper = Keeper()
+        module = RLTModule(miniature, student, group_size=4, optimizer=OptimizerConfig(lr=1e-3))
+        data = StratosDataModule(
+            "chains",
+            num_embedded_rows=32,
+            prompts_per_step=4,
+            tags="r1",
+            teacher_system_prompt="",
+            student_system_prompt="",
+        )
+        sampling = Sampling(temperature=0.7, max_completion_length=64)
+        Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            max_steps=3,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[keeper, RolloutCallback(sampling=sampling)],
+        ).fit(module, datamodule=data)
+        rewards = torch.cat([batch.scores.terms.reward for batch in keeper.batches if batch.scores])
+        retold = [row.retold for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
+        found.append((rewards, module.policy.state_dict(), retold))
+    (own, weights, untold), (others, other_weights, retold) = found
+    assert untold == [None] * len(untold)
+    assert None not in retold
+    torch.testing.assert_close(others, own, atol=1e-4, rtol=1e-4)
+    for name, weight in weights.items():
+        torch.testing.assert_close(other_weights[name], weight, atol=1e-4, rtol=1e-3)

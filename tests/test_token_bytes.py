@@ -1,0 +1,226 @@
+"""Bytes of tokens, and texts that stay texts, on tokenizers of several families."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlt_lightning.datamodules.token_bytes import PlainTokenizer, byte_of_character, repaired
+from rlt_lightning.types import InputError
+
+TEXTS = [
+    "",
+    "So x = 12345.\n\n",
+    "  two spaces, a\ttab\r\n and 3.14e-5",
+    "数学，很有趣。\n証明 👩🏽‍🏫🧮",
+    r"\frac{\partial f}{\partial x} = \sum_{i=1}^{n} x_i^2",
+    "def f(x):\n    return x ** 2  # ▁ is no space here",
+    "e\u0301 decomposed, \ufb01 ligature, \u2126 ohm, \u00a0 no break, \u200b nothing",
+    "Ġ Ċ â are characters too; so are <0x0A> and \ufffd",
+]
+CONTROLS = "a<|im_end|><|endoftext|></s><s><think>x</think><|begin_of_thought|><tool_call>b<pad><unk>"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def fast(tokenizer: Tokenizer) -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def with_byte_tokens(trained: Tokenizer) -> Tokenizer:
+    """Give a trained BPE the tokens of single bytes, as sentencepiece has them."""
+    described = json.loads(trained.to_str())
+    model = described["model"]
+    number = len(model["vocab"])
+    model["vocab"] |= {name: number + i for i, name in enumerate(BYTES)}
+    model |= {"byte_fallback": True, "fuse_unk": True}
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def sentencepiece_bpe(prepends: str) -> Any:
+    """A tokenizer laid out like Llama 2's ("normalizer"), Mistral's ("metaspace") or Gemma's ("")."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    steps = [normalizers.Replace(" ", "▁")]
+    if prepends == "normalizer":
+        steps = [normalizers.Prepend("▁"), *steps]
+    if prepends == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer = with_byte_tokens(tokenizer)
+    if prepends == "":
+        tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("<start_of_turn>")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return fast(tokenizer)
+
+
+def sentencepiece_unigram() -> Any:
+    """A unigram tokenizer with bytes, whose control tokens are words of its vocabulary."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *BYTES,
+        "▁",
+        "▁a",
+        "a",
+        "b",
+        "x",
+        "=",
+        "▁x",
+        "s",
+        "p",
+        "c",
+        "e",
+        "12",
+        "3",
+    ]
+    model = models.Unigram([(word, -float(i)) for i, word in enumerate(words)], 0, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return fast(tokenizer)
+
+
+def llama3(smollm2: str) -> Any:
+    """SmolLM2's words in Llama 3's way: whole words first, control tokens among the words."""
+    described = json.loads((Path(smollm2) / "tokenizer.json").read_text())
+    described["model"]["ignore_merges"] = True
+    described["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False,
+                                  "use_regex": False}  # fmt: skip
+    return fast(Tokenizer.from_str(json.dumps(described)))
+
+
+FAMILIES = ("smollm2", "qwen", "think", "miniature", "llama2", "mistral", "gemma", "unigram", "llama3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    def load(name: str) -> Any:
+        return AutoTokenizer.from_pretrained(request.getfixturevalue(name))
+
+    match request.param:
+        case "smollm2" | "miniature":
+            return load(request.param)
+        case "qwen":
+            shared = request.getfixturevalue("shared")
+            return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
+        case "think":
+            loaded = copy.deepcopy(load("smollm2"))
+            loaded.add_tokens(["<think>", "</think>", AddedToken("<pad>", special=True)])
+            return loaded
+        case "llama2" | "mistral" | "gemma":
+            return sentencepiece_bpe(
+                {"llama2": "normalizer", "mistral": "metaspace", "gemma": ""}[request.param]
+            )
+        case "unigram":
+            return sentencepiece_unigram()
+    return llama3(request.getfixturevalue("smollm2"))
+
+
+def test_tokens_have_exactly_the_bytes_of_a_text(tokenizer: Any) -> None:
+    plain = PlainTokenizer(tokenizer, "student")
+    for text in [*TEXTS, CONTROLS]:
+        ids, ends = plain.encode(text)
+        pieces = [plain.bytes_of(token_id) for token_id in ids]
+        # A tokenizer with ▁ for a space reads the character ▁ as one.
+        read = text if plain.is_byte_level else text.replace("▁", " ")
+        assert b"".join(pieces).decode() == read
+        assert ends == sorted(ends)
+        assert ends[-1:] == ([len(text.encode())] if text else [])
+        assert all(0 <= token_id < len(tokenizer) for token_id in ids)
+
+
+def test_no_text_becomes_a_control_token(tokenizer: Any) -> None:
+    plain = PlainTokenizer(tokenizer, "student")
+    backend = tokenizer.backend_tokenizer
+    controls = {i for i, token in backend.get_added_tokens_decoder().items() if not token.content.isspace()}
+    spelled = [backend.id_to_token(i) for i in controls]
+    for text in [CONTROLS, *spelled, "".join(spelled), "x".join(spelled)]:
+        assert controls.isdisjoint(plain.encode(text)[0])
+        assert controls.isdisjoint(plain.encode("So", text)[0])
+    # The tokenizer itself would make some of them.
+    assert not controls.isdisjoint(tokenizer("".join(spelled), add_special_tokens=False)["input_ids"])
+
+
+def test_added_white_space_stays_a_token() -> None:
+    gemma = sentencepiece_bpe("")
+    ids, _ = PlainTokenizer(gemma, "student").encode("a\n\nb")
+    assert gemma.convert_tokens_to_ids("\n\n") in ids
+
+
+def test_what_the_teacher_wrote_is_its_tokens_bytes(smollm2: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    plain = PlainTokenizer(tokenizer, "teacher")
+    ids = tokenizer("So <|im_start|> 🧮!", add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") in ids  # sampled as a control token
+    assert plain.text_of(ids)[0] == "So <|im_start|> 🧮!"
+    assert plain.text_of([*ids, 10**6])[1][-2:] == [len("So <|im_start|> 🧮!".encode())] * 2  # no such token
+
+
+def test_line_breaks_are_tokenised_as_before_what_follows(smollm2: str) -> None:
+    plain = PlainTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
+    alone, before_tag = plain.encode("So\n\n")[0], plain.encode("So\n\n", "<|end_of_thought|>")[0]
+    assert len(alone) == 2 < len(before_tag) == 3
+    # A token that would hold parts of both: "=" and "<".
+    assert plain.encode("a<", "=b") == plain.encode("a<")
+
+
+def test_characters_without_tokens_are_replaced(smollm2: str) -> None:
+    plain = PlainTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
+    with pytest.raises(InputError, match="must have the bytes of every text"):
+        plain.encode("a\x13b")
+    # a │ \x13 │ b: U+FFFD has 3 bytes. \U00050000 has 4, of which the first two are one token.
+    assert plain.spellable("a\x13b", [1, 2, 3]) == ("a\ufffdb", [1, 4, 5])
+    assert plain.spellable("a\U00050000b", [1, 3, 5, 6]) == ("a\ufffdb", [1, 4, 4, 5])
+    assert plain.spellable("ab\n", [3]) == ("ab\n", [3])
+
+
+def test_half_a_character_at_the_end_is_left_out() -> None:
+    data = "ab数".encode()[:-1]
+    assert repaired(data, [1, 2, 3, 4]) == ("ab", [1, 2, 3, 3])
+    # A token with "b" and the first byte of 数 ends after the text, too.
+    assert repaired(data, [1, 3, 4]) == ("ab", [1, 3, 3])
+
+
+def test_bytes_that_are_no_character_become_one() -> None:
+    # x, a lone continuation byte, y, half of 数, z: both become U+FFFD, 3 bytes each.
+    data = b"x\x80y\xe6\x95z"
+    assert repaired(data, [1, 2, 3, 4, 5, 6]) == ("x\ufffdy\ufffdz", [1, 4, 5, 8, 8, 9])
+    assert repaired(data, [1, 2, 3, 4, 5, 6])[0] == data.decode(errors="replace")
+
+
+def test_byte_names_are_those_of_the_library(smollm2: str) -> None:
+    assert set(byte_of_character()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_of_character().values()) == list(range(256))
+
+
+@pytest.mark.parametrize("kind", ["words", "lost_spaces", "no_bytes"])
+def test_a_tokenizer_whose_bytes_are_unknown_is_refused(kind: str) -> None:
+    if kind == "words":
+        tokenizer = Tokenizer(models.WordPiece({"<unk>": 0, "So": 1, "##x": 2, "</s>": 3}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    else:
+        tokenizer = sentencepiece_bpe("normalizer").backend_tokenizer
+        if kind == "lost_spaces":
+            tokenizer.normalizer = None
+            tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        else:
+            described = json.loads(tokenizer.to_str())
+            described["model"]["byte_fallback"] = False
+            tokenizer = Tokenizer.from_str(json.dumps(described))
+    with pytest.raises(
+        InputError, match="A student whose tokenizer is not the other model's must have tokens"
+    ):
+        PlainTokenizer(fast(tokenizer), "student")
