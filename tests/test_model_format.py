@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from rlt_lightning.models.format import (
 )
 from rlt_lightning.pretrained import load_format, load_tokenizer
 from rlt_lightning.tags import R1, STRATOS, TagStyle
-from rlt_lightning.types import InputError, SFTExample
+from rlt_lightning.types import FinishReason, InputError, SFTExample
 
 ROWS = 6
 QUESTION = "How many legs have three cats?"
@@ -121,11 +120,11 @@ def chat_prompt(model: str, monkeypatch: pytest.MonkeyPatch, question: str) -> l
     sent: list[list[int]] = []
 
     class Silent:
-        context, finish_reason = 4096, "eos"
+        context = 4096
 
-        def stream(self, prompt: list[int], *_: Any) -> Iterator[str]:
+        def answer(self, prompt: list[int], *_: Any) -> FinishReason:
             sent.append(prompt)
-            yield "Yes."
+            return "eos"
 
     monkeypatch.setattr(conversation, "speaker_of", lambda *_: Silent())
     monkeypatch.setattr(sys, "stdin", io.StringIO(question))
