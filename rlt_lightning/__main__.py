@@ -55,7 +55,7 @@ options:
 
 FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). A first run, half a minute long:
 
-  rlt fit --config quickstart --output_dir runs/first
+  rlt fit --config quickstart --output_dir runs/try
 
 Its last lines say where everything is and what to run next. `rlt configs` lists the experiments, `rlt --help`
 the verbs.

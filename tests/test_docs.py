@@ -245,6 +245,7 @@ def calls_of(block: Block, folder: Path) -> list[list[str]]:
         (checkout / program).parent.mkdir(parents=True, exist_ok=True)
         (checkout / program).write_text(STAND_IN)
         (checkout / program).chmod(0o755)
+    (checkout / ".venv/bin/activate").touch()
     record = folder / "calls"
     record.mkdir()
     environment = {"PATH": str(checkout / "programs"), "CALLS": str(record), "HOME": str(folder)}

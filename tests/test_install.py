@@ -85,7 +85,7 @@ def test_a_file_of_the_checkout_would_be_noticed(programs: Path, tmp_path: Path)
 
 def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt, tmp_path: Path) -> None:
     first = re.findall(r"^  rlt (.+)$", rlt().stdout, re.MULTILINE)
-    assert first == ["fit --config quickstart --output_dir runs/first"]
+    assert first == ["fit --config quickstart --output_dir runs/try"]
     verbs = follow(rlt, shlex.split(first[0]))
     assert verbs == ["fit", "report", "teach", "predict", "fit", "report", "chat", "test"]
     for config in (tmp_path / "empty").glob("runs/*/config.yaml"):

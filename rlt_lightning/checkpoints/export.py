@@ -128,7 +128,10 @@ def export_checkpoint(
     path, folder = Path(ckpt_path), Path(output_dir).resolve()
     if not (path / STATE).exists():
         if not (found := checkpoints_in(path / "checkpoints")):
-            raise InputError(f"--ckpt_path must be a checkpoint, or a run's folder with one, but is {path}.")
+            raise InputError(
+                f"--ckpt_path must be a checkpoint, or a run's folder with one, but {path} has none. The "
+                "model of a run that has ended is in its folder model/."
+            )
         path = found[-1]
     for beside in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".tmp", ".old")):
         if beside.exists():

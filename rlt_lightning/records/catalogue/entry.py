@@ -54,7 +54,8 @@ class Metric:
     def caption(self) -> str:
         """Return the meaning as a plain sentence."""
         text = self.meaning.replace("`", "")
-        return text[:1].upper() + text[1:] + "." if text else ""
+        begins = text[:1] if "_" in text.partition(" ")[0] else text[:1].upper()  # a setting's name stays
+        return begins + text[1:] + "." if text else ""
 
 
 @dataclass(frozen=True)
