@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.library import Library
+from torch import Tensor, library, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
@@ -104,7 +103,7 @@ class SlowOwnKernels:
 
     def __init__(self, error: float = 0.0) -> None:
         self.slow = SlowFlashAttn(error)
-        self.overrides = Library("aten", "IMPL", "CPU")
+        self.overrides = library.Library("aten", "IMPL", "CPU")
         self.overrides.impl("_flash_attention_forward", self.forward)
         self.overrides.impl("_flash_attention_backward", self.backward)
 

@@ -196,7 +196,7 @@ def test_auto_weighs_what_another_process_samples(
     engine: Engine, asynchronous: bool, expected: str | None
 ) -> None:
     rlt = RLTModule()
-    for _ in range(2):  # a second fit chooses anew
+    for _ in range(2):  # a second fit chooses again
         choose_weights(Sampling(), engine, asynchronous, rlt)
         found = None if rlt.importance_weights is None else str(rlt.importance_weights)
         assert found == expected

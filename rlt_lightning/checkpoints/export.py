@@ -157,7 +157,7 @@ def export_checkpoint(
 
 
 def write_model_of(path: Path, folder: Path, dtype: str | None = None, adapter: Adapter = "merged") -> None:
-    """Write the model folder of a checkpoint, in this process alone; arguments as `export_checkpoint`."""
+    """Write the model folder of a checkpoint, only in this process; arguments as `export_checkpoint`."""
     facts = read_state(path)["model"]
     facts["dtype"] = dtype or facts["dtype"]
     if facts["lora"] is None:

@@ -22,7 +22,7 @@ class StepLoader(Generic[Item, Batch]):
 
     An order depends only on seed and epoch, and the position only on what was served. Neither depends on the
     rank, so a run resumes exactly where it stopped. A batch lies within one epoch: what `more` leaves of an
-    epoch, if it is less than a batch, is passed over. `epoch` and `next_batch` count the batches alone: an
+    epoch, if it is less than a batch, is passed over. `epoch` and `next_batch` count only the batches: an
     epoch of the run is always `len` batches.
 
     Args:

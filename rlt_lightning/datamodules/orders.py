@@ -1,6 +1,6 @@
 """What the seed decides: which rows are held out, and which items an epoch has in which order.
 
-An order is a function of seed and epoch alone. So every process finds the same one, and a resumed run needs
+An order is a function of only seed and epoch. So every process finds the same one, and a resumed run needs
 only its epoch and the number of batches served.
 """
 

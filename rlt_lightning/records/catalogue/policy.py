@@ -199,7 +199,7 @@ ROLLOUT = (
         "rollout/sampled_problems",
         "Sampled problems",
         "problems",
-        "problems sampled for the step, over all processes: those of the step and those that dynamic "
+        "problems sampled for the step, over all processes: those of the step, and what dynamic "
         "sampling drew in place of others",
         "near `data.prompts_per_step`. Far above: most problems are solved always or never. Near "
         "1 + `max_rounds` times as many: as below",
