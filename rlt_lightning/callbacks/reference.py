@@ -1,4 +1,4 @@
-"""Move the reference of the KL penalty."""
+"""Move the reference of the KL penalty, or the averaged teacher of `OPDModule`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlt_lightning.checkpoints.folder import whole_or_absent
 from rlt_lightning.models.lora import merged_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
-from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.types import InputError
 
 
@@ -41,7 +41,7 @@ class ReferenceSync(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Tell the module that the reference needs separate weights, even for a LoRA."""
-        if isinstance(pl_module, RLTModule):
+        if isinstance(pl_module, SampledModule):
             pl_module.reference_moves = True
 
     @override

@@ -48,6 +48,7 @@ from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts
@@ -59,7 +60,7 @@ VALIDATION, PREDICTION = -1, -2
 
 
 class RolloutCallback(Callback):
-    """Sample completions with the current weights and attach them to the batch; idle without an RLTModule.
+    """Sample completions with the current weights and attach them to the batch; idle for other modules.
 
     Args:
         engine: Where completions come from; None: HFEngine(), in process.
@@ -195,7 +196,7 @@ class RolloutCallback(Callback):
         """Check, before any model is loaded, that settings agree and that completions fit."""
         self.trainer, self.order = trainer, None  # an order that an earlier fit left is of another step
         data = stratos_of(trainer)
-        if not isinstance(pl_module, RLTModule):
+        if not isinstance(pl_module, SampledModule):
             return
         if stage == "predict" and data.task == "student_rl" and self.max_resamples:
             raise InputError(
@@ -207,16 +208,14 @@ class RolloutCallback(Callback):
         if stage == "fit":
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        for model, role in ((pl_module.pretrained, "teacher"), (pl_module.student_name, "student")):
-            if model is None:
-                continue
-            context = context_length(str(model), bool(pl_module.trust_remote_code))
+        for model, role in pl_module.readers():
+            context = context_length(model, bool(pl_module.trust_remote_code))
             require_room(data.all_items, role, context, longest)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_engine(trainer, pl_module)
-        if isinstance(pl_module, RLTModule):
+        if isinstance(pl_module, SampledModule):
             choose_weights(self.sampling, self.engine, self.asynchronous, pl_module)
 
     @override
@@ -228,20 +227,20 @@ class RolloutCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        if not isinstance(pl_module, RLTModule):
+        if not isinstance(pl_module, SampledModule):
             return
         expected = (pl_module.group_size, self.sampling_at(pl_module.global_step))
         # An order from a checkpoint may be of other settings.
         if self.order is None or (self.order.num_completions, self.order.sampling) != expected:
             self.order = self._order(trainer, pl_module, batch.problems, pl_module.global_step)
         dynamic, pl_module.reading = self.dynamic_sampling, None
-        if self.score_early:
+        if self.score_early and isinstance(pl_module, RLTModule):
             # What is dropped needs no reference.
             steps = self.link, trainer, pl_module, batch, self.order
             pl_module.reading = read_in_waves(*steps, with_reference=dynamic is None)
         else:
             self._attach(trainer, pl_module, batch, self.order)
-        if dynamic is not None:
+        if dynamic is not None and isinstance(pl_module, RLTModule):
             order_of = partial(self._order, trainer, pl_module, step=pl_module.global_step, of_all=True)
             refill(dynamic, self.link, trainer, pl_module, batch, order_of)
         following = None
@@ -263,7 +262,7 @@ class RolloutCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if not isinstance(pl_module, RLTModule):
+        if not isinstance(pl_module, SampledModule):
             return
         self.wait_for_engine(trainer)
         order = self._order(trainer, pl_module, batch.problems, VALIDATION)  # the same each time
@@ -285,7 +284,7 @@ class RolloutCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Sample the traces of a problem; they depend only on seed and row, however rows are batched."""
-        if not isinstance(pl_module, RLTModule) or batch.rollouts is not None:
+        if not isinstance(pl_module, SampledModule) or batch.rollouts is not None:
             return
         order = self._order(trainer, pl_module, batch.problems, PREDICTION)
         order.num_completions = self.num_traces
@@ -358,14 +357,19 @@ class RolloutCallback(Callback):
         }
 
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, RLTModule):
+        if isinstance(pl_module, SampledModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             data = stratos_of(trainer)
             longest += int(data.all_items.numbers(*FIXED["teacher"]).max())
             self.link.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)
 
     def _order(
-        self, trainer: Trainer, module: RLTModule, problems: list[Problem], step: int, of_all: bool = False
+        self,
+        trainer: Trainer,
+        module: SampledModule,
+        problems: list[Problem],
+        step: int,
+        of_all: bool = False,
     ) -> Order:
         """Return what this step asks of the engine, nothing of it sampled yet.
 
@@ -378,7 +382,7 @@ class RolloutCallback(Callback):
         version, sampling = module.global_step, self.sampling if step < 0 else self.sampling_at(step)
         return Order(rows, prompts, seeds, version, sampling, module.group_size, stop)
 
-    def _attach(self, trainer: Trainer, module: RLTModule, batch: PromptBatch, order: Order) -> None:
+    def _attach(self, trainer: Trainer, module: SampledModule, batch: PromptBatch, order: Order) -> None:
         """Wait for an order and put this rank's part of it into the batch."""
         rollouts = self.link.rollouts_of(trainer, module, batch.problems, order)
         batch.rollouts = Rollouts(

@@ -11,6 +11,7 @@ from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.models.announce import announce
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import sharding_of
@@ -20,10 +21,13 @@ from rlt_lightning.types import InputError, Problem
 FIXED = {
     "teacher": ("teacher_prefix", "think_prefix"),
     "student": ("student_prefix", "think_prefix", "student_suffix", "solution_ids"),
+    # In student_opd the student is trained, and a teacher reads its answer.
+    "answering student": ("teacher_prefix", "think_prefix"),
+    "reading teacher": ("teacher_view",),
 }
 
 
-def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: RLTModule) -> None:
+def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: SampledModule) -> None:
     """Check that the module can train on completions that are sampled in this way.
 
     Raises:
@@ -34,7 +38,7 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
             "a group are all alike. Set it, the released recipe uses 0.7."
         )
-    reward = module.reward
+    reward = module.reward if isinstance(module, RLTModule) else None
     if isinstance(reward, RLTReward) and reward.teacher_temperature != sampling.temperature:
         rank_zero_warn(
             f"sampling.temperature is {sampling.temperature}, but reward.teacher_temperature is "
@@ -61,7 +65,7 @@ def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
     return engine.reports_log_probs and not sampling.truncates
 
 
-def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: RLTModule) -> None:
+def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: SampledModule) -> None:
     """Choose the module's importance weights if its setting is "auto", and say so.
 
     engine in process                   none: the model that trains samples, in the same precision

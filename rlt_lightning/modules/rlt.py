@@ -12,7 +12,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ require_rollouts     refuse missing or stale rollouts
       ├ rewards*             what the student said, of whole groups, becomes batch.scores
       ├ advantages*          compare within each group → (N,), then those of the share
-      ├ update_policy
+      ├ update_policy        `update` in sampled.py:
       │   ├ sum_over_ranks*  sequences and tokens of the whole step, which the loss divides by
       │   ├ plan*            divide the share into micro-batches, equally many on all ranks
       │   ├ for each of them micro_batch_loss → manual_backward; the last backward sums gradients*
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,20 +39,18 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
-from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.checked import get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import held_out_metrics, mismatch_metrics, reward_metrics, rollout_metrics
-from rlt_lightning.modules.meter import PhaseCost, forward_flops
+from rlt_lightning.modules.logged import held_out_metrics, reward_metrics, rollout_metrics
+from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.reading import Reading, read_all
+from rlt_lightning.modules.reading import read_all
 from rlt_lightning.modules.retold import require_scorable
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.modules.scoring import (
     StudentScorer,
     TokenScores,
     engine_mismatch,
     sampled_extents,
-    sampled_log_probs,
     sampled_sequence,
 )
 from rlt_lightning.modules.shares import StepTotals, require_group
@@ -66,7 +65,7 @@ from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
-class RLTModule(PolicyModule):
+class RLTModule(SampledModule):
     """Train a teacher to write explanations that help a frozen student (RLT, arXiv:2506.08388, section 3).
 
     Args:
@@ -131,10 +130,15 @@ class RLTModule(PolicyModule):
     ) -> None:
         super().__init__(
             pretrained=teacher,
+            group_size=group_size,
             optimizer=optimizer,
+            importance_sampling=importance_sampling,
+            mismatch_alarm=mismatch_alarm,
+            max_staleness=max_staleness,
             micro_batch_tokens=micro_batch_tokens,
             layout=layout,
             head=head,
+            offload_frozen=offload_frozen,
             dtype=dtype,
             gradient_checkpointing=gradient_checkpointing,
             attn_implementation=attn_implementation,
@@ -146,23 +150,12 @@ class RLTModule(PolicyModule):
         require_group(group_size)
         require_student(reward, student)
         self.student_name = student
-        self.group_size = group_size
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
-        self.importance_sampling = importance_sampling
-        # RolloutCallback chooses for "auto", once it knows the engine.
-        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
-        self.mismatch_alarm = mismatch_alarm
-        self.max_staleness = max_staleness
         self.student_dtype: Dtype = student_dtype
         self.teacher_log_probs = teacher_log_probs
-        self.offload_frozen = offload_frozen
         self.student: FrozenModel | None = None
-        # The initial teacher, which ReferenceSync moves towards the policy if it is used.
-        self.reference: FrozenModel | None = None
-        self.reference_moves = False
-        self.reading: Reading | None = None  # of the step that begins; None: training_step reads all
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
@@ -182,11 +175,6 @@ class RLTModule(PolicyModule):
         if self.entry is not None:
             return
         super().configure_model()
-        if self.offload_frozen and self.sharding.sharded:
-            raise InputError(
-                "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
-                "--config overlays/cpu_offload keeps shards in main memory."
-            )
         if self.student_name is not None:
             student = self.load(self.student_name, self.student_dtype, "the frozen student")
             self.student = FrozenModel(student, self.offload_frozen)
@@ -200,18 +188,15 @@ class RLTModule(PolicyModule):
         """Add the student's type."""
         return super().types() | {"model.student_dtype": self.student_dtype}
 
-    @torch.no_grad()
-    def get_ready(self) -> None:
-        """Place student and reference too, since Lightning moves only what it trains."""
-        super().get_ready()
-        get_frozen_ready(self)
+    def readers(self) -> list[tuple[str, str]]:
+        """See `SampledModule.readers`."""
+        students = [] if self.student_name is None else [(self.student_name, "student")]
+        return [(self.pretrained, "teacher"), *students]
 
     def facts(self) -> dict[str, Any]:
         """See `PolicyModule.facts`."""
         facts = super().facts()
-        facts["training"] |= {"reward": type(self.reward).__name__, "group size": self.group_size}
-        if self.importance_weights is not None:
-            facts["training"]["importance sampling"] = str(self.importance_weights)
+        facts["training"]["reward"] = type(self.reward).__name__
         if self.student_name is not None:
             facts["training"]["frozen student"] = self.student_name
         return facts
@@ -250,27 +235,10 @@ class RLTModule(PolicyModule):
         metrics["perf/rank_imbalance"] = imbalance(share.loads)
         self.log_step(metrics | batch.counts, len(rollouts.rollouts))
 
-    def require_rollouts(self, batch: PromptBatch) -> Rollouts:
-        """Return the batch's rollouts, or say which callback should have brought them."""
-        rollouts = batch.rollouts
-        if rollouts is None:
-            raise InputError(
-                "Every batch needs rollouts, but this one has none. Add "
-                "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
-            )
-        staleness = self.global_step - rollouts.policy_version
-        if not 0 <= staleness <= self.max_staleness:
-            raise RuntimeError(
-                f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
-                f"RolloutCallback brought some of version {rollouts.policy_version} at step "
-                f"{self.global_step}."
-            )
-        return rollouts
-
     def update_policy(
         self, rollouts: Rollouts, advantages: Tensor, references: list[Tensor], cost: PhaseCost
     ) -> dict[str, Any]:
-        """Accumulate the policy loss over packed micro-batches and take one optimizer step.
+        """Take one optimizer step on the policy loss.
 
         Args:
             rollouts: This rank's share, N completions.
@@ -279,50 +247,26 @@ class RLTModule(PolicyModule):
             cost: Counts the tokens that the policy computes.
         """
         own = rollouts.rollouts
-        totals = StepTotals(*self.sum_over_ranks(len(own), sum(len(r.completion.token_ids) for r in own)))
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
-        plan = self.plan(sampled_extents(own), meeting=True)
-        sequences = [sampled_sequence(rollout) for rollout in own]
-        metrics: dict[str, Any] = {}
-        mismatch = Mismatch()
-        for number, (micro_batch, weight) in enumerate(plan):
-            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-            share = weight * self.trainer.world_size
-            packed = self.packed(sequences, micro_batch)
-            reference = torch.cat([references[i] for i in micro_batch.indices]) if references else None
-            flops = self.forwards_per_step * forward_flops(self.policy, packed)
-            cost.count(packed, sequences, micro_batch, weight, flops)
-            with self.sharding.micro_batch(last=number == len(plan) - 1):
-                loss, loss_metrics, row_mismatch = self.micro_batch_loss(
-                    rollouts, micro_batch, packed, advantages, reference, totals
-                )
-                self.manual_backward(share * loss)
-            for name, value in loss_metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + share * value
-            # A row of weight 0 is computed only because other ranks compute one.
-            if weight:
-                mismatch += row_mismatch
-        metrics |= self.optimizer_step_now()
-        mismatch = Mismatch(self.max_over_ranks(mismatch.largest), *self.sum_over_ranks(*mismatch.sums()))
-        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step)
+        loss_of = partial(self.micro_batch_loss, rollouts, advantages, references)
+        return self.update([sampled_sequence(row) for row in own], sampled_extents(own), loss_of, cost)
 
     def micro_batch_loss(
         self,
         rollouts: Rollouts,
+        advantages: Tensor,
+        references: list[Tensor],
         micro_batch: MicroBatch,
         packed: PackedSequences,
-        advantages: Tensor,
-        reference: Tensor | None,
         totals: StepTotals,
     ) -> tuple[Tensor, dict[str, Tensor], Mismatch]:
         """Return the loss of one micro-batch of n rollouts, its metrics, and the engine's mismatch.
 
         Args:
-            rollouts: All rollouts of this rank's step.
+            rollouts: All N rollouts of this rank's step.
+            advantages: Their advantages, (N,).
+            references: The reference's log-probs of their tokens, N of (T,); empty without a KL penalty.
             micro_batch: Which n of them are meant.
             packed: Their tokens in one row.
-            advantages: The advantages of all rollouts, (N,).
-            reference: The reference's log-probs of the sampled tokens, (M,); None without a KL penalty.
             totals: Sequences and tokens of the whole step.
         """
         rows = [rollouts.rollouts[i] for i in micro_batch.indices]
@@ -331,15 +275,11 @@ class RLTModule(PolicyModule):
         log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
         require_finite(log_probs, "policy log-prob", [row.problem.row for row in rows])
         stale = rollouts.policy_version < self.global_step
-        engine_log_probs = sampled_log_probs(rows, log_probs, stale or self.importance_weights is not None)
-        weights, mismatch = None, Mismatch()
-        if engine_log_probs is not None:
-            mismatch = Mismatch.between(log_probs, engine_log_probs, token_mask)
-            if self.importance_weights is not None:
-                weights = self.importance_weights(log_probs, engine_log_probs, token_mask)
+        old_log_probs, weights, mismatch = self.engine_weights(rows, log_probs, token_mask, stale)
+        reference = torch.cat([references[i] for i in micro_batch.indices]) if references else None
         loss, metrics = self.policy_loss(
             log_probs=log_probs,
-            old_log_probs=engine_log_probs if stale and weights is None else None,
+            old_log_probs=old_log_probs,
             ref_log_probs=None if reference is None else to_padded(reference, lengths)[0],
             importance_weights=weights,
             advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
