@@ -172,9 +172,7 @@ def linear_divergence(
     check_temperature(student.scale.temperature)
     check_temperature(teacher.scale.temperature)
     check_exchanged(exchanged, len(teacher.weight))
-    teacher_hidden, bias = teacher_hidden.detach(), teacher.bias
-    scale = teacher.scale._replace(exchanged=exchanged)
-    teacher = Head(teacher.weight.detach(), None if bias is None else bias.detach(), scale)
+    teacher = teacher._replace(scale=teacher.scale._replace(exchanged=exchanged))
     sides = student_hidden, student, teacher_hidden, teacher
     logits_mib = block_size(logits_mib, student_hidden)
     if options.top_k is not None:
@@ -182,9 +180,9 @@ def linear_divergence(
         found = linear_top_logits(*sides, options.top_k, of_teacher, logits_mib, compiled)
         return options.of_log_probs(*(top_log_probs(side, options.tail) for side in found))
     if options.kind == "reverse":
-        return linear_exact_kl(*sides, logits_mib, compiled)
+        return linear_exact_kl(*sides, logits_mib, compiled, learning=(True, False))
     if options.kind == "forward":
-        return linear_exact_kl(teacher_hidden, teacher, student_hidden, student, logits_mib, compiled)
+        return linear_exact_kl(*sides[2:], *sides[:2], logits_mib, compiled, learning=(False, True))
     return linear_jsd(*sides, options.beta, logits_mib, compiled)
 
 

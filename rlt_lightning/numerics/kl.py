@@ -104,6 +104,7 @@ def linear_exact_kl(
     student: Head,
     logits_mib: int | None = None,
     compiled: bool = False,
+    learning: tuple[bool, bool] = (True, True),
 ) -> Tensor:
     """Return `exact_kl` of two heads' logits, of which at most `logits_mib` exist at a time.
 
@@ -114,6 +115,7 @@ def linear_exact_kl(
         student: The student's language-model head, V_S words, with its temperature.
         logits_mib: Memory for logits, MiB, as in `linear_log_probs`.
         compiled: Fuse the arithmetic on a tile with torch.compile.
+        learning: Whether the teacher's tensors get gradients, and the student's.
 
     Returns:
         (M,), nats, fp32 or float64, with gradient to hidden states, weights and biases.
@@ -123,7 +125,8 @@ def linear_exact_kl(
     """
     check_temperature(teacher.scale.temperature)
     check_temperature(student.scale.temperature)
-    options = PairOptions(teacher.scale, student.scale, block_size(logits_mib, teacher_hidden), compiled)
+    logits_mib = block_size(logits_mib, teacher_hidden)
+    options = PairOptions(teacher.scale, student.scale, logits_mib, compiled, learning)
     return LinearExactKL.apply(options, *pair_inputs(teacher_hidden, teacher, student_hidden, student))
 
 
@@ -134,6 +137,8 @@ class PairOptions(NamedTuple):
     q_scale: LogitScale
     logits_mib: int
     compiled: bool
+    # Whether p's tensors get gradients, and q's.
+    learning: tuple[bool, bool] = (True, True)
 
 
 def pair_inputs(p_hidden: Tensor, p: Head, q_hidden: Tensor, q: Head) -> tuple[Tensor | None, ...]:
@@ -175,8 +180,9 @@ class LinearExactKL(torch.autograd.Function):
         p_hidden, p_head, q_hidden, q_head = hidden_and_heads(ctx.options, inputs)
         gradients_of = kernel(kl_gradients, ctx.options.compiled)
         with without_autocast(p_hidden):
-            p_grads = HeadGradients(p_hidden, p_head, ctx.needs_input_grad[1:4])
-            q_grads = HeadGradients(q_hidden, q_head, ctx.needs_input_grad[4:7])
+            p_learns, q_learns = ctx.options.learning
+            p_grads = HeadGradients(p_hidden, p_head, [p_learns and n for n in ctx.needs_input_grad[1:4]])
+            q_grads = HeadGradients(q_hidden, q_head, [q_learns and n for n in ctx.needs_input_grad[4:7]])
             p_states, q_states = p_grads.states, q_grads.states
             rows, blocks = pair_tiles(ctx.options, inputs)
             for block in blocks:
