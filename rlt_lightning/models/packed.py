@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
+from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.kl import linear_exact_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -98,11 +99,11 @@ class ModelHead(NamedTuple):
     model: Any
     temperature: float
 
-    def run(self, function: Callable[[Head, Tensor], Any], hidden: Tensor) -> Any:
-        """Return `function(head, hidden)`, computed as the forward of the model's head.
+    def module(self) -> nn.Linear:
+        """Return the linear layer.
 
-        Calling the module, rather than reading its weight, lets whatever shards the weight (ZeRO-3, FSDP2)
-        gather it before, and again before the backward pass: once each, however many blocks are computed.
+        Raises:
+            InputError: If the head is anything else.
         """
         module = self.model.get_output_embeddings()
         if not isinstance(module, nn.Linear):
@@ -110,7 +111,19 @@ class ModelHead(NamedTuple):
                 f"The language-model head of {type(self.model).__name__} must be a linear layer, but is a "
                 f"{type(module).__name__}. Use a model whose head is not wrapped or quantised."
             )
-        scale = logit_scale(self.model, self.temperature)
+        return module
+
+    def scale(self) -> LogitScale:
+        """Return what turns the layer's output into logits."""
+        return logit_scale(self.model, self.temperature)
+
+    def run(self, function: Callable[[Head, Tensor], Any], hidden: Tensor) -> Any:
+        """Return `function(head, hidden)`, computed as the forward of the model's head.
+
+        Calling the module, rather than reading its weight, lets whatever shards the weight (ZeRO-3, FSDP2)
+        gather it before, and again before the backward pass: once each, however many blocks are computed.
+        """
+        module, scale = self.module(), self.scale()
 
         def forward(hidden: Tensor) -> Any:
             return function(Head(module.weight, module.bias, scale), hidden)
@@ -139,6 +152,43 @@ def head_exact_kl(
         return student.run(with_student, student_hidden)
 
     return teacher.run(with_teacher, teacher_hidden)
+
+
+def head_divergence(
+    student: ModelHead,
+    student_hidden: Tensor,
+    teacher: ModelHead,
+    teacher_hidden: Tensor,
+    divergence: Divergence,
+    exchanged: tuple[int, int] | None,
+    options: HeadOptions,
+) -> Tensor:
+    """Return the divergence of the student's next-token distributions from the teacher's, (M,), nats.
+
+    Args:
+        student: The trained model's head; it may be the teacher's too.
+        student_hidden: The student's states before M tokens, (M, H_S).
+        teacher: The teacher's head, which gets no gradient.
+        teacher_hidden: The teacher's states before the same tokens, (M, H_T).
+        divergence: Which divergence.
+        exchanged: Two words that change places in the teacher's distribution, such as the first tokens of
+            the two models' closing tags.
+        options: How the heads are computed.
+    """
+
+    def with_student(student_head: Head, student_hidden: Tensor) -> Tensor:
+        def with_teacher(teacher_head: Head, teacher_hidden: Tensor) -> Tensor:
+            sides = student_hidden, student_head, teacher_hidden, teacher_head
+            return linear_divergence(
+                *sides, divergence, exchanged, options.logits_mib, bool(options.compiled)
+            )
+
+        if teacher.module() is not student.module():
+            return teacher.run(with_teacher, teacher_hidden)
+        # One module computes one forward at a time, and its weight is there already.
+        return with_teacher(student_head._replace(scale=teacher.scale()), teacher_hidden)
+
+    return student.run(with_student, student_hidden)
 
 
 def logit_scale(model: Any, temperature: float) -> LogitScale:

@@ -10,6 +10,12 @@ from rlt_lightning.numerics.advantages import (
 )
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
 from rlt_lightning.numerics.balance import divide, imbalance
+from rlt_lightning.numerics.divergence import (
+    Divergence,
+    divergence,
+    linear_divergence,
+    sampled_advantages,
+)
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.kl import exact_kl, linear_exact_kl, log_ratio_kl, schulman_kl
@@ -50,6 +56,7 @@ __all__ = [
     "BNPOLoss",
     "CISPOLoss",
     "DAPOLoss",
+    "Divergence",
     "DrGRPOLoss",
     "Extent",
     "FlashAttnKernel",
@@ -75,9 +82,11 @@ __all__ = [
     "ShuffledAdvantages",
     "TorchKernel",
     "TruncatedImportanceSampling",
+    "divergence",
     "divide",
     "exact_kl",
     "imbalance",
+    "linear_divergence",
     "linear_exact_kl",
     "linear_log_probs",
     "log_ratio_kl",
@@ -85,6 +94,7 @@ __all__ = [
     "masked_mean",
     "micro_batches",
     "require_finite",
+    "sampled_advantages",
     "schulman_kl",
     "segment_attention",
     "split_to",

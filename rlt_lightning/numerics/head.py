@@ -14,6 +14,8 @@ BLOCK_WORDS = 1024
 WIDTH_MULTIPLE = 128
 # The logit of a word that never comes: -inf would make 0 * -inf in the sums.
 IMPOSSIBLE = -1e30
+# No logit of a word that may come is as low as this, whatever the temperature.
+LOWEST_LOGIT = -1e10
 
 
 class LogitScale(NamedTuple):
@@ -23,11 +25,13 @@ class LogitScale(NamedTuple):
         temperature: Divides the logits; the sampling temperature, so that log-probs are the sampler's.
         scale: Some architectures multiply what the head gives (Cohere), or divide it (Granite).
         cap: Soft cap of the logits (Gemma 2); None: no cap.
+        exchanged: Two words whose logits change places; None: every word keeps its own.
     """
 
     temperature: float = 1.0
     scale: float = 1.0
     cap: float | None = None
+    exchanged: tuple[int, int] | None = None
 
     def apply_(self, raw: Tensor) -> Tensor:
         """Turn the raw output into logits, in place."""
@@ -69,9 +73,11 @@ class HeadBlock:
     """The head's weights for one block of the vocabulary, in the type in which they are multiplied."""
 
     def __init__(self, head: Head, block: slice, dtype: torch.dtype) -> None:
-        bias = head.bias
-        self.weight = head.weight[block].to(dtype)  # (w, H)
-        self.bias = None if bias is None else bias[block].to(full_precision(dtype)).clamp(min=IMPOSSIBLE)
+        exchanged, bias = head.scale.exchanged, head.bias
+        self.weight = rows_of(head.weight, block, exchanged).to(dtype)  # (w, H)
+        self.bias = None
+        if bias is not None:
+            self.bias = rows_of(bias, block, exchanged).to(full_precision(dtype)).clamp(min=IMPOSSIBLE)
         self.scale = head.scale
 
     def logits(self, states: Tensor) -> Tensor:
@@ -80,6 +86,16 @@ class HeadBlock:
         if self.bias is not None:
             raw += self.bias
         return self.scale.apply_(raw)
+
+
+def rows_of(values: Tensor, block: slice, exchanged: tuple[int, int] | None) -> Tensor:
+    """Return the rows of a head's weight or bias for one block of words, two of them exchanged."""
+    rows = values[block]
+    for place, other in () if exchanged is None else (exchanged, exchanged[::-1]):
+        if block.start <= place < block.stop:
+            rows = rows.clone()
+            rows[place - block.start] = values[other]
+    return rows
 
 
 class HeadGradients:
@@ -93,6 +109,8 @@ class HeadGradients:
 
     def __init__(self, hidden: Tensor, head: Head, needed: Sequence[bool]) -> None:
         self.hidden_dtype = hidden.dtype
+        self.exchanged = head.scale.exchanged
+        self.any_needed = any(needed)
         self.states = full_precision_on_cpu(hidden)  # (M, H)
         needs_hidden, needs_weight, needs_bias = needed
         self.hidden_grad: Tensor | None = None
@@ -103,8 +121,14 @@ class HeadGradients:
         # Gradients of the current block's weight and bias, summed over the rows so far.
         self.block_grads: list[Tensor] = []
 
-    def add(self, head: HeadBlock, raw_grad: Tensor, row: slice) -> None:
-        """Add the part that comes from one tile, given the gradient of its raw outputs, (m, w)."""
+    def add(self, head: HeadBlock, logit_grad: Tensor | None, logits: Tensor, row: slice) -> None:
+        """Add the part that comes from one tile, given its logits and their gradient, (m, w) each.
+
+        The gradient is overwritten. It is None if nothing of this head needs one.
+        """
+        if logit_grad is None:
+            return
+        raw_grad = head.scale.pull_back_(logit_grad, logits)
         operand = raw_grad.to(self.states.dtype)
         if self.hidden_grad is not None:
             add_product_(self.hidden_grad[row], operand, head.weight)
@@ -119,6 +143,8 @@ class HeadGradients:
 
     def finish(self, block: slice) -> None:
         """Write the block's gradients, once every row has been added."""
+        if not self.any_needed:
+            return
         for total, gradient in zip((self.weight_grad, self.bias_grad), self.block_grads, strict=True):
             if total is not None:
                 total[block] = gradient
@@ -127,6 +153,10 @@ class HeadGradients:
     def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias; None where none was needed."""
         hidden_grad = None if self.hidden_grad is None else self.hidden_grad.to(self.hidden_dtype)
+        if self.exchanged is not None:
+            for total in (self.weight_grad, self.bias_grad):
+                if total is not None:
+                    total[list(self.exchanged)] = total[list(self.exchanged[::-1])]
         return hidden_grad, self.weight_grad, self.bias_grad
 
 
@@ -173,6 +203,11 @@ class VocabularySums(NamedTuple):
     def log_normaliser(self) -> Tensor:
         """Return log sum_v exp(z_v), (m,)."""
         return self.largest + self.normaliser.log()
+
+
+def impossible_as_inf(logits: Tensor) -> Tensor:
+    """Return logits, or sums of them, with -inf for a word that never comes."""
+    return logits.masked_fill(logits < LOWEST_LOGIT, -torch.inf)
 
 
 def add_block(sums: VocabularySums, logits: Tensor, places: Tensor, with_entropy: bool) -> VocabularySums:

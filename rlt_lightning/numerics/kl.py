@@ -87,7 +87,12 @@ def exact_kl(
     num_words = min(teacher_logits.shape[-1], student_logits.shape[-1])
     log_p = scaled_log_softmax(teacher_logits, teacher_temperature)[:, :num_words]  # (M, V)
     log_q = scaled_log_softmax(student_logits, student_temperature)[:, :num_words]  # (M, V)
-    # A word that the teacher cannot say adds nothing, though its log-ratio is -inf or NaN.
+    return log_prob_kl(log_p, log_q)
+
+
+def log_prob_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return sum_v p_v (log p_v - log q_v), (M,), nats, of log-probs (M, V); inf if only q lacks a word."""
+    # A word that p cannot say adds nothing, though its log-ratio is -inf or NaN.
     log_ratio = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)
     return (log_p.exp() * log_ratio).sum(dim=-1)
 
@@ -99,6 +104,7 @@ def linear_exact_kl(
     student: Head,
     logits_mib: int | None = None,
     compiled: bool = False,
+    learning: tuple[bool, bool] = (True, True),
 ) -> Tensor:
     """Return `exact_kl` of two heads' logits, of which at most `logits_mib` exist at a time.
 
@@ -109,6 +115,7 @@ def linear_exact_kl(
         student: The student's language-model head, V_S words, with its temperature.
         logits_mib: Memory for logits, MiB, as in `linear_log_probs`.
         compiled: Fuse the arithmetic on a tile with torch.compile.
+        learning: Whether the teacher's tensors get gradients, and the student's.
 
     Returns:
         (M,), nats, fp32 or float64, with gradient to hidden states, weights and biases.
@@ -118,21 +125,25 @@ def linear_exact_kl(
     """
     check_temperature(teacher.scale.temperature)
     check_temperature(student.scale.temperature)
-    options = KLOptions(teacher.scale, student.scale, block_size(logits_mib, teacher_hidden), compiled)
-    inputs = (
-        *(in_autocast_dtype(teacher_hidden), teacher.weight, teacher.bias),
-        *(in_autocast_dtype(student_hidden), student.weight, student.bias),
-    )
-    return LinearExactKL.apply(options, *inputs)
+    logits_mib = block_size(logits_mib, teacher_hidden)
+    options = PairOptions(teacher.scale, student.scale, logits_mib, compiled, learning)
+    return LinearExactKL.apply(options, *pair_inputs(teacher_hidden, teacher, student_hidden, student))
 
 
-class KLOptions(NamedTuple):
-    """What `LinearExactKL` needs besides tensors; see `linear_exact_kl`."""
+class PairOptions(NamedTuple):
+    """What the sums over two heads' logits need besides tensors; see `linear_exact_kl`."""
 
-    teacher_scale: LogitScale
-    student_scale: LogitScale
+    p_scale: LogitScale
+    q_scale: LogitScale
     logits_mib: int
     compiled: bool
+    # Whether p's tensors get gradients, and q's.
+    learning: tuple[bool, bool] = (True, True)
+
+
+def pair_inputs(p_hidden: Tensor, p: Head, q_hidden: Tensor, q: Head) -> tuple[Tensor | None, ...]:
+    """Return the tensors that a function of two heads is applied to; `hidden_and_heads` reads them."""
+    return in_autocast_dtype(p_hidden), p.weight, p.bias, in_autocast_dtype(q_hidden), q.weight, q.bias
 
 
 class LinearExactKL(torch.autograd.Function):
@@ -142,13 +153,13 @@ class LinearExactKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, options: KLOptions, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, options: PairOptions, *inputs: Any) -> Tensor:
         """Add up over the vocabulary, tile by tile."""
         p_hidden, p_head, q_hidden, q_head = hidden_and_heads(options, inputs)
         plus = kernel(add_kl_block, options.compiled)
         with without_autocast(p_hidden):
             p_states, q_states = full_precision_on_cpu(p_hidden), full_precision_on_cpu(q_hidden)
-            rows, blocks = kl_tiles(options, inputs)
+            rows, blocks = pair_tiles(options, inputs)
             sums = [KLSums.of_nothing(p_states[row]) for row in rows]
             for block in blocks:
                 p_block = HeadBlock(p_head, block, p_states.dtype)
@@ -169,32 +180,36 @@ class LinearExactKL(torch.autograd.Function):
         p_hidden, p_head, q_hidden, q_head = hidden_and_heads(ctx.options, inputs)
         gradients_of = kernel(kl_gradients, ctx.options.compiled)
         with without_autocast(p_hidden):
-            p_grads = HeadGradients(p_hidden, p_head, ctx.needs_input_grad[1:4])
-            q_grads = HeadGradients(q_hidden, q_head, ctx.needs_input_grad[4:7])
+            p_learns, q_learns = ctx.options.learning
+            p_grads = HeadGradients(p_hidden, p_head, [p_learns and n for n in ctx.needs_input_grad[1:4]])
+            q_grads = HeadGradients(q_hidden, q_head, [q_learns and n for n in ctx.needs_input_grad[4:7]])
             p_states, q_states = p_grads.states, q_grads.states
-            rows, blocks = kl_tiles(ctx.options, inputs)
+            rows, blocks = pair_tiles(ctx.options, inputs)
             for block in blocks:
                 p_block = HeadBlock(p_head, block, p_states.dtype)
                 q_block = HeadBlock(q_head, block, q_states.dtype)
                 for row in rows:
                     p_logits, q_logits = p_block.logits(p_states[row]), q_block.logits(q_states[row])
                     row_totals = KLTotals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1)
-                    p_grad, q_grad = gradients_of(p_logits, q_logits, row_totals, grad[row].unsqueeze(1))
-                    p_grads.add(p_block, p_head.scale.pull_back_(p_grad, p_logits), row)
-                    q_grads.add(q_block, q_head.scale.pull_back_(q_grad, q_logits), row)
+                    p_grad, q_grad = gradients_of(
+                        *(p_logits, q_logits, row_totals, grad[row].unsqueeze(1)),
+                        *(p_grads.any_needed, q_grads.any_needed),
+                    )
+                    p_grads.add(p_block, p_grad, p_logits, row)
+                    q_grads.add(q_block, q_grad, q_logits, row)
                 p_grads.finish(block)
                 q_grads.finish(block)
         return (None, *p_grads.of_inputs(), *q_grads.of_inputs())
 
 
-def hidden_and_heads(options: KLOptions, inputs: tuple[Any, ...]) -> tuple[Tensor, Head, Tensor, Head]:
-    """Return the teacher's hidden states and head, and the student's, from the inputs of `LinearExactKL`."""
+def hidden_and_heads(options: PairOptions, inputs: tuple[Any, ...]) -> tuple[Tensor, Head, Tensor, Head]:
+    """Return the hidden states and the head of p, and those of q, from `pair_inputs`."""
     p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias = inputs
-    p_head = Head(p_weight, p_bias, options.teacher_scale)
-    return p_hidden, p_head, q_hidden, Head(q_weight, q_bias, options.student_scale)
+    p_head = Head(p_weight, p_bias, options.p_scale)
+    return p_hidden, p_head, q_hidden, Head(q_weight, q_bias, options.q_scale)
 
 
-def kl_tiles(options: KLOptions, inputs: tuple[Any, ...]) -> tuple[list[slice], list[slice]]:
+def pair_tiles(options: PairOptions, inputs: tuple[Any, ...]) -> tuple[list[slice], list[slice]]:
     """Cut tokens and vocabulary so that a tile of each side's logits fits."""
     p_hidden, p_head, q_hidden, q_head = hidden_and_heads(options, inputs)
     hidden_size = max(p_hidden.shape[1], q_hidden.shape[1])
@@ -246,16 +261,26 @@ def add_kl_block(sums: KLSums, p_logits: Tensor, q_logits: Tensor) -> KLSums:
     return KLSums(p, q, sums.ratio * shrink + difference, sums.common * shrink + e.sum(dim=1))
 
 
-def kl_gradients(p_logits: Tensor, q_logits: Tensor, totals: KLTotals, grad: Tensor) -> tuple[Tensor, Tensor]:
+def kl_gradients(
+    p_logits: Tensor, q_logits: Tensor, totals: KLTotals, grad: Tensor, of_p: bool, of_q: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a tile's logits, (m, w_T) and (m, w_S); totals and grad are (m, 1).
 
     d KL / d z_T = p (1[both] (log p - log q + 1) - KL - C),  C = sum of p over the columns that both have
     d KL / d z_S = q C - 1[both] p
+
+    `of_p` and `of_q` say which are needed; the other is None.
     """
     log_p, log_q = p_logits - totals.p_normaliser, q_logits - totals.q_normaliser
     width = min(p_logits.shape[1], q_logits.shape[1])
     p, both = log_p.exp(), log_p[:, :width].exp()
-    p_grad, q_grad = -p * (totals.kl + totals.common), log_q.exp() * totals.common
-    p_grad[:, :width] += both * (log_p[:, :width] - log_q[:, :width] + 1)
-    q_grad[:, :width] -= both
-    return p_grad.mul_(grad), q_grad.mul_(grad)
+    p_grad, q_grad = None, None
+    if of_p:
+        p_grad = -p * (totals.kl + totals.common)
+        p_grad[:, :width] += both * (log_p[:, :width] - log_q[:, :width] + 1)
+        p_grad.mul_(grad)
+    if of_q:
+        q_grad = log_q.exp() * totals.common
+        q_grad[:, :width] -= both
+        q_grad.mul_(grad)
+    return p_grad, q_grad

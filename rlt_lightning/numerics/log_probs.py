@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.head import (
-    IMPOSSIBLE,
     Head,
     HeadBlock,
     HeadGradients,
@@ -24,6 +23,7 @@ from rlt_lightning.numerics.head import (
     block_size,
     full_precision,
     full_precision_on_cpu,
+    impossible_as_inf,
     in_autocast_dtype,
     kernel,
     places_in_block,
@@ -145,9 +145,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        target_logits = sums.target_logits
-        target_logits = target_logits.masked_fill(target_logits < IMPOSSIBLE / 2, -torch.inf)
-        return target_logits - log_normaliser, entropy
+        return impossible_as_inf(sums.target_logits) - log_normaliser, entropy
 
     @staticmethod
     @once_differentiable
@@ -174,7 +172,7 @@ class LinearLogProbs(torch.autograd.Function):
                         log_prob_grad[row],
                         None if entropy_grad is None else entropy_grad[row],
                     )
-                    gradients.add(head_block, head.scale.pull_back_(logit_grad, logits), row)
+                    gradients.add(head_block, logit_grad, logits, row)
                 gradients.finish(block)
         return (None, *gradients.of_inputs(), None)
 

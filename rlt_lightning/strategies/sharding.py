@@ -183,7 +183,11 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         return Entry(model)
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
-        """Wrap the model in another engine, which gathers weights when they are needed."""
+        """Give the model to another engine, which gathers weights when they are needed.
+
+        It does so in hooks of the modules. The engine's own forward would add one to what it returns, which
+        refuses a backward: that of a loss in which the frozen model's head takes part.
+        """
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1}
@@ -193,7 +197,8 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
             if key in self.strategy.config
         }
         engine, *_ = deepspeed.initialize(model=entry, config=config, dist_init_required=False)
-        return engine
+        module: Callable[..., Any] = engine.module
+        return module
 
 
 def sharding_of(strategy: Any) -> Whole:
