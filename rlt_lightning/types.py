@@ -81,6 +81,8 @@ class Problem:
         student_system_prompt: The row's system prompt; None: the format's.
         given_completion: The completion to be scored, if the row has one.
         columns: The source row as it was read.
+        teacher_view: In student_opd, where the prompt above is the student's: what the teacher reads before
+            the student's tokens, in its own tokens.
     """
 
     row: int
@@ -94,6 +96,7 @@ class Problem:
     student_system_prompt: str | None = None
     given_completion: Completion | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    teacher_view: list[int] = field(default_factory=list)
 
     @property
     def reference(self) -> dict[str, Any]:
@@ -154,6 +157,27 @@ class Retold:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What the teacher of student_opd reads of a student's answer.
+
+    Example:
+        Of `<think> a b </think>` with one token a word: start 1, num_tokens 3, token_ids ` a`, ` b` and the
+        teacher's closing tag.
+
+    Attributes:
+        start: The first of the answer's tokens that it judges.
+        num_tokens: How many it judges from there.
+        token_ids: What it reads in their place; the last may be its own closing tag.
+        spans: If its tokens are others: tokens of teacher and student in each span that both have.
+    """
+
+    start: int
+    num_tokens: int
+    token_ids: list[int]
+    spans: list[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion attached to its problem, with the spans that the reward needs, in tokens.
 
@@ -168,6 +192,7 @@ class Rollout:
         text: The explanation, or a student's whole answer, for people.
         closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
         retold: The explanation in the student's tokens, if these are others.
+        seen: In student_opd, what the teacher reads; None if it can judge nothing.
     """
 
     problem: Problem
@@ -177,6 +202,7 @@ class Rollout:
     text: str
     closed: bool
     retold: Retold | None = None
+    seen: Seen | None = None
 
     @property
     def body(self) -> list[int]:

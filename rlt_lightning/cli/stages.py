@@ -284,12 +284,16 @@ def code_version() -> dict[str, Any]:
 def trained_model(model: Any) -> str | None:
     """Return the name of the model whose tokenizer makes the data."""
     arguments = (model and model.get("init_args")) or {}
-    return arguments.get("teacher") or arguments.get("pretrained")
+    return arguments.get("pretrained") or arguments.get("teacher")
 
 
 def frozen_student(model: Any) -> str | None:
-    """Return the student's name: its vocabulary is compared before any model is loaded."""
-    return ((model and model.get("init_args")) or {}).get("student")
+    """Return the name of the frozen model that reads completions, whose tokenizer the data need.
+
+    That is the student of an RLT teacher, and the teacher of a student that is trained as `pretrained`.
+    """
+    arguments = (model and model.get("init_args")) or {}
+    return arguments.get("teacher" if "pretrained" in arguments else "student")
 
 
 def require_whole_sets(words: list[str]) -> None:

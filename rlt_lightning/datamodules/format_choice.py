@@ -321,7 +321,8 @@ def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
 def models_of(trainer: Trainer) -> tuple[str | None, str | None]:
     """Return the names of the trained or evaluated model of a run, and of its student, where it has them."""
     module: Any = trainer.lightning_module
-    return getattr(module, "pretrained", None), getattr(module, "student_name", None)
+    reader = getattr(module, "student_name", None) or getattr(module, "teacher_name", None)
+    return getattr(module, "pretrained", None), reader
 
 
 def require_model(name: str | None) -> str:

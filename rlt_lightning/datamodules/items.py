@@ -11,9 +11,10 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, parse_row, require_judgeable
 from rlt_lightning.datamodules.stored import Item
+from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.types import Problem, SFTExample
 
-Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
+Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl", "student_opd"]
 LongTraces = Literal["drop", "truncate"]
 
 
@@ -25,6 +26,7 @@ class ItemMaker:
     |---|---|
     | rlt | one problem for the teacher |
     | student_rl | one problem for the student |
+    | student_opd | the same, with what a teacher sees |
     | score | a problem with a given completion, for each trace |
     | teacher_sft, student_sft | a training example, for each trace |
 
@@ -37,6 +39,7 @@ class ItemMaker:
         max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of a whole sequence.
         long_traces: Whether fine-tuning drops or truncates longer sequences.
+        views: What the teacher of student_opd sees; None in other tasks.
     """
 
     format: ChatFormat
@@ -47,11 +50,12 @@ class ItemMaker:
     max_solution_length: int | None
     max_length: int
     long_traces: LongTraces
+    views: TeacherViews | None = None
 
     @property
     def needed_traces(self) -> list[str]:
         """Return the columns of traces that a row must have."""
-        return [] if self.task in ("rlt", "student_rl") else self.trace_columns
+        return [] if self.task in ("rlt", "student_rl", "student_opd") else self.trace_columns
 
     @property
     def takes_completions(self) -> bool:
@@ -87,6 +91,8 @@ class ItemMaker:
             return [self._problem(number, row, columns)]
         if self.task == "student_rl":
             return [self._student_problem(number, row, columns)]
+        if self.task == "student_opd":
+            return [self._seen_problem(number, row, columns)]
         makers: dict[Task, Callable[[int, ParsedRow, dict[str, Any], str], Item]] = {
             "score": self._scored_problem,
             "teacher_sft": self._teacher_example,
@@ -99,6 +105,14 @@ class ItemMaker:
         problem = self.format.student_problem(number, row.question, row.solution, system, columns)
         require_judgeable(problem.reference)
         require_length(BadRowReason.PROMPT_TOO_LONG, len(problem.teacher_prompt), self.max_prompt_length)
+        return problem
+
+    def _seen_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+        assert self.views is not None
+        shown = row.solution if row.shown is None else row.shown
+        problem = self.views.problem(number, row, shown, self._system_prompt(row), columns)
+        longest = max(len(problem.teacher_prompt), len(problem.teacher_view))
+        require_length(BadRowReason.PROMPT_TOO_LONG, longest, self.max_prompt_length)
         return problem
 
     def _problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:

@@ -22,6 +22,7 @@ from rlt_lightning.datamodules.rows import with_checked_columns, with_solution
 from rlt_lightning.datamodules.sources import Reading, Source
 from rlt_lightning.datamodules.stored import MadeItem, batches_of
 from rlt_lightning.datamodules.token_cache import TokenCache, Tokenised
+from rlt_lightning.datamodules.views import with_other_solutions
 from rlt_lightning.models.announce import counted
 from rlt_lightning.types import SFTExample
 
@@ -63,6 +64,8 @@ class Preparation:
     def keys(self) -> list[str]:
         """Return a hash of all that decides the items of each source."""
         maker = vars(self.maker) | {"format": format_settings(self.maker.format)}
+        if (views := self.maker.views) is not None:
+            maker["views"] = [asdict(views.options), format_settings(views.teacher)]
         settings = {"code": code_hash(), "maker": maker, "raw": asdict(self.raw)}
         if self.sieve is not None and self.sieve.filters.settings():
             settings |= {"filters": self.sieve.settings()}
@@ -124,6 +127,8 @@ def make_items(
         rows = ((number, with_solution(columns)) for number, columns in rows)
     rows = with_checked_columns(rows, report.source, maker.needed_traces, maker.takes_completions)
     parsed = parsed_rows(rows, report, maker)
+    if maker.views is not None and maker.views.options.wrong_solutions:
+        parsed = with_other_solutions(parsed)
     if sieve is not None:
         parsed = sieve(parsed, report)
     for number, columns, row in counted(parsed, f"tokenising {report.source}"):

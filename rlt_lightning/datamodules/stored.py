@@ -28,7 +28,14 @@ TOKENS = pa.list_(pa.int32())
 # The numbers by which rows can be ordered; columns of a row.
 DIFFICULTIES = ("pass_rate", "reward")
 OF_ITEM = [("row", pa.int64()), ("prompt", pa.int32()), *((name, pa.float64()) for name in DIFFICULTIES)]
-PIECES = ("teacher_prefix", "think_prefix", "student_prefix", "student_suffix", "solution_ids")
+PIECES = (
+    "teacher_prefix",
+    "think_prefix",
+    "student_prefix",
+    "student_suffix",
+    "solution_ids",
+    "teacher_view",
+)
 EXAMPLES = pa.schema([*OF_ITEM, ("token_ids", TOKENS), ("num_prompt", pa.int32()), ("num_cut", pa.int32())])
 PROBLEMS = pa.schema(
     [

@@ -45,6 +45,7 @@ from rlt_lightning.datamodules.token_cache import (
     system_prompts_of,
     token_folder,
 )
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, views_of
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
@@ -73,7 +74,7 @@ class StratosDataModule(LightningDataModule):
         split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
-            model answers without a teacher (student_rl).
+            model answers without a teacher (student_rl) or before one that knows the solution (student_opd).
         trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
@@ -108,11 +109,13 @@ class StratosDataModule(LightningDataModule):
         order: An order of training by difficulty; None: a new random order every epoch.
         streaming: Read data sets of the hub row by row, with max_rows only those, and do not download them
             first.
+        view: What the teacher of student_opd sees.
         token_cache: Folder in which tokenised rows are kept for the other processes and for later starts.
             True: a folder of the user's cache; False: none, and every process keeps its own in memory.
     """
 
     num_finished = 0  # items that an interrupted prediction has finished
+    views: TeacherViews | None = None  # what the teacher of student_opd sees
     _prepared_for: tuple[str | None, ...] | None = None  # stage, tokenizers
 
     def __init__(
@@ -149,6 +152,7 @@ class StratosDataModule(LightningDataModule):
         order: Difficulty | None = None,
         streaming: bool = False,
         token_cache: bool | str = True,
+        view: ViewOptions = ViewOptions(),
     ) -> None:
         super().__init__()
         self.sources, self.val_sources = sources_of(source), sources_of(val_source)
@@ -172,6 +176,7 @@ class StratosDataModule(LightningDataModule):
         self.max_bad_frac, self.seed = max_bad_frac, seed
         self.output_dir, self.trust_remote_code = output_dir, trust_remote_code
         self.order, self.token_cache = order, token_cache
+        self.view = view
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -213,7 +218,10 @@ class StratosDataModule(LightningDataModule):
             return
         self.chosen = self._choose_format()
         names = (require_model(self.tokenizer_name), self.student_tokenizer_name)
-        self.format = self.chosen.chat_format(*tokenizers_of(*names, self.trust_remote_code))
+        tokenizers = tokenizers_of(*names, self.trust_remote_code)
+        if self.task == "student_opd":
+            self.views = views_of(self.chosen, tokenizers, self.view)
+        self.format = self.views.student if self.views else self.chosen.chat_format(*tokenizers)
         self._item_maker = ItemMaker(
             format=self.format,
             task=self.task,
@@ -223,6 +231,7 @@ class StratosDataModule(LightningDataModule):
             max_solution_length=self.max_solution_length,
             max_length=self.max_length,
             long_traces=self.long_traces,
+            views=self.views,
         )
         sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
         parts = self._tokenised(self.sources, self.reading, sieve)
@@ -283,7 +292,7 @@ class StratosDataModule(LightningDataModule):
         """Make a batch; completions that the rows bring are attached as rollouts."""
         if self.task in ("teacher_sft", "student_sft"):
             return SFTBatch(items)
-        if self.task in ("rlt", "student_rl"):
+        if self.task != "score":
             return PromptBatch(items)
         rollouts = [self.rollout(problem, problem.given_completion) for problem in items]
         return PromptBatch(items, Rollouts(rollouts, group_size=1, policy_version=0, temperature=1.0))
@@ -291,10 +300,12 @@ class StratosDataModule(LightningDataModule):
     @property
     def stop(self) -> str:
         """Return the text that ends a completion; '' if only an end-of-sequence token does."""
-        return "" if self.task == "student_rl" else self.format.end_tag
+        return "" if self.task in ("student_rl", "student_opd") else self.format.end_tag
 
     def rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem."""
+        if self.views is not None:
+            return self.views.rollout(problem, completion)
         of_student = self.task == "student_rl"
         return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
 
@@ -377,6 +388,8 @@ class StratosDataModule(LightningDataModule):
 
     def _choose_format(self) -> ChosenFormat:
         tokenizer = require_model(self.tokenizer_name)
+        if self.task == "student_opd":
+            return choose_format(self.format_options, self.student_tokenizer_name or tokenizer, tokenizer)
         learns = self.task in ("teacher_sft", "student_sft")
         if self.task in ("student_sft", "student_rl"):
             return choose_format(self.format_options, None, tokenizer, learns)

@@ -1,8 +1,9 @@
 """LightningModules: RLTModule (GRPO), SFTModule, EvaluationModule; and rewards that need only a text."""
 
 from rlt_lightning.modules.evaluation import EvaluationModule
+from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sft import SFTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward, TextReward
 
-__all__ = ["CorrectnessReward", "EvaluationModule", "RLTModule", "SFTModule", "TextReward"]
+__all__ = ["CorrectnessReward", "EvaluationModule", "OPDModule", "RLTModule", "SFTModule", "TextReward"]

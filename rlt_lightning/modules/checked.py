@@ -7,6 +7,7 @@ from typing import Any
 
 from rlt_lightning.models.kernels import fuse_blocks, prepare_model, steps_fused
 from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.modules.frozen import FrozenModel
 
 # Calls a model: run(function, *arguments) is function(model, *arguments). Each `module` below is a
 # PolicyModule, which cannot be imported here: its file imports this one.
@@ -32,22 +33,22 @@ def check_model(module: Any, run: Run, name: str, trained: bool = False, exact_k
         module.layout = verified_layout(run, name, module.layout, chosen)
 
 
-def get_frozen_ready(module: Any) -> None:
-    """Place student and reference, and check them; only the student chooses a layout.
+def get_frozen_ready(module: Any, readers: list[tuple[str, FrozenModel]]) -> None:
+    """Place the frozen models that read completions and the reference; only the readers choose a layout.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.
     """
-    for frozen in (module.student, module.reference):
+    for frozen in (*(reader for _, reader in readers), module.reference):
         if frozen is not None:
             frozen.place(module.device, module.sharding)
     if module.reference is not None:
         precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
         with module.reference.on(module.device) as run, precision.forward_context():
             fuse_blocks(run, module.pretrained, module.kernels, device)
-    if module.student is not None:
-        with module.student.on(module.device) as run:
-            exact_kl = module.reward.kl_estimator == "exact"
-            check_model(module, run, str(module.student_name), exact_kl=exact_kl)
+    exact_kl = getattr(getattr(module, "reward", None), "kl_estimator", "") == "exact"
+    for name, reader in readers:
+        with reader.on(module.device) as run:
+            check_model(module, run, name, exact_kl=exact_kl)
 
 
 def fused_adamw(module: Any) -> bool | None:

@@ -193,6 +193,10 @@ class RLTModule(SampledModule):
         students = [] if self.student_name is None else [(self.student_name, "student")]
         return [(self.pretrained, "teacher"), *students]
 
+    def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
+        """See `SampledModule.frozen_readers`."""
+        return [] if self.student is None else [(str(self.student_name), self.student)]
+
     def facts(self) -> dict[str, Any]:
         """See `PolicyModule.facts`."""
         facts = super().facts()

@@ -65,6 +65,10 @@ class SampledModule(PolicyModule):
         """Return name and role of each model that must have room for a completion."""
         raise NotImplementedError
 
+    def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
+        """Return the frozen models that read completions, with their names."""
+        raise NotImplementedError
+
     def configure_model(self) -> None:
         """Load the trained model, and refuse to move shards of frozen ones."""
         super().configure_model()
@@ -78,7 +82,7 @@ class SampledModule(PolicyModule):
     def get_ready(self) -> None:
         """Place frozen models too, since Lightning moves only what it trains."""
         super().get_ready()
-        get_frozen_ready(self)
+        get_frozen_ready(self, self.frozen_readers())
 
     def facts(self) -> dict[str, Any]:
         """See `PolicyModule.facts`."""

@@ -128,6 +128,14 @@ class Share:
         )
         return TokenScores(solution, kl)
 
+    def of_own(self, values: Tensor) -> Tensor:
+        """Turn a number for each completion of this share into those of its own problems, (num_own,)."""
+        numbered = dict(zip(self.numbers, values.tolist(), strict=True))
+        if self.world_size > 1:
+            numbered = {n: value for part in gather(numbered, self.world_size) for n, value in part.items()}
+        own = [numbered[self.first + place] for place in range(self.num_own)]
+        return torch.tensor(own, dtype=values.dtype, device=values.device)
+
     def of_share(self, own: Tensor) -> Tensor:
         """Turn a number for each completion of this rank's own problems, (num_own,), into the share's."""
         if self.world_size == 1:

@@ -1,0 +1,199 @@
+"""What the teacher of `student_opd` sees: its own context with the solution, and then the student's tokens.
+
+    student   <user>question                     <think> first, second </think> <solution>...
+    teacher   <user>question solution<explanation> first, second </explanation>       view explanation
+    teacher   <user>question, hint with solution <think> first, second </think> <solution>...    view hint
+
+Scored are tokens that stand one below the other: of an explanation the thought and the decision to end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+from rlt_lightning.datamodules.format_choice import ChosenFormat
+from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
+from rlt_lightning.datamodules.rows import ParsedRow
+from rlt_lightning.datamodules.token_bytes import PlainTokenizer
+from rlt_lightning.numerics.spans import shared_spans
+from rlt_lightning.tags import decode, decode_each
+from rlt_lightning.types import Completion, InputError, Problem, Rollout, Seen
+
+HINT = (
+    "{question}\n\nHere is the solution:\n\n{solution}\n\nAnswer the question in your own words, as if you "
+    "had found the solution yourself."
+)
+View = Literal["explanation", "hint"]
+Row = tuple[int, Any, ParsedRow]
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """What the teacher of `data.task` student_opd sees.
+
+    Args:
+        kind: "explanation": what an RLT teacher sees, question and solution, and it judges the student's
+            thought as its own explanation. "hint": the student's own chat with the solution in the question,
+            and it judges the whole turn.
+        hint: The question of the second, with {question} and {solution}.
+        wrong_solutions: Show it the solution of another row: the control, in which it knows nothing.
+
+    Raises:
+        InputError: If the hint lacks question or solution.
+    """
+
+    kind: View = "explanation"
+    hint: str = HINT
+    wrong_solutions: bool = False
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in ("{question}", "{solution}") if name not in self.hint]:
+            raise InputError(
+                f"data.view.hint must hold {{question}} and {{solution}}, but lacks {', '.join(missing)}. "
+                "Add them."
+            )
+
+
+class TeacherViews:
+    """Builds the teacher's contexts, and finds the tokens of an answer that it judges.
+
+    Args:
+        student: The format of the trained student.
+        teacher: The same format for the teacher's tokenizer; the same object if that is the student's.
+        options: What the teacher sees.
+    """
+
+    def __init__(self, student: ChatFormat, teacher: ChatFormat, options: ViewOptions) -> None:
+        self.student, self.teacher, self.options = student, teacher, options
+        self.plain: tuple[PlainTokenizer, PlainTokenizer] | None = None
+        if teacher is not student:
+            self.plain = (
+                PlainTokenizer(student.tokenizer, "student"),
+                PlainTokenizer(teacher.tokenizer, "teacher"),
+            )
+        # The first tokens of the tags that end a thought, of the student and of the teacher.
+        self.closing: tuple[int, int] | None = None
+        if options.kind == "explanation" and self.plain is None:
+            self.closing = closing_tokens(student)
+
+    @property
+    def exchanged(self) -> tuple[int, int] | None:
+        """Return two words that change places in the teacher's distribution, which then ends a thought."""
+        return None if self.closing is None or self.closing[0] == self.closing[1] else self.closing
+
+    def problem(
+        self, row_number: int, texts: ParsedRow, shown: str, system: str | None, columns: dict[str, Any]
+    ) -> Problem:
+        """Tokenise a question for the student, and with the solution that is shown for the teacher."""
+        texts_of = row_number, texts.question, texts.solution
+        problem = self.student.student_problem(*texts_of, system, columns)
+        if self.options.kind == "explanation":
+            view = self.teacher.problem(row_number, texts.question, shown).teacher_prompt
+        else:
+            asked = self.options.hint.replace("{question}", texts.question)
+            asked = asked.replace("{solution}", shown.strip())
+            view = encode(self.teacher.tokenizer, self.teacher.student_chat(asked, system))
+        return replace(problem, teacher_view=view)
+
+    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """Attach an answer to its problem, with what the teacher reads of it; None if it has no thought."""
+        rollout = self.student.student_rollout(problem, completion)
+        ids = completion.token_ids
+        if self.options.kind == "hint":
+            # A tokenizer that is not the teacher's has no token for its end of a turn.
+            end = len(ids) if self.plain is None else rollout.num_body
+            return replace(rollout, seen=self._seen(ids, 0, end, closes=False))
+        found = thought_of(self.student, ids[: rollout.num_body])
+        return rollout if found is None else replace(rollout, seen=self._seen(ids, *found))
+
+    def _seen(self, ids: list[int], start: int, end: int, closes: bool) -> Seen | None:
+        read = ids[start:end]
+        if self.plain is not None:
+            students, teachers = self.plain
+            text, ends = teachers.spellable(*students.text_of(read))
+            token_ids, teacher_ends = teachers.encode(text)
+            spans = shared_spans(teacher_ends, ends)
+            num_teacher, num_student = (sum(span[side] for span in spans) for side in (0, 1))
+            return Seen(start, num_student, token_ids[:num_teacher], spans) if spans else None
+        if closes and self.closing is not None:
+            end, read = end + 1, [*read, self.closing[1]]
+        return Seen(start, end - start, read) if read else None
+
+
+def thought_of(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, bool] | None:
+    """Find the thought in a student's answer.
+
+    Returns:
+        Its first token, the token after its last, and whether that one begins the closing tag; None if the
+        answer does not begin with a thought, or tokens of tag and thought are one.
+    """
+    tags, texts = chat_format.student_tags, decode_each(chat_format.tokenizer, ids)
+    text, starts = "".join(texts), [0, *accumulate(map(len, texts))]
+    opening = tags.thought_open + tags.separator
+    if not text.startswith(opening):
+        return None
+    close_at = text.find(tags.thought_close, len(opening))
+    # A character of several tokens belongs to the last: the first of them begin where it does.
+    begins = next((i for i in range(len(ids)) if starts[i] >= len(opening)), len(ids))
+    if starts[begins] != len(opening):
+        return None
+    ends = [i for i in range(begins, len(ids)) if starts[i + 1] > close_at] if close_at >= 0 else []
+    end = ends[0] if ends else len(ids)
+    return begins, end, bool(ends) and starts[end] == close_at
+
+
+def closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
+    """Return the first tokens of the student's and of the teacher's closing tag, after the separator.
+
+    Returns:
+        None if a separator's token holds the start of a tag, or the separators differ.
+    """
+    tags, own, found = chat_format.tags, chat_format.student_tags, []
+    if tags.separator != own.separator:
+        return None
+    after = own.thought_close + BLOCK_BREAK + own.solution_open + own.separator
+    for closing, text in ((own.thought_close, after), (tags.explanation_close, tags.explanation_close)):
+        first = encode_pieces(chat_format.tokenizer, [SENTINEL + own.separator, text])[1][0]
+        if not decode(chat_format.tokenizer, [first]).startswith(closing[0]):
+            return None
+        found.append(first)
+    return found[0], found[1]
+
+
+def with_other_solutions(rows: Iterator[Row]) -> Iterator[Row]:
+    """Yield rows whose `shown` solution is that of a row before; of the first rows, of the first after.
+
+    Raises:
+        InputError: If all solutions are the same.
+    """
+    waiting: list[Row] = []
+    last = earlier = ""  # two solutions that differ, the latest ones
+    for number, columns, texts in rows:
+        solution = texts.solution
+        if not last:
+            waiting.append((number, columns, texts))
+            first = waiting[0][2].solution
+            if solution == first:
+                continue
+            for before in waiting[:-1]:
+                yield *before[:2], replace(before[2], shown=solution)
+            last, earlier, waiting = first, first, []
+        other = last if last != solution else earlier
+        yield number, columns, replace(texts, shown=other)
+        if solution != last:
+            last, earlier = solution, last
+    if waiting:
+        raise InputError(
+            "data.view.wrong_solutions shows the solution of another row, but all rows have the same one. "
+            "Set it to false, or use another source."
+        )
+
+
+def views_of(chosen: ChosenFormat, tokenizers: tuple[Any, Any], options: ViewOptions) -> TeacherViews:
+    """Return the views for the tokenizers of student and teacher; None for the second: it is the first's."""
+    student = chosen.chat_format(tokenizers[0])
+    teacher = student if tokenizers[1] is None else chosen.chat_format(tokenizers[1])
+    return TeacherViews(student, teacher, options)

@@ -1,0 +1,457 @@
+"""On-policy distillation: a student learns on its own answers from a teacher that sees the solution.
+
+    RolloutCallback    batch.rollouts: the student's answers; `seen` says what the teacher reads of each
+    training_step
+      ├ Share*         divide all ranks' answers by their tokens (`shares.py`)
+      ├ update         `update` in sampled.py; for each micro-batch:
+      │   ├ teacher*   its states before each judged token, without gradient
+      │   └ student*   its states there; the divergence of both next-token distributions, summed → backward
+      └ log_step*
+
+In what is marked * ranks meet: in the first always, in the others with sharded weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.kernels import Kernels
+from rlt_lightning.models.lora import LoRA, without_adapter
+from rlt_lightning.models.packed import (
+    HeadOptions,
+    ModelHead,
+    head_divergence,
+    log_probs_of,
+    scored_hidden_states,
+)
+from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.logged import rollout_metrics
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.sampled import SampledModule
+from rlt_lightning.modules.shares import Share, StepTotals
+from rlt_lightning.numerics.balance import imbalance
+from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
+from rlt_lightning.numerics.packing import (
+    Extent,
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    to_padded,
+)
+from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.pretrained import Dtype
+from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
+
+Asked = Callable[..., Any]  # ask(function, *arguments) is function(teacher, *arguments)
+
+
+@dataclass(frozen=True)
+class JudgedTerms(RewardTerms):
+    """What is recorded of each answer, both (N,).
+
+    Attributes:
+        reward: Minus the mean divergence of its judged tokens, nats; 0 if there is none.
+        judged_tokens: How many tokens the teacher judged.
+    """
+
+    judged_tokens: Tensor
+
+
+class OPDModule(SampledModule):
+    """Train a student on its own answers, towards a teacher that sees the solution (on-policy distillation).
+
+    loss = sum over judged tokens of D(student || teacher) / number of judged tokens of the step
+
+    D is a divergence of the next-token distributions (GKD, arXiv:2306.13649, Eq. 2 with the student's own
+    samples), or the policy gradient of the sampled tokens' log-ratio.
+
+    Args:
+        pretrained: The student, which is trained: local folder, hub id, miniature or smollm2-135m.
+        teacher: Frozen model that judges, such as an RLT teacher; None: the student itself.
+        teacher_weights: Of the student as its own teacher: "frozen" as at the start, "live" as they are now,
+            or "averaged" as the callback ReferenceSync moves them.
+        divergence: Which divergence, over all words or the likeliest.
+        estimator: "full": the divergence over words. "sampled": reverse KL by the log-ratio of the sampled
+            tokens, as an advantage; a teacher with another tokenizer needs it.
+        temperature: Divides the logits of both; None: the temperature of sampling.
+        group_size: Answers per problem.
+        optimizer: AdamW, its schedule and gradient clipping.
+        importance_sampling: Of "sampled": see `RLTModule`. The full divergence takes the tokens as they are.
+        mismatch_alarm: See `RLTModule`; of "sampled".
+        max_staleness: Optimizer steps by which the sampling weights may lag behind.
+        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
+        layout: How sequences share a forward; see `RLTModule`.
+        head: How log-probs are computed from hidden states.
+        offload_frozen: Keep the teacher in pinned host memory while it is not used.
+        dtype: Type of the trained weights.
+        teacher_dtype: Type of the teacher's.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        attn_implementation: transformers' name; None: ours, which shares prefixes.
+        trust_remote_code: Run code that comes with a model.
+        seed: Seed of everything random inside a step.
+        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
+        kernels: Which fused kernels compute the same numbers faster.
+
+    Raises:
+        InputError: If settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = DEFAULT_MODEL,
+        teacher: str | None = None,
+        teacher_weights: Literal["frozen", "live", "averaged"] = "frozen",
+        divergence: Divergence = Divergence(),
+        estimator: Literal["full", "sampled"] = "full",
+        temperature: float | None = None,
+        group_size: int = 1,
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
+        mismatch_alarm: float | None = 0.1,
+        max_staleness: int = 0,
+        micro_batch_tokens: int = 16384,
+        layout: Layout = "auto",
+        head: HeadOptions = HeadOptions(),
+        offload_frozen: bool = False,
+        dtype: Dtype = "float32",
+        teacher_dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        lora: LoRA | None = None,
+        kernels: Kernels = Kernels(),
+    ) -> None:
+        super().__init__(
+            pretrained=pretrained,
+            group_size=group_size,
+            optimizer=optimizer,
+            # The full divergence is no mean over samples of the engine that could be weighed.
+            importance_sampling=importance_sampling if estimator == "sampled" else None,
+            mismatch_alarm=mismatch_alarm,
+            max_staleness=max_staleness,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=layout,
+            head=head,
+            offload_frozen=offload_frozen,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            lora=lora,
+            kernels=kernels,
+        )
+        if group_size < 1:
+            raise InputError(f"model.group_size must be at least 1, but is {group_size}. Raise it.")
+        if teacher is not None and teacher_weights != "frozen":
+            raise InputError(
+                f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
+                f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
+            )
+        if estimator == "sampled" and (divergence.kind != "reverse" or divergence.top_k is not None):
+            raise InputError(
+                "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
+                f"{divergence}. Leave it out, or set the estimator to full."
+            )
+        self.teacher_name = teacher
+        self.teacher_weights = teacher_weights
+        self.divergence = divergence
+        self.estimator = estimator
+        self.temperature = temperature
+        self.teacher_dtype: Dtype = teacher_dtype
+        self.teacher: FrozenModel | None = None
+
+    def setup(self, stage: str) -> None:
+        """Check, before any model is loaded, that data and settings fit."""
+        super().setup(stage)
+        data = stratos_of(self.trainer)
+        if data.task != "student_opd" or stage == "predict":
+            raise InputError(
+                "OPDModule fits and validates with data.task student_opd, but the task is "
+                f"{data.task} and the stage {stage}. Set the task; to let the trained student answer, use --config evaluate."
+            )
+        if self.reference_moves != (self.teacher_weights == "averaged"):
+            raise InputError(
+                "model.teacher_weights averaged and the callback ReferenceSync need each other, but "
+                f"teacher_weights is {self.teacher_weights}. Set both or none."
+            )
+        if data.views is not None and data.views.plain is not None and self.estimator == "full":
+            raise InputError(
+                f"The divergence sums over words that both models share, but the tokenizer of the teacher "
+                f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
+                "spans of text."
+            )
+
+    def readers(self) -> list[tuple[str, str]]:
+        """See `SampledModule.readers`."""
+        teacher = self.teacher_name or self.pretrained
+        return [(self.pretrained, "answering student"), (teacher, "reading teacher")]
+
+    def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
+        """See `SampledModule.frozen_readers`."""
+        return [] if self.teacher is None else [(str(self.teacher_name), self.teacher)]
+
+    def configure_model(self) -> None:
+        """Load the student, and the teacher or a copy of the initial student."""
+        if self.entry is not None:
+            return
+        super().configure_model()
+        if self.teacher_name is not None:
+            teacher = self.load(self.teacher_name, self.teacher_dtype, "the teacher")
+            self.teacher = FrozenModel(teacher, self.offload_frozen)
+        elif self.teacher_weights == "averaged" or (self.teacher_weights == "frozen" and self.lora is None):
+            initial = self.load(self.pretrained, self.dtype_name, "the teacher: the student as it is now")
+            self.reference = FrozenModel(initial, self.offload_frozen)
+
+    def types(self) -> dict[str, str]:
+        """Add the teacher's type."""
+        named = {} if self.teacher_name is None else {"model.teacher_dtype": self.teacher_dtype}
+        return super().types() | named
+
+    def facts(self) -> dict[str, Any]:
+        """See `PolicyModule.facts`."""
+        facts = super().facts()
+        teacher = self.teacher_name or f"the student itself ({self.teacher_weights})"
+        kind = self.divergence.kind if self.estimator == "full" else "sampled log-ratio"
+        facts["training"] |= {"teacher": teacher, "divergence": kind}
+        return facts
+
+    # Training
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Run one iteration: the teacher judges the student's answers, and the student steps towards it."""
+        rollouts = self.require_rollouts(batch)
+        share = Share.of(self, len(rollouts.rollouts), self.group_size)
+        share.add(dict(enumerate(rollouts.rollouts)))
+        read = replace(rollouts, rollouts=share.rollouts)
+        found: list[Tensor] = [torch.empty(0)] * len(share.rollouts)
+        with self.phase("train") as cost, self.asked() as ask:
+            sequences, extents = [student_part(row) for row in share.rollouts], judged_extents(share.rollouts)
+            loss_of = partial(self.micro_batch_loss, read, ask, found)
+            metrics = self.update(sequences, extents, loss_of, cost)
+        num_judged = torch.tensor([float(len(values)) for values in found], device=self.device)
+        sums = torch.stack([values.to(self.device).sum() for values in found])
+        terms = JudgedTerms(
+            share.of_own(-sums / num_judged.clamp(min=1)), judged_tokens=share.of_own(num_judged)
+        )
+        batch.scores = Scores(terms, [], [], [])
+        metrics |= judged_metrics(terms, rollouts) | rollout_metrics(rollouts)
+        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
+        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        metrics["perf/rank_imbalance"] = imbalance(share.loads)
+        self.log_step(metrics, len(rollouts.rollouts))
+
+    def micro_batch_loss(
+        self,
+        rollouts: Rollouts,
+        ask: Asked,
+        found: list[Tensor],
+        micro_batch: MicroBatch,
+        packed: PackedSequences,
+        totals: StepTotals,
+    ) -> tuple[Tensor, dict[str, Tensor], Mismatch]:
+        """Return the loss of one micro-batch of n answers, its metrics, and the engine's mismatch.
+
+        Args:
+            rollouts: All N answers of this rank's step.
+            ask: Calls the teacher.
+            found: Gets the divergence at each answer's judged tokens, (T,), nats.
+            micro_batch: Which n of them are meant.
+            packed: What the student reads of them, in one row.
+            totals: Answers and judged tokens of the whole step.
+        """
+        rows = rollouts.rollouts
+        views = [teacher_part(row) for row in rows]
+        teachers = self.packed(views, micro_batch)
+        temperature = self.temperature or rollouts.temperature
+        metrics, mismatch, num_tokens = {}, Mismatch(), max(1.0, totals.num_tokens)
+        if self.estimator == "full":
+            values = self.divergences(packed, teachers, temperature, ask)  # (M,)
+            loss = values.sum() / num_tokens
+        else:
+            chosen = [rows[i] for i in micro_batch.indices]
+            stale = rollouts.policy_version < self.global_step
+            values, token_loss, entropy, mismatch = self.log_ratios(
+                chosen, packed, teachers, temperature, ask, stale
+            )
+            loss = token_loss.sum() / num_tokens
+            metrics["policy/entropy"] = entropy.sum() / num_tokens
+        values = values.detach()
+        lengths = [num_judged(rows[i]) for i in micro_batch.indices]
+        numbers = [
+            rows[i].problem.row for i, n in zip(micro_batch.indices, lengths, strict=True) for _ in range(n)
+        ]
+        require_finite(values, "divergence of student and teacher", numbers)
+        for i, own in zip(micro_batch.indices, values.split(lengths), strict=True):
+            found[i] = own
+        metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / num_tokens}
+        return loss, metrics, mismatch
+
+    def divergences(
+        self, packed: PackedSequences, teachers: PackedSequences, temperature: float, ask: Asked
+    ) -> Tensor:
+        """Return the divergence before each judged token, (M,), nats, with gradient to the student."""
+        exchanged = self.views.exchanged
+        with torch.no_grad():
+            teacher_hidden = ask(scored_hidden_states, teachers)  # (M, H)
+
+        def with_student(student: Any) -> Tensor:
+            hidden = scored_hidden_states(student, packed)  # (M, H)
+
+            def with_teacher(teacher: Any) -> Tensor:
+                sides = (
+                    ModelHead(student, temperature),
+                    hidden,
+                    ModelHead(teacher, temperature),
+                    teacher_hidden,
+                )
+                return head_divergence(*sides, self.divergence, exchanged, self.head)
+
+            return with_teacher(student) if self.is_own_teacher else ask(with_teacher)
+
+        return self.run(with_student)
+
+    def log_ratios(
+        self,
+        rows: list[Rollout],
+        packed: PackedSequences,
+        teachers: PackedSequences,
+        temperature: float,
+        ask: Asked,
+        stale: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Mismatch]:
+        """Compare the models at the sampled tokens.
+
+        Args:
+            rows: n answers.
+            packed: What the student reads of them.
+            teachers: What the teacher reads.
+            temperature: Divides the logits of both.
+            ask: Calls the teacher.
+            stale: Whether older weights sampled them.
+
+        Returns:
+            log p_S - log p_T of each judged token, or its span, nats; its loss, with gradient; the entropy
+            there, nats; (M,) each. And the engine's mismatch.
+        """
+        with torch.no_grad():
+            theirs, _ = ask(log_probs_of, teachers, temperature, self.head)
+        log_probs, entropy = self.run(log_probs_of, packed, temperature, self.head, True)  # (M,)
+        seen = [row.seen for row in rows if row.seen is not None]
+        spans = [span for one in seen for span in one.spans or ()]
+        advantages = sampled_advantages(log_probs, theirs, spans if self.views.plain else None)
+        padded, token_mask = to_padded(log_probs, [num_judged(row) for row in rows])  # (n, T)
+        cut = [judged_part(row) for row in rows]
+        old, weights, mismatch = self.engine_weights(cut, padded, token_mask, stale)
+        ratio = (padded - (padded.detach() if old is None else old))[token_mask].exp()  # (M,)
+        weight = ratio if weights is None else weights[token_mask] * ratio
+        return -advantages, -weight * advantages, entropy.detach(), mismatch
+
+    @property
+    def views(self) -> Any:
+        """Return what the teacher sees, a TeacherViews."""
+        return stratos_of(self.trainer).views
+
+    @property
+    def is_own_teacher(self) -> bool:
+        """Return whether the teacher's head is the student's."""
+        return self.teacher is None and self.reference is None
+
+    @contextmanager
+    def asked(self) -> Iterator[Asked]:
+        """Yield what calls the teacher, with its weights on the device inside the block."""
+        frozen = self.teacher or self.reference
+        if frozen is not None:
+            with frozen.on(self.device) as run:
+                yield run
+        elif self.teacher_weights == "live":
+            yield self.run
+        else:
+            yield partial(self.run, without_adapter)
+
+    # Validation
+
+    @torch.no_grad()
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Keep the divergence on held-out problems, answer length and the fraction of closed answers."""
+        rollouts = self.require_rollouts(batch)
+        rows = rollouts.rollouts
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        totals = StepTotals(len(rows), sum(map(num_judged, rows)))
+        sequences = [student_part(row) for row in rows]
+        with self.phase("score"), self.asked() as ask:
+            for micro_batch, _ in self.plan_forward(judged_extents(rows)):
+                packed = self.packed(sequences, micro_batch)
+                self.micro_batch_loss(rollouts, ask, found, micro_batch, packed, totals)
+        divergence = sum(float(values.sum()) for values in found) / max(1.0, totals.num_tokens)
+        lengths = rollout_metrics(rollouts)
+        figures = {
+            "distill/val_divergence": divergence,
+            "rollout/val_length_mean": lengths["rollout/length_mean"],
+            "rollout/val_closed_frac": lengths["rollout/closed_frac"],
+        }
+        self.validation.add(figures, len(rows), {})
+
+
+def num_judged(row: Rollout) -> int:
+    """Return how many of an answer's tokens the teacher judges."""
+    return 0 if row.seen is None else row.seen.num_tokens
+
+
+def judged_part(row: Rollout) -> Rollout:
+    """Return an answer cut to its judged tokens, with the engine's log-probs of them."""
+    completion, start = row.completion, 0 if row.seen is None else row.seen.start
+    part = slice(start, start + num_judged(row))
+    log_probs = None if completion.log_probs is None else completion.log_probs[part]
+    return replace(
+        row, completion=replace(completion, token_ids=completion.token_ids[part], log_probs=log_probs)
+    )
+
+
+def student_part(row: Rollout) -> ScoredSequence:
+    """Return prompt and answer up to the last judged token, which are scored; of others the first token."""
+    prompt, start = row.problem.teacher_prompt, 0 if row.seen is None else row.seen.start
+    rest = row.completion.token_ids[: max(1, start + num_judged(row))]
+    return ScoredSequence(
+        prompt,
+        rest,
+        [i >= len(prompt) + start and row.seen is not None for i in range(len(prompt) + len(rest))],
+    )
+
+
+def teacher_part(row: Rollout) -> ScoredSequence:
+    """Return the teacher's context and what it judges; of an answer that it cannot judge its context."""
+    view, read = row.problem.teacher_view, [] if row.seen is None else row.seen.token_ids
+    rest = read or view[-1:]
+    return ScoredSequence(view, rest, [False] * len(view) + [bool(read)] * len(rest))
+
+
+def judged_extents(rows: list[Rollout]) -> list[Extent]:
+    """Return the lengths of what student and teacher read, whichever is longer."""
+    pairs = [(student_part(row), teacher_part(row)) for row in rows]
+    return [
+        Extent(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
+        for row, pair in zip(rows, pairs, strict=True)
+    ]
+
+
+def judged_metrics(terms: JudgedTerms, rollouts: Rollouts) -> dict[str, Any]:
+    """Return how much of the answers the teacher could judge."""
+    sampled = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
+    return {
+        "distill/judged_tokens": terms.judged_tokens.mean(),
+        "distill/judged_frac": terms.judged_tokens.sum() / sampled,
+        "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
+    }
