@@ -180,7 +180,8 @@ class OPDModule(SampledModule):
         if data.task != "student_opd" or stage == "predict":
             raise InputError(
                 "OPDModule fits and validates with data.task student_opd, but the task is "
-                f"{data.task} and the stage {stage}. Set the task; to let the trained student answer, use --config evaluate."
+                f"{data.task} and the stage {stage}. Set the task; to let the trained student answer, use "
+                "--config evaluate."
             )
         if self.reference_moves != (self.teacher_weights == "averaged"):
             raise InputError(
