@@ -197,6 +197,8 @@ def move_towards(ours: nn.Module, theirs: dict[str, Any], alpha: float) -> None:
 class WeightFiles:
     """The safetensors files of a model, read tensor by tensor.
 
+    A file is open only while a tensor is read: its mapped pages would count as this process's memory.
+
     Args:
         name: Local folder, hub id, miniature or smollm2-135m.
         prefix: The part of the model's names that some files leave out: files of a model without a head.
@@ -213,20 +215,25 @@ class WeightFiles:
             names = [SAFETENSORS]
             if index is not None:
                 names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-            files = [safe_open(cached_file(resolve(name), file), framework="pt") for file in names]
+            self.file_of: dict[str, str] = {}
+            for path in (str(cached_file(resolve(name), file)) for file in names):
+                with safe_open(path, framework="pt") as file:
+                    self.file_of |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"The weights of '{name}' must be whole safetensors files, but cannot be read "
                 f"({str(error).splitlines()[0][:150]}). Choose another model or checkpoint."
             ) from error
-        self.file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118  (no mapping)
 
     def __call__(self, key: str) -> Tensor:
         """Return one whole tensor, in the type in which it is stored."""
+        from safetensors import safe_open
+
         key = key if key in self.file_of else key.removeprefix(self.prefix)
         if key not in self.file_of:
             raise InputError(
                 f"Files that are read tensor by tensor must have every weight under its name, but the files "
                 f"of '{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
             )
-        return self.file_of[key].get_tensor(key)
+        with safe_open(self.file_of[key], framework="pt") as file:
+            return file.get_tensor(key)
