@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/divergence.py [--tokens 1024] [--words 152064] [--hidden 896] [--rounds 3]
 
 Goals are for the default sizes: two heads of Qwen2.5-0.5B in fp32, of which one learns. The other side is
-`divergence`, plain PyTorch on both sides' full logits. Memory is what a step needs besides weights and states:
-on both sides also the gradient of the student's weight, 0.51 GiB.
+`divergence`, plain PyTorch on both heads' full logits. The memory is what the loss needs besides weights and
+hidden states; for both sides 0.51 GiB of it are the gradient of the student's weight.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def main() -> None:
 
         return once
 
-    sides = {f"{name} full logits": side(f"{name} full logits", full_logits) for name in LOSSES}
-    sides |= {f"{name} blocks": side(f"{name} blocks", in_blocks) for name in LOSSES}
+    ways = {"full logits": full_logits, "blocks": in_blocks}
+    sides = {f"{name} {way}": side(f"{name} {way}", ways[way]) for name in LOSSES for way in ways}
     results: dict[str, Any] = alternate(sides, options.rounds)
     figures: dict[str, float] = {}
     for name in LOSSES:
