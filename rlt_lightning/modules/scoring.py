@@ -181,9 +181,9 @@ class StudentScorer:
         solution_log_probs, solution_mask = pad_rows(found.solution_log_probs)  # (N, S)
         kl_values, kl_mask = pad_rows(found.kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
-        empty = pad_rows(found.empty_log_probs)[0] if found.empty_log_probs else None
+        empty = {"empty_log_probs": pad_rows(found.empty_log_probs)[0]} if found.empty_log_probs else {}
         columns = solution_log_probs, solution_mask, kl_values, kl_mask, format_ok
-        terms = self.reward(*columns, extra, empty)
+        terms = self.reward(*columns, extra, **empty)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         think = [think_tokens(r, self.reward.score_given) for r in rows]
         return Scores(terms, found.solution_log_probs, think, found.kl)
