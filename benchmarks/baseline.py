@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/baseline.py
 
-A step like the released recipe's (balance.py), with prompts of 800 tokens and solutions of 400. The real scorer
-packs and counts the tokens; the student computes nothing. Read at once, in waves as completions end, without
-shared prompts, and with one explanation of a problem, as `rlt predict --config rank` has it.
+A step like the released recipe's (balance.py), with prompts of 800 tokens and solutions of 400. The real
+scorer packs and counts the tokens; the student computes nothing. Read at once, in waves as completions end,
+without shared prompts, and with one explanation of a problem, as `rlt predict --config rank` has it.
 """
 
 from __future__ import annotations
