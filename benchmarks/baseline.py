@@ -68,8 +68,8 @@ def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
     def plan(extents: Any) -> Any:
         return [(row, 1.0) for row in micro_batches(extents, ROW, layout)]
 
-    scorer = StudentScorer(nothing, nothing, RLTReward(baseline=baseline), CPU, plan, cost=cost)
-    scorer.chat_format = empty
+    options: Any = {"cost": cost, "chat_format": empty}
+    scorer = StudentScorer(nothing, nothing, RLTReward(baseline=baseline), CPU, plan, **options)
     for rows in waves:
         found = scorer.token_scores(Rollouts(rows, 1, 0, 0.7), known)
         pairs = zip(rows, found.empty_log_probs, strict=False)
