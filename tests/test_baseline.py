@@ -173,10 +173,10 @@ def test_ranks_train_with_it_as_one_process_without_it(
 
 def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> None:
     class Equal(RLTReward):
-        """Every group of the first rows is equal."""
+        """All completions earn the same."""
 
-        def __call__(self, *columns: Any) -> Any:
-            terms = super().__call__(*columns)
+        def __call__(self, *columns: Any, **options: Any) -> Any:
+            terms = super().__call__(*columns, **options)
             return replace(terms, reward=torch.zeros_like(terms.reward))
 
     witness, folder = Witness(), tmp_path / "run"
