@@ -374,6 +374,10 @@ class RewardTerms:
         terms = [field.name for field in fields(self)[1:] if field.metadata != NO_TERM]
         return {name: getattr(self, name) for name in terms}
 
+    def levels(self) -> dict[str, Tensor]:
+        """Return what a term is measured from, which is logged as the terms are; no part of the reward."""
+        return {}
+
     def details(self) -> dict[str, Tensor]:
         """Return what only training logs, as means, by its whole name."""
         return {}

@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 default=(reward optimise growth startup memory data)
-known=("${default[@]}" generate packing balance overlap asynchronous push push_disk quantised plan dynamic_sampling)
+known=("${default[@]}" generate packing balance overlap asynchronous push push_disk quantised plan dynamic_sampling baseline)
 names=("$@")
 [[ ${#names[@]} -gt 0 ]] || names=("${default[@]}")
 for name in "${names[@]}"; do

@@ -190,6 +190,7 @@ def run_job(
     early: bool = False,
     dynamic: int = 0,
     rows: int = 8,
+    baseline: Literal["none", "empty"] = "none",
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -213,6 +214,7 @@ def run_job(
         early: Sample outside the process; the last completion comes when others are scored.
         dynamic: Rounds of dynamic sampling, at most, with groups that are equal by construction.
         rows: Of the data.
+        baseline: Of the reward.
     """
     folder = Path(output)
     Counting.counts.clear()
@@ -251,7 +253,7 @@ def run_job(
         teacher=model,
         student=model,
         group_size=4,
-        reward=Parity() if dynamic else RLTReward(),
+        reward=Parity() if dynamic else RLTReward(baseline=baseline),
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5, states=states),
         micro_batch_tokens=tokens,
         lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,

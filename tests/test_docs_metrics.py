@@ -22,6 +22,7 @@ from rlt_lightning.callbacks import (
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
+from rlt_lightning.numerics import RLTReward
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
@@ -70,7 +71,8 @@ def first_row(path: Path) -> dict[str, object]:
 def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Path) -> None:
     rlt, sft, answers, other = (tmp_path / name for name in ("rlt", "sft", "answers", "other"))
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
-    teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2)
+    reward = RLTReward(baseline="empty")
+    teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2, reward=reward)
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
     of_other = RLTModule(teacher=tiny_model, student="miniature", group_size=2)
     short = {"teacher_system_prompt": "", "student_system_prompt": "", "prompts_per_step": 2}

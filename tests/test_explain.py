@@ -15,7 +15,7 @@ from commands import ROOT, rlt
 from tiny import CHAINS
 
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.report.explain import ExplainOptions, explained, rows_to_score
+from rlt_lightning.report.explain import ExplainOptions, explained, row_to_score
 from rlt_lightning.report.heat import Terminal
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
@@ -146,11 +146,10 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
 
 def test_rows_are_numbered_through_and_own_words_replace_theirs() -> None:
     data = DATA | {"source": ["arithmetic:addition", "arithmetic"], "num_embedded_rows": 2}
-    given, empty = rows_to_score(ExplainOptions(row=3, explanation=" So. "), data, R1)
-    first, _ = rows_to_score(ExplainOptions(row=1), DATA | {"num_embedded_rows": 2}, R1)
+    given = row_to_score(ExplainOptions(row=3, explanation=" So. "), data, R1)
+    first = row_to_score(ExplainOptions(row=1), DATA | {"num_embedded_rows": 2}, R1)
     assert given["question"] == first["question"]
     assert given["completion"] == "So.\n</explanation>"
-    assert empty["completion"] == "\n</explanation>"
     assert first["completion"].endswith("\n</explanation>")
     assert len(first["completion"]) > 30
 
@@ -179,7 +178,7 @@ def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
 
 def recording(tmp_path: Path, **changes: object) -> ExplainOptions:
     """Of a rollouts.jsonl with one completion of row 1."""
-    given, _ = rows_to_score(ExplainOptions(explanation="So."), DATA, R1)
+    given = row_to_score(ExplainOptions(explanation="So."), DATA, R1)
     row = {"step": 1, "row": 1, "completion": 0, "question": given["question"]}
     row |= {"solution": f"\n{given['solution']}\n", "explanation": "So.", "finish_reason": "stop"}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(row | changes) + "\n")
@@ -187,7 +186,7 @@ def recording(tmp_path: Path, **changes: object) -> ExplainOptions:
 
 
 def test_a_completion_without_text_is_not_taken_for_the_rows_trace(tmp_path: Path) -> None:
-    given, _ = rows_to_score(recording(tmp_path, explanation=" ", finish_reason="length"), DATA, R1)
+    given = row_to_score(recording(tmp_path, explanation=" ", finish_reason="length"), DATA, R1)
     assert given["reasoning_trace"]
     assert given["completion"] == "\n"  # '' would be no completion
 
@@ -196,7 +195,7 @@ def test_a_completion_without_text_is_not_taken_for_the_rows_trace(tmp_path: Pat
 def test_white_space_that_was_sampled_is_kept(score_given: bool, tmp_path: Path) -> None:
     given = ["\n"] if score_given else []
     options = recording(tmp_path, thought_tokens=[*given, "\n", "So."])
-    assert rows_to_score(options, DATA, R1, score_given)[0]["completion"] == "\nSo.\n</explanation>"
+    assert row_to_score(options, DATA, R1, score_given)["completion"] == "\nSo.\n</explanation>"
 
 
 def test_an_explanation_of_no_tokens_has_a_page() -> None:
@@ -206,10 +205,10 @@ def test_an_explanation_of_no_tokens_has_a_page() -> None:
 
 
 def test_a_completion_of_another_problem_is_refused(tmp_path: Path) -> None:
-    assert rows_to_score(recording(tmp_path), DATA, R1)[0]["completion"] == "So.\n</explanation>"
+    assert row_to_score(recording(tmp_path), DATA, R1)["completion"] == "So.\n</explanation>"
     for change in ({"question": "Why?"}, {"solution": "\n5\n"}):
         with pytest.raises(InputError, match="has another problem as row 1"):
-            rows_to_score(recording(tmp_path, **change), DATA, R1)
+            row_to_score(recording(tmp_path, **change), DATA, R1)
 
 
 def test_a_solution_of_ones_own_is_not_lost_on_a_conversation(tmp_path: Path) -> None:
@@ -217,37 +216,37 @@ def test_a_solution_of_ones_own_is_not_lost_on_a_conversation(tmp_path: Path) ->
     turns = [{"from": "user", "value": "2 + 2?"}, {"from": "assistant", "value": answer}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     data = DATA | {"source": str(tmp_path / "rows.jsonl")}
-    assert rows_to_score(ExplainOptions(), data, R1)[0]["completion"] == "So.\n</explanation>"
+    assert row_to_score(ExplainOptions(), data, R1)["completion"] == "So.\n</explanation>"
     with pytest.raises(InputError, match="but row 1 is a conversation"):
-        rows_to_score(ExplainOptions(solution="5"), data, R1)
+        row_to_score(ExplainOptions(solution="5"), data, R1)
 
 
 def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"explain\.question needs explain\.solution"):
         ExplainOptions(question="Why?")
     with pytest.raises(InputError, match="1 to 5, but is 6"):
-        rows_to_score(ExplainOptions(row=6), DATA, R1)
+        row_to_score(ExplainOptions(row=6), DATA, R1)
     with pytest.raises(InputError, match=r"rollouts\.jsonl, but .*nothing is no file"):
-        rows_to_score(ExplainOptions(rollouts=str(tmp_path / "nothing")), DATA, R1)
+        row_to_score(ExplainOptions(rollouts=str(tmp_path / "nothing")), DATA, R1)
     file = tmp_path / "rollouts.jsonl"
     file.write_text(json.dumps({"row": 1, "step": 4, "completion": 0}) + "\n")
     with pytest.raises(InputError, match="completion 0 of row 1 at step 3, but has that row at steps 4"):
-        rows_to_score(ExplainOptions(rollouts=str(file), step=3), DATA, R1)
+        row_to_score(ExplainOptions(rollouts=str(file), step=3), DATA, R1)
     file.write_text("{}\n")
     with pytest.raises(InputError, match="has that row at no step"):
-        rows_to_score(ExplainOptions(rollouts=str(file)), DATA, R1)
+        row_to_score(ExplainOptions(rollouts=str(file)), DATA, R1)
     file.write_text("[]\n")
     with pytest.raises(InputError, match="must be a JSON object"):
-        rows_to_score(ExplainOptions(rollouts=str(file)), DATA, R1)
+        row_to_score(ExplainOptions(rollouts=str(file)), DATA, R1)
     own = {"question": "Why?", "solution": "4"}
     with pytest.raises(InputError, match="half a surrogate pair"):
-        rows_to_score(ExplainOptions(explanation="\udcff", **own), DATA, R1)
+        row_to_score(ExplainOptions(explanation="\udcff", **own), DATA, R1)
     with pytest.raises(InputError, match="the solution has no text"):
-        rows_to_score(ExplainOptions(explanation="So.", **own | {"solution": " "}), DATA, R1)
+        row_to_score(ExplainOptions(explanation="So.", **own | {"solution": " "}), DATA, R1)
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"question": "a", "solution": "b"}) + "\n")
     with pytest.raises(InputError, match=r"Row 1 must have an explanation .*--explain.explanation"):
-        rows_to_score(ExplainOptions(), DATA | {"source": str(source)}, R1)
+        row_to_score(ExplainOptions(), DATA | {"source": str(source)}, R1)
     other = ["--config=configs/student_grpo.yaml", f"--model.teacher={tiny_model}"]
     judged = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
     assert judged.returncode == 2

@@ -20,7 +20,7 @@ from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.planner import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.records.jsonl import Row, append_rows
-from rlt_lightning.report.explain import Explainer, ExplainOptions, rows_to_score
+from rlt_lightning.report.explain import Explainer, ExplainOptions, row_to_score
 
 
 class BorrowingCommandLine(RLTCommandLine):
@@ -109,22 +109,22 @@ class OneProblemCommandLine(BorrowingCommandLine):
 
     lender = "predict"
 
-    def take(self, config: Namespace, rows: list[Row], number: int, task: str) -> None:
-        """Let the run work on these rows, in one process and in a temporary folder.
+    def take(self, config: Namespace, row: Row, number: int, task: str) -> None:
+        """Let the run work on one row, in one process and in a temporary folder.
 
         Args:
             config: The settings of `rlt predict`, which are changed.
-            rows: Rows of one problem.
-            number: The number of the first one in its source: messages, seeds and the page name rows by it.
-            task: What the rows are made into.
+            row: The row.
+            number: Its number in its source: messages, seeds and the page name it.
+            task: What the row is made into.
         """
         self.folder = TemporaryDirectory(prefix="rlt-")
         path = Path(self.folder.name) / "problem.jsonl"
         path.write_text("\n" * (number - 1))
-        append_rows(path, rows)
+        append_rows(path, [row])
         data = config.data.init_args
         data.update(Namespace(task=task, source=str(path), trace_columns=[TRACE_COLUMN], max_rows=None))
-        data.update(Namespace(val_batch_size=len(rows), max_bad_frac=0.0, output_dir=None))
+        data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
         config.trainer.update(Namespace(logger=False, callbacks=None, default_root_dir=self.folder.name))
         config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto"))
         # The config.yaml of a run may name the checkpoint that it began with.
@@ -164,8 +164,8 @@ class ExplainCommandLine(OneProblemCommandLine):
         score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
         model, data = config.model.init_args, config.data.init_args.as_dict()
         chosen = choose_format(FormatOptions.of_settings(data), model.get("teacher"), model.get("student"))
-        rows = rows_to_score(options, data, chosen.tags, score_given)
-        self.take(config, rows, options.row, "score")
+        row = row_to_score(options, data, chosen.tags, score_given)
+        self.take(config, row, options.row, "score")
 
     def printer(self) -> Explainer:
         """Return the callback that prints the explanation."""

@@ -105,7 +105,7 @@ class TeachCommandLine(OneProblemCommandLine):
         number, columns = given_row(options, data.as_dict())
         named = options.file is not None or options.row is not None
         self.problem = f"Row {number} of {names_of(data.source)}" if named else "The problem"
-        self.take(config, [columns], number, "rlt")
+        self.take(config, columns, number, "rlt")
         rollouts.update(Namespace(num_traces=options.num, val_sampling=None, asynchronous=False))
         if options.temperature is not None:
             rollouts.sampling.temperature = options.temperature

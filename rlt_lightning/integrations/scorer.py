@@ -148,7 +148,8 @@ class ExplanationScorer:
             NonFiniteError: If a log-prob or reward is NaN or infinite.
         """
         student = self._ready_student(teacher, device)
-        scorer = StudentScorer(teacher, student, self.reward, device, self._plan, self.head)
+        options = self._plan, self.head, bool, None, self.format
+        scorer = StudentScorer(teacher, student, self.reward, device, *options)
         return scorer(Rollouts(list(rollouts), 1, 0, self.reward.teacher_temperature)).terms
 
     def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:

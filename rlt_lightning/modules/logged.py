@@ -20,7 +20,7 @@ def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
         "reward/std": terms.reward.std(),
         "reward/group_std": groups.std(dim=1).mean(),
         "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
-        **{f"reward/{name}": values.mean() for name, values in terms.parts().items()},
+        **{f"reward/{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
         **{name: values.mean() for name, values in terms.details().items()},
     }
 
@@ -46,7 +46,7 @@ def held_out_metrics(terms: RewardTerms, rollouts: Rollouts) -> dict[str, Any]:
     lengths = rollout_metrics(rollouts)
     return {
         "reward/val_mean": terms.reward.mean(),
-        **{f"reward/val_{name}": values.mean() for name, values in terms.parts().items()},
+        **{f"reward/val_{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
         "rollout/val_length_mean": lengths["rollout/length_mean"],
         "rollout/val_closed_frac": lengths["rollout/closed_frac"],
     }

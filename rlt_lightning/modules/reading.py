@@ -85,14 +85,20 @@ class Reading:
         if not rows:
             return
         if self.with_student:
-            scores = self.module.token_scores(replace(self.like, rollouts=rows), cost)
+            scores = self.module.token_scores(replace(self.like, rollouts=rows), cost, self.empty_log_probs)
             if own:
-                self.scores.solution_log_probs.extend(scores.solution_log_probs)
-                self.scores.kl.extend(scores.kl)
+                columns = zip(self.scores, scores, strict=True)
+                self.scores = TokenScores(*([*read, *more] for read, more in columns))
         if self.with_reference:
             references = reference_log_probs(self.module, rows, self.like.temperature, cost)
             if own:
                 self.references.extend(references)
+
+    @property
+    def empty_log_probs(self) -> dict[int, Tensor]:
+        """Return what the student has said after an empty explanation, by row; it reads one once a step."""
+        rows = (rollout.problem.row for rollout in self.share.rollouts)
+        return dict(zip(rows, self.scores.empty_log_probs, strict=False))
 
     def in_order(self) -> Reading:
         """Return the same in the order of the completions' numbers, whatever the order of arrival."""
@@ -102,7 +108,7 @@ class Reading:
             return [values[i] for i in order] if values else []
 
         numbers, rollouts = chosen(self.share.numbers), chosen(self.share.rollouts)
-        scores = TokenScores(chosen(self.scores.solution_log_probs), chosen(self.scores.kl))
+        scores = TokenScores(*map(chosen, self.scores))
         share = replace(self.share, numbers=numbers, rollouts=rollouts)
         return replace(self, share=share, scores=scores, references=chosen(self.references))
 

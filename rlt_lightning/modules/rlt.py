@@ -298,12 +298,12 @@ class RLTModule(SampledModule):
         """Compute the reward of every rollout, the RLT reward with the student."""
         return self.rewards(rollouts, self.token_scores(rollouts))
 
-    def token_scores(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> TokenScores:
+    def token_scores(self, rollouts: Rollouts, cost: Any = None, known: Any = None) -> TokenScores:
         """Let the student read rollouts, of any problems; nothing if the reward asks no model."""
         if self.student is None:
             return TokenScores([], [])
         with self.student.on(self.device) as student:
-            return self.scorer(student, cost).token_scores(rollouts)
+            return self.scorer(student, cost).token_scores(rollouts, known)
 
     def rewards(self, rollouts: Rollouts, scores: TokenScores) -> Scores:
         """Return the reward of every rollout from what the student said."""
@@ -316,7 +316,7 @@ class RLTModule(SampledModule):
     def scorer(self, student: Callable[..., Any], cost: PhaseCost | None = None) -> StudentScorer:
         """Return what computes the RLT reward with the student."""
         assert isinstance(self.reward, RLTReward)
-        options = self.plan_forward, self.head, self.recomputes, cost
+        options = self.plan_forward, self.head, self.recomputes, cost, stratos_of(self.trainer).format
         return StudentScorer(self.run, student, self.reward, self.device, *options)
 
     def recomputes(self, unknown: bool) -> bool:

@@ -6,14 +6,15 @@ reward = solution + kl + format + the extra terms of a subclass; parts() names t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.models.packed import (
     HeadOptions,
     ModelHead,
@@ -22,6 +23,7 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
     states_and_log_probs,
 )
+from rlt_lightning.modules.baseline import empty_rollout
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.retold import require_room, sampled_kl
 from rlt_lightning.numerics.importance import Mismatch
@@ -42,10 +44,12 @@ class TokenScores(NamedTuple):
     Attributes:
         solution_log_probs: N of (S,), nats, of the solution under the student.
         kl: N of (K,), nats, the KL of the explanation's tokens.
+        empty_log_probs: N of (S,), nats, of the solution after an empty explanation; none without a baseline.
     """
 
     solution_log_probs: list[Tensor]
     kl: list[Tensor]
+    empty_log_probs: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -67,6 +71,7 @@ class StudentScorer:
             of this rank came without the teacher's log-probs. Ranks that wait for each other in a forward
             must get the same answer.
         cost: Counts the tokens that models compute.
+        chat_format: Makes the empty explanations that a baseline needs; None without a baseline.
     """
 
     policy: Callable[..., Any]
@@ -77,6 +82,7 @@ class StudentScorer:
     head: HeadOptions = HeadOptions()
     recompute: Callable[[bool], bool] = bool
     cost: PhaseCost | None = None
+    chat_format: ChatFormat | None = None
 
     def __call__(self, rollouts: Rollouts) -> Scores:
         """Score N rollouts.
@@ -87,13 +93,31 @@ class StudentScorer:
         """
         return self.rewards(rollouts.rollouts, self.token_scores(rollouts))
 
-    @torch.no_grad()
-    def token_scores(self, rollouts: Rollouts) -> TokenScores:
-        """Run the models, and return the log-probs that the reward of each rollout is made of.
+    def token_scores(self, rollouts: Rollouts, known: Mapping[int, Tensor] | None = None) -> TokenScores:
+        """Return the log-probs that the reward of each of N rollouts is made of.
+
+        With a baseline, an empty explanation of each problem is read with the others, whose prompt it shares.
+
+        Args:
+            rollouts: The rollouts, of any problems.
+            known: What an empty explanation has given already, (S,), by the problem's row.
 
         Raises:
             NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
         """
+        if self.reward.baseline == "none":
+            return self.read(rollouts)
+        assert self.chat_format is not None, "a baseline needs the format of empty explanations"
+        rows, found = rollouts.rollouts, dict(known or {})
+        missing = {r.problem.row: r.problem for r in rows if r.problem.row not in found}
+        empty = [empty_rollout(problem, self.chat_format) for problem in missing.values()]
+        solution, kl, _ = self.read(replace(rollouts, rollouts=[*rows, *empty]))
+        found |= dict(zip(missing, solution[len(rows) :], strict=True))
+        return TokenScores(solution[: len(rows)], kl[: len(rows)], [found[r.problem.row] for r in rows])
+
+    @torch.no_grad()
+    def read(self, rollouts: Rollouts) -> TokenScores:
+        """Run the models over rollouts; see `token_scores`."""
         rows = rollouts.rollouts
         think = [think_tokens(r, self.reward.score_given) for r in rows]
         # The student's tokens of the explanation, which may be others.
@@ -157,7 +181,9 @@ class StudentScorer:
         solution_log_probs, solution_mask = pad_rows(found.solution_log_probs)  # (N, S)
         kl_values, kl_mask = pad_rows(found.kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
-        terms = self.reward(solution_log_probs, solution_mask, kl_values, kl_mask, format_ok, extra)
+        empty = {"empty_log_probs": pad_rows(found.empty_log_probs)[0]} if found.empty_log_probs else {}
+        columns = solution_log_probs, solution_mask, kl_values, kl_mask, format_ok
+        terms = self.reward(*columns, extra, **empty)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         think = [think_tokens(r, self.reward.score_given) for r in rows]
         return Scores(terms, found.solution_log_probs, think, found.kl)

@@ -114,19 +114,15 @@ class Share:
         """
         if self.world_size == 1:
             return found
-        numbers = self.numbers if found.solution_log_probs else []
-        rows = zip(numbers, found.solution_log_probs, found.kl, strict=True)
-        arrays = {number: (solution.cpu().numpy(), kl.cpu().numpy()) for number, solution, kl in rows}
-        by_number = {
-            number: pair for part in gather(arrays, self.world_size) for number, pair in part.items()
-        }
+        columns = [column for column in found if column]
+        rows = zip(self.numbers, *columns, strict=True) if columns else ()
+        arrays = {number: [values.cpu().numpy() for values in row] for number, *row in rows}
+        by_number = {number: row for part in gather(arrays, self.world_size) for number, row in part.items()}
         if not by_number or not self.num_own:
             return TokenScores([], [])
         own = [by_number[self.first + place] for place in range(self.num_own)]
-        solution, kl = (
-            [torch.tensor(values, device=device) for values in column] for column in zip(*own, strict=True)
-        )
-        return TokenScores(solution, kl)
+        found_own = zip(*own, strict=True)
+        return TokenScores(*([torch.tensor(values, device=device) for values in c] for c in found_own))
 
     def of_own(self, values: Tensor) -> Tensor:
         """Turn a number for each completion of this share into those of its own problems, (num_own,)."""

@@ -29,6 +29,7 @@ from rlt_lightning.numerics.losses import (
     GSPOLoss,
     PolicyLoss,
 )
+from rlt_lightning.numerics.masks import masked_mean
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,
@@ -43,7 +44,6 @@ from rlt_lightning.numerics.rewards import (
     Reward,
     RLTReward,
     RLTRewardTerms,
-    masked_mean,
     require_finite,
     student_kl_penalty,
     student_solution_reward,

@@ -21,6 +21,13 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
+from rlt_lightning.numerics.masks import (
+    masked_max,
+    masked_mean,
+    masked_min,
+    require_tokens,
+    with_zero_for_empty_rows,
+)
 from rlt_lightning.types import RewardTerms, Rollout
 
 # Names that a subclass may not give to a term: metrics under reward/, and recorded columns with _reward cut
@@ -28,7 +35,7 @@ from rlt_lightning.types import RewardTerms, Rollout
 TAKEN_NAMES = frozenset(
     {
         *("mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format", "solution_log_prob"),
-        *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
+        *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max", "baseline"),
         *("correct", "formatted", "timed_out"),  # of traditional RL
     }
 )
@@ -36,33 +43,6 @@ TAKEN_NAMES = frozenset(
 
 class NonFiniteError(ValueError):
     """A number that would reach the weights is NaN or infinite."""
-
-
-def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the mean of each row's tokens.
-
-    Args:
-        values: (N, T). Padding may hold anything, NaN and inf included.
-        token_mask: True where a token counts, (N, T).
-
-    Returns:
-        (N,), in the unit of `values`.
-
-    Raises:
-        ValueError: If a row has no tokens, since its mean is undefined.
-    """
-    require_tokens(token_mask, "token")
-    return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
-
-
-def masked_min(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the smallest of each row's tokens, (N,); inf for a row without tokens."""
-    return values.masked_fill(~token_mask, torch.inf).amin(dim=1)
-
-
-def masked_max(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the largest of each row's tokens, (N,); -inf for a row without tokens."""
-    return values.masked_fill(~token_mask, -torch.inf).amax(dim=1)
 
 
 def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: float = 0.01) -> Tensor:
@@ -109,7 +89,8 @@ class RLTRewardTerms(RewardTerms):
 
     `reward` is the sum of the next three, w_SS * r_SS, -lambda * r_KL and 0 or the format penalty, and of
     `extra`, the terms of a subclass of RLTReward by name. Means, minima and maxima over tokens are given
-    after clipping and normalisation and, as `raw_`, before them, in nats.
+    after clipping and normalisation and, as `raw_`, before them, in nats. `baseline` is r_SS of an empty
+    explanation, which is subtracted from r_SS; None without one.
     """
 
     solution_log_prob_reward: Tensor
@@ -123,12 +104,17 @@ class RLTRewardTerms(RewardTerms):
     raw_solution_log_prob_min: Tensor
     raw_kl_mean: Tensor
     raw_kl_max: Tensor
+    baseline: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Tensor]:
         """See `RewardTerms.parts`."""
         terms = (self.solution_log_prob_reward, self.kl_reward, self.format_reward)
         return dict(zip(("solution", "kl", "format"), terms, strict=True)) | self.extra
+
+    def levels(self) -> dict[str, Tensor]:
+        """See `RewardTerms.levels`."""
+        return {} if self.baseline is None else {"baseline": self.baseline}
 
     def details(self) -> dict[str, Tensor]:
         """See `RewardTerms.details`."""
@@ -143,13 +129,14 @@ class RLTRewardTerms(RewardTerms):
             *("format_reward", "solution_log_prob_reward", "kl_reward"),
         ]
         extra = {f"{name}_reward": values for name, values in self.extra.items()}
-        return {name: getattr(self, name) for name in names} | extra
+        return {name: getattr(self, name) for name in names} | self.levels() | extra
 
     def to(self, device: torch.device) -> Self:
         """See `RewardTerms.to`."""
-        names = [field.name for field in fields(self) if field.name != "extra"]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         extra = {name: values.to(device) for name, values in self.extra.items()}
-        return replace(self, **{name: getattr(self, name).to(device) for name in names}, extra=extra)
+        return replace(self, **own, extra=extra)
 
 
 class Reward:
@@ -190,6 +177,8 @@ class RLTReward(Reward):
         normalise_kl: one_minus_exp turns each token's KL into 1 - exp(-KL), below 1.
         clip_log_probs: Lower bound on a solution token's log-prob, nats, applied before normalisation.
         clip_kl: Bound on |KL| of a think token, nats: clipped to -clip_kl ... clip_kl before normalisation.
+        baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
+            All completions of a problem lose the same, so advantages and gradients stay.
 
     Raises:
         ValueError: If an option is out of range.
@@ -212,6 +201,7 @@ class RLTReward(Reward):
     normalise_kl: Literal["none", "one_minus_exp"] = "none"
     clip_log_probs: float | None = None
     clip_kl: float | None = None
+    baseline: Literal["none", "empty"] = "none"
 
     def __post_init__(self) -> None:
         for name in ("solution_weight", "min_coef", "kl_weight", "max_coef"):
@@ -222,6 +212,7 @@ class RLTReward(Reward):
         self.require("kl_estimator", self.kl_estimator in ("k1", "k3", "exact"), "k1, k3 or exact")
         self.require("normalise_log_probs", self.normalise_log_probs in ("none", "exp"), "none or exp")
         self.require("normalise_kl", self.normalise_kl in ("none", "one_minus_exp"), "none or one_minus_exp")
+        self.require("baseline", self.baseline in ("none", "empty"), "none or empty")
         bound = self.clip_log_probs
         self.require("clip_log_probs", bound is None or bound < 0, "negative nats, or null for no bound")
         bound = self.clip_kl
@@ -265,6 +256,7 @@ class RLTReward(Reward):
         kl_mask: Tensor,
         format_ok: Tensor,
         extra: dict[str, Tensor] | None = None,
+        empty_log_probs: Tensor | None = None,
     ) -> RLTRewardTerms:
         """Return the reward of each completion and its terms.
 
@@ -275,6 +267,7 @@ class RLTReward(Reward):
             kl_mask: True on think tokens, (N, K). A row may have none.
             format_ok: False where the completion is badly formed, bool, (N,).
             extra: What `extra_terms` returned, on the device of the others.
+            empty_log_probs: With a baseline, `solution_log_probs` after an empty explanation, (N, S), nats.
 
         Returns:
             The terms of the reward, each (N,).
@@ -287,7 +280,9 @@ class RLTReward(Reward):
         log_probs = self.process_log_probs(solution_log_probs, solution_mask)
         processed_kl = self.process_kl(kl, kl_mask)
 
-        solution = self.solution_weight * student_solution_reward(log_probs, solution_mask, self.min_coef)
+        solution = student_solution_reward(log_probs, solution_mask, self.min_coef)  # (N,)
+        baseline = self.baseline_of(empty_log_probs, solution_mask)
+        solution = self.solution_weight * (solution if baseline is None else solution - baseline)
         penalty = -self.kl_weight * student_kl_penalty(processed_kl, kl_mask, self.max_coef)
         format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
         return RLTRewardTerms(
@@ -303,8 +298,17 @@ class RLTReward(Reward):
             raw_solution_log_prob_min=masked_min(solution_log_probs, solution_mask),
             raw_kl_mean=masked_mean(kl, kl_mask),
             raw_kl_max=masked_max(kl, kl_mask),
+            baseline=baseline,
             extra=extra or {},
         )
+
+    def baseline_of(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
+        """Return r_SS of an empty explanation, (N,), from its log-probs, (N, S); None without a baseline."""
+        if self.baseline == "none":
+            return None
+        assert empty_log_probs is not None, "reward.baseline needs the log-probs after an empty explanation"
+        processed = self.process_log_probs(empty_log_probs, solution_mask)
+        return student_solution_reward(processed, solution_mask, self.min_coef)
 
     def token_kl(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Estimate the KL of teacher from student at each think token, by the estimator of the options.
@@ -339,23 +343,6 @@ class RLTReward(Reward):
         if self.clip_kl is not None:
             kl = kl.clamp(-self.clip_kl, self.clip_kl)
         return -torch.expm1(-kl) if self.normalise_kl == "one_minus_exp" else kl
-
-
-def with_zero_for_empty_rows(values: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every row without tokens a single 0, as a new first column, (N, K) -> (N, K + 1)."""
-    empty = ~token_mask.any(dim=1, keepdim=True)  # (N, 1)
-    values = values.masked_fill(~token_mask, 0.0)
-    return torch.cat([values.new_zeros(empty.shape), values], dim=1), torch.cat([empty, token_mask], dim=1)
-
-
-def require_tokens(token_mask: Tensor, what: str) -> None:
-    """Raise a ValueError that names the rows without any token."""
-    empty_rows = (~token_mask.any(dim=1)).nonzero().flatten().tolist()
-    if empty_rows:
-        raise ValueError(
-            f"Every row needs at least one {what}, but row(s) {empty_rows} of the batch have none. "
-            "Drop these examples before they are scored."
-        )
 
 
 def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:

@@ -47,7 +47,8 @@ class Score:
 
     Attributes:
         reward: The sum of `terms`.
-        r_ss: How probable the student finds the solution after the explanation, nats, without its weight.
+        r_ss: How probable the student finds the solution after the explanation, nats, without its weight;
+            with `baseline="empty"` how much more probable than after an empty one.
         r_kl: How unnatural the explanation is to the student, nats, without its weight.
         terms: What adds up to the reward, by name, weights and signs included.
         token_ids: The K tokens of the explanation that r_kl counts.
@@ -83,6 +84,7 @@ class Score:
         terms = scores.terms
         assert isinstance(terms, RLTRewardTerms)
         solution = terms.solution_log_prob_mean + reward.min_coef * terms.solution_log_prob_min  # (N,)
+        solution = solution if terms.baseline is None else solution - terms.baseline
         kl = terms.kl_mean + reward.max_coef * terms.kl_max  # (N,)
         return cls(
             reward=float(terms.reward[place]),

@@ -13,9 +13,10 @@ from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows, sources_of
 from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.modules.baseline import scores_of_nothing
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
-from rlt_lightning.records.rows import rollout_rows, token_columns
+from rlt_lightning.records.rows import rollout_rows, score_rows, token_columns
 from rlt_lightning.report.heat import (
     Terminal,
     caveats,
@@ -75,10 +76,10 @@ class ExplainOptions:
             )
 
 
-def rows_to_score(
+def row_to_score(
     options: ExplainOptions, data: dict[str, Any], tags: TagStyle, score_given: bool = False
-) -> list[Row]:
-    """Return two rows of a source: the explanation in question and, to compare with, an empty one.
+) -> Row:
+    """Return a row of a source whose completion is the explanation in question.
 
     Args:
         options: What to explain.
@@ -120,13 +121,12 @@ def rows_to_score(
     texts = {"question": options.question, "solution": options.solution}
     columns |= {name: text for name, text in texts.items() if text is not None}
     # An empty completion would be none, and the row's trace would be scored.
-    completion = text + end * closed or "\n"
-    rows = [{**columns, "completion": completion}, {**columns, "completion": end}]
+    row = {**columns, "completion": text + end * closed or "\n"}
     try:
-        parse_row(rows[0], tags, [TRACE_COLUMN], allows_completion=True)
+        parse_row(row, tags, [TRACE_COLUMN], allows_completion=True)
     except BadRowError as error:
         raise InputError(f"What is explained must be usable, but {error.detail}. Correct it.") from error
-    return rows
+    return row
 
 
 def require_same_problem(recorded: Row, columns: Row, tags: TagStyle, options: ExplainOptions) -> None:
@@ -209,15 +209,17 @@ class Explainer(Callback):
         assert batch.rollouts is not None
         assert batch.scores is not None
         chat_format = stratos_of(trainer).format
-        rows = list(rollout_rows(batch))
-        for i, rollout in enumerate(batch.rollouts.rollouts):
-            rows[i] |= token_columns(rollout, batch.scores, i, chat_format)
+        [row], [rollout] = rollout_rows(batch), batch.rollouts.rollouts
+        row |= token_columns(rollout, batch.scores, 0, chat_format)
+        # In the precision in which RLTModule scored the explanation.
+        with trainer.precision_plugin.forward_context():
+            nothing = scores_of_nothing(pl_module, batch.rollouts, chat_format)
+        empty = score_rows(nothing)[0] | token_columns(rollout, nothing, 0, chat_format)
         parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
         reward: Any = pl_module.reward
-        text = explained(rows[0], rows[1], parts, reward, self.options.top, this_terminal())
-        print(text, flush=True)
+        print(explained(row, empty, parts, reward, self.options.top, this_terminal()), flush=True)
         if self.options.html:
-            write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
+            write_page(Path(self.options.html), "One explanation, token by token", data_of_rows([row]))
             print(f"\n{self.options.html}: the same as a page")
 
 

@@ -63,9 +63,10 @@ def terms_in_words(
     thought, kl = row["thought_tokens"], row["thought_kl"]
     solution, log_probs = row["solution_tokens"], row["solution_log_probs"]
     gain = row["solution_log_prob_reward"] - empty["solution_log_prob_reward"]
+    less = f" - ({row['baseline']:.4f} of an empty explanation)" if "baseline" in row else ""
     made_of = {
         "solution": f"{reward.solution_weight:g} x (mean {row['solution_log_prob_mean']:.4f} + "
-        f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}); the hardest token is "
+        f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}{less}); the hardest token is "
         f"{place_of(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
         "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
         f"{row['kl_max']:.4f}); "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.modules.baseline import scores_of_nothing
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.records.catalogue.columns import TAUGHT, TOKENS
@@ -30,7 +31,7 @@ from rlt_lightning.report.heat import (
     terms_in_words,
 )
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Problem, PromptBatch, RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import PromptBatch, RewardTerms, Rollout
 
 
 class NoReward(TextReward):
@@ -70,9 +71,7 @@ class Taught:
         rows, empty = list(rollout_rows(batch)), None
         parts = [{name: float(v[i]) for name, v in scores.terms.parts().items()} for i in range(len(rows))]
         if isinstance(module.reward, RLTReward):
-            before = module.score(
-                Rollouts([empty_rollout(rollouts[0].problem, data)], 1, 0, batch.rollouts.temperature)
-            )
+            before = scores_of_nothing(module, batch.rollouts, data.format)
             empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, data.format)
             for i, rollout in enumerate(rollouts):
                 rows[i] |= token_columns(rollout, scores, i, data.format)
@@ -95,13 +94,6 @@ class Taught:
             if "reward" not in row:
                 del found[-1]["reward"]
         return found
-
-
-def empty_rollout(problem: Problem, data: StratosDataModule) -> Rollout:
-    """Return an explanation without text, after which the student's view is the one before."""
-    completion = data.format.completion_from_trace(problem, "")
-    # None of its tokens counts in r_KL, so these log-probs enter nothing, and no teacher is asked for them.
-    return data.rollout(problem, replace(completion, log_probs=[0.0] * len(completion.token_ids)))
 
 
 def students_view(before: Tensor, after: Tensor) -> Row:

@@ -21,11 +21,23 @@ REWARD = (
     reward_term(
         "solution",
         "Solution term",
-        "solution_weight · r_SS: how likely the student finds the solution",
-        "rises towards 0. Falls: explanations mislead the student",
-        bounds="≤ 0",
+        "solution_weight · r_SS: how likely the student finds the solution; with `reward.baseline: empty` "
+        "how much likelier than without an explanation",
+        "rises towards 0, with a baseline above 0. Falls: explanations mislead the student",
+        bounds="≤ 0 without a baseline",
         column="solution_log_prob_reward",
         label="solution term",
+    ),
+    reward_term(
+        "baseline",
+        "Solution without an explanation",
+        "r_SS of an empty explanation, with `reward.baseline: empty`; `reward/solution` is then "
+        "solution_weight · (r_SS − this)",
+        "the same for a problem at every step, since the student is frozen: it changes with the problems. "
+        "Near 0: these problems need no explanation",
+        bounds="≤ 0",
+        column="baseline",
+        label="without an explanation",
     ),
     reward_term(
         "kl",

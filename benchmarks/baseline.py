@@ -1,0 +1,106 @@
+"""What `reward.baseline: empty` adds to the tokens that the student reads.
+
+    .venv/bin/python benchmarks/baseline.py
+
+A step like the released recipe's (balance.py), with prompts of 800 tokens and solutions of 400. The real
+scorer packs and counts the tokens; the student computes nothing. Read at once, in waves as completions end,
+without shared prompts, and with one explanation of a problem, as `rlt predict --config rank` has it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from balance import GROUP_SIZE, PROMPT, lengths_of_step
+from side_by_side import CPU, benchmark_parser, finish, read_options
+
+from rlt_lightning.modules.meter import PhaseCost
+from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.numerics import RLTReward
+from rlt_lightning.numerics.packing import Layout, micro_batches
+from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
+
+SOLUTION, SUFFIX, ROW = 400, 12, 16384  # tokens
+GOAL = 1.02
+
+
+def nothing(function: Any, packed: Any, *arguments: Any) -> Any:
+    """Stand for a model: states and log-probs of the scored tokens."""
+    zeros = torch.zeros(len(packed.targets))
+    return zeros.unsqueeze(1), zeros
+
+
+def rollout_of(problem: Problem, length: int) -> Rollout:
+    """Return an explanation of so many tokens, the separator at its end included."""
+    completion = Completion([1] * (length + 1), [0.0] * (length + 1), "stop")
+    return Rollout(problem, completion, num_body=length, num_think=length - 1, text="text", closed=True)
+
+
+def step_of(lengths: list[list[int]]) -> list[Rollout]:
+    """Return a step's rollouts, group after group."""
+    problem = ([1] * PROMPT, [], [1] * PROMPT, [1] * SUFFIX, [1] * SOLUTION)
+    problems = [Problem(row, "", "", *problem) for row in range(len(lengths))]
+    return [rollout_of(problems[i], length) for i, group in enumerate(lengths) for length in group]
+
+
+def waves_of(rows: list[Rollout]) -> list[list[Rollout]]:
+    """Return the rows in the waves in which they end, if all are sampled at the same speed."""
+    waves: list[list[Rollout]] = [[]]
+    for row in sorted(rows, key=lambda row: len(row.completion.token_ids)):
+        if sum(len(r.completion.token_ids) for r in waves[-1]) >= ROW:
+            waves.append([])
+        waves[-1].append(row)
+    return waves
+
+
+def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
+    """Return the tokens that the student computes for a step that is read in these waves."""
+    cost, known = PhaseCost(), {}
+    # The separator and the closing tag, as a format makes of an empty trace.
+    empty: Any = SimpleNamespace(
+        completion_from_trace=lambda problem, trace: Completion([1, 1], None, "stop"),
+        rollout=lambda problem, completion: Rollout(problem, completion, 1, 0, "", closed=True),
+    )
+
+    def plan(extents: Any) -> Any:
+        return [(row, 1.0) for row in micro_batches(extents, ROW, layout)]
+
+    options: Any = {"cost": cost, "chat_format": empty}
+    scorer = StudentScorer(nothing, nothing, RLTReward(baseline=baseline), CPU, plan, **options)
+    for rows in waves:
+        found = scorer.token_scores(Rollouts(rows, 1, 0, 0.7), known)
+        pairs = zip(rows, found.empty_log_probs, strict=False)
+        known |= {row.problem.row: values for row, values in pairs}
+    return cost.tokens
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, rounds=None)
+    parser.add_argument("--seeds", type=int, default=5)
+    options = read_options(parser, seeds=1)
+    ratios: dict[str, list[float]] = {}
+    for seed in range(options.seeds):
+        rows = step_of(lengths_of_step(seed))
+        ways: dict[str, tuple[list[list[Rollout]], Layout]] = {
+            "at once": ([rows], "auto"),
+            "in waves": (waves_of(rows), "auto"),
+            "without shared prompts": ([rows], "packed"),
+            "one explanation of a problem": ([rows[::GROUP_SIZE]], "auto"),
+        }
+        for name, way in ways.items():
+            with_it, without = tokens_of(*way, "empty"), tokens_of(*way, "none")
+            ratios.setdefault(name, []).append(with_it / without)
+    means = {name: statistics.mean(values) for name, values in ratios.items()}
+    for name, mean in means.items():
+        print(f"{name}: {mean:.4f} times the tokens")
+    sizes = {"prompt": PROMPT, "solution": SOLUTION, "suffix": SUFFIX, "group_size": GROUP_SIZE}
+    finish(
+        options.output, sizes | {"ratios": means}, ratio=means["at once"], waves=means["in waves"], goal=GOAL
+    )
+
+
+if __name__ == "__main__":
+    main()
