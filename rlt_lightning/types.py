@@ -3,7 +3,7 @@
 The data classes, from what they hold to what holds them:
 
     Problem, Completion → Rollout → Rollouts ┐
-         Retold ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
+   Retold, View ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 
@@ -154,6 +154,26 @@ class Retold:
 
 
 @dataclass(frozen=True)
+class View:
+    """What one of several students reads of a completion, if it is not what the first one reads.
+
+    Example:
+        Of a student with other tags: its own problem, no retold explanation.
+
+    Attributes:
+        problem: The problem with this student's pieces.
+        num_body: See `Rollout`; likewise the others.
+        num_think: Tokens that r_KL counts.
+        retold: The explanation in this student's tokens, if these are others.
+    """
+
+    problem: Problem
+    num_body: int
+    num_think: int
+    retold: Retold | None
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion attached to its problem, with the spans that the reward needs, in tokens.
 
@@ -168,6 +188,7 @@ class Rollout:
         text: The explanation, or a student's whole answer, for people.
         closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
         retold: The explanation in the student's tokens, if these are others.
+        views: What each further student reads, if there are several; None: what the first one reads.
     """
 
     problem: Problem
@@ -177,6 +198,7 @@ class Rollout:
     text: str
     closed: bool
     retold: Retold | None = None
+    views: tuple[View | None, ...] = ()
 
     @property
     def body(self) -> list[int]:
@@ -187,6 +209,11 @@ class Rollout:
     def empty(self) -> bool:
         """Return whether the text is only white space."""
         return not self.text.strip()
+
+    def read_by(self, number: int) -> Rollout:
+        """Return the rollout as one of several students reads it, from 0."""
+        view = self.views[number - 1] if number else None
+        return self if view is None else replace(self, **vars(view))
 
 
 @dataclass(frozen=True)
@@ -218,12 +245,15 @@ class Scores:
         solution_log_probs: N of (S,), nats, at the student's temperature; empty if no model was asked.
         think_tokens: N of K token ids, which r_KL counts; empty if no model was asked.
         kl: N of (K,), nats, their KL; empty if no model was asked.
+        by_student: The scores by each of several students, whose tokens above are the first one's; empty if
+            there is one.
     """
 
     terms: RewardTerms
     solution_log_probs: list[Tensor]
     think_tokens: list[list[int]]
     kl: list[Tensor]
+    by_student: dict[str, Scores] = field(default_factory=dict)
 
 
 @dataclass

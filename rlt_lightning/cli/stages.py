@@ -287,9 +287,11 @@ def trained_model(model: Any) -> str | None:
     return arguments.get("teacher") or arguments.get("pretrained")
 
 
-def frozen_student(model: Any) -> str | None:
-    """Return the student's name: its vocabulary is compared before any model is loaded."""
-    return ((model and model.get("init_args")) or {}).get("student")
+def frozen_student(model: Any) -> str | list[str] | None:
+    """Return the students' names: their vocabularies are compared before any model is loaded."""
+    arguments = (model and model.get("init_args")) or {}
+    several = arguments.get("students")
+    return arguments.get("student") if several is None else [*several]
 
 
 def require_whole_sets(words: list[str]) -> None:

@@ -33,21 +33,20 @@ def check_model(module: Any, run: Run, name: str, trained: bool = False, exact_k
 
 
 def get_frozen_ready(module: Any) -> None:
-    """Place student and reference, and check them; only the student chooses a layout.
+    """Place students and reference, and check them; only students choose a layout.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.
     """
-    for frozen in (module.student, module.reference):
+    for frozen in (*module.student_models, module.reference):
         if frozen is not None:
             frozen.place(module.device, module.sharding)
     if module.reference is not None:
         precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
         with module.reference.on(module.device) as run, precision.forward_context():
             fuse_blocks(run, module.pretrained, module.kernels, device)
-    if module.student is not None:
-        with module.student.on(module.device) as run:
-            exact_kl = module.reward.kl_estimator == "exact"
-            check_model(module, run, str(module.student_name), exact_kl=exact_kl)
+    for name, student in zip(module.students.names, module.student_models, strict=True):
+        with student.on(module.device) as run:
+            check_model(module, run, name, exact_kl=module.reward.kl_estimator == "exact")
 
 
 def fused_adamw(module: Any) -> bool | None:

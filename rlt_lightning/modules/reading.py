@@ -37,7 +37,7 @@ class Reading:
         module: The module with the models, an RLTModule.
         like: The step's settings; its rollouts are not used.
         share: What this rank computes, in the order in which it came.
-        scores: What the student says of each completion of the share; empty if the reward asks no model.
+        scores: What each student says of the completions of the share; empty if the reward asks no model.
         references: The reference's log-probs of each completion, (T,), nats; empty without a KL penalty.
         with_student: Whether the student reads.
         with_reference: Whether the reference reads.
@@ -46,7 +46,7 @@ class Reading:
     module: Any
     like: Rollouts
     share: Share
-    scores: TokenScores = field(default_factory=lambda: TokenScores([], []))
+    scores: list[TokenScores] = field(default_factory=list)
     references: list[Tensor] = field(default_factory=list)
     with_student: bool = True
     with_reference: bool = True
@@ -87,8 +87,10 @@ class Reading:
         if self.with_student:
             scores = self.module.token_scores(replace(self.like, rollouts=rows), cost)
             if own:
-                self.scores.solution_log_probs.extend(scores.solution_log_probs)
-                self.scores.kl.extend(scores.kl)
+                self.scores = self.scores or [TokenScores([], []) for _ in scores]
+                for before, found in zip(self.scores, scores, strict=True):
+                    before.solution_log_probs.extend(found.solution_log_probs)
+                    before.kl.extend(found.kl)
         if self.with_reference:
             references = reference_log_probs(self.module, rows, self.like.temperature, cost)
             if own:
@@ -102,7 +104,7 @@ class Reading:
             return [values[i] for i in order] if values else []
 
         numbers, rollouts = chosen(self.share.numbers), chosen(self.share.rollouts)
-        scores = TokenScores(chosen(self.scores.solution_log_probs), chosen(self.scores.kl))
+        scores = [TokenScores(chosen(one.solution_log_probs), chosen(one.kl)) for one in self.scores]
         share = replace(self.share, numbers=numbers, rollouts=rollouts)
         return replace(self, share=share, scores=scores, references=chosen(self.references))
 

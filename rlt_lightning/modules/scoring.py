@@ -88,8 +88,12 @@ class StudentScorer:
         return self.rewards(rollouts.rollouts, self.token_scores(rollouts))
 
     @torch.no_grad()
-    def token_scores(self, rollouts: Rollouts) -> TokenScores:
+    def token_scores(self, rollouts: Rollouts, known: list[Tensor] | None = None) -> TokenScores:
         """Run the models, and return the log-probs that the reward of each rollout is made of.
+
+        Args:
+            rollouts: N rollouts, as this student reads them.
+            known: N of (K,), nats, the teacher's log-probs of the think tokens; None: to be found.
 
         Raises:
             NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
@@ -101,7 +105,7 @@ class StudentScorer:
         students = [student_sequence(r, number) for r, number in zip(rows, num_read, strict=True)]
         require_room(self.student, rows, students)
         teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
-        given = self.sampled_log_probs(rollouts)
+        given = self.sampled_log_probs(rollouts) if known is None else known
         needs_teacher = [] if given is not None else teachers
         extents = [
             Extent(
@@ -146,14 +150,21 @@ class StudentScorer:
         return TokenScores(solution, kl)
 
     @torch.no_grad()
-    def rewards(self, rows: list[Rollout], found: TokenScores) -> Scores:
+    def rewards(
+        self, rows: list[Rollout], found: TokenScores, extra: dict[str, Tensor] | None = None
+    ) -> Scores:
         """Return the rewards of N rollouts, whole groups, from their tokens' numbers.
+
+        Args:
+            rows: N rollouts, as this student reads them.
+            found: The numbers of their tokens.
+            extra: What `extra_terms` returned of them; None: to be found.
 
         Raises:
             NonFiniteError: If a reward is NaN or infinite, naming the rows.
             InputError: If the reward's extra terms have wrong names or shapes.
         """
-        extra = self.extra_terms(rows)
+        extra = self.extra_terms(rows) if extra is None else extra
         solution_log_probs, solution_mask = pad_rows(found.solution_log_probs)  # (N, S)
         kl_values, kl_mask = pad_rows(found.kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)

@@ -106,27 +106,26 @@ class Share:
         own = -(-prompt // self.group_size) if self.shares_prefix else prompt
         return own + len(rollout.completion.token_ids)
 
-    def scores_of_own(self, found: TokenScores, device: torch.device) -> TokenScores:
+    def scores_of_own(self, found: list[TokenScores], device: torch.device) -> list[TokenScores]:
         """Turn the numbers of this rank's share into those of its own problems, by asking all ranks.
 
         Args:
-            found: In the order of `numbers`, which is ascending; of no completion if no model was asked.
+            found: Of each student, in the order of `numbers`, which is ascending; empty if none was asked.
+            device: The device of the result.
         """
         if self.world_size == 1:
             return found
-        numbers = self.numbers if found.solution_log_probs else []
-        rows = zip(numbers, found.solution_log_probs, found.kl, strict=True)
-        arrays = {number: (solution.cpu().numpy(), kl.cpu().numpy()) for number, solution, kl in rows}
-        by_number = {
-            number: pair for part in gather(arrays, self.world_size) for number, pair in part.items()
-        }
+        # A number's values: solution and KL of the first student, of the second, …
+        columns = [values for one in found for values in (one.solution_log_probs, one.kl)]
+        rows = zip(*columns, strict=True)
+        numbers = self.numbers if found else []
+        arrays = {n: [v.cpu().numpy() for v in row] for n, row in zip(numbers, rows, strict=True)}
+        by_number = {number: row for part in gather(arrays, self.world_size) for number, row in part.items()}
         if not by_number or not self.num_own:
-            return TokenScores([], [])
+            return []
         own = [by_number[self.first + place] for place in range(self.num_own)]
-        solution, kl = (
-            [torch.tensor(values, device=device) for values in column] for column in zip(*own, strict=True)
-        )
-        return TokenScores(solution, kl)
+        lists = [[torch.tensor(v, device=device) for v in column] for column in zip(*own, strict=True)]
+        return [TokenScores(*pair) for pair in zip(lists[::2], lists[1::2], strict=True)]
 
     def of_share(self, own: Tensor) -> Tensor:
         """Turn a number for each completion of this rank's own problems, (num_own,), into the share's."""

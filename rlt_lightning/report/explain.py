@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -13,9 +13,10 @@ from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows, sources_of
 from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
-from rlt_lightning.records.rows import rollout_rows, token_columns
+from rlt_lightning.records.rows import rollout_rows, row_of_student, token_columns
 from rlt_lightning.report.heat import (
     Terminal,
     caveats,
@@ -23,6 +24,7 @@ from rlt_lightning.report.heat import (
     legend,
     shaded,
     solution_heat,
+    students_in_words,
     table_of_kl,
     terms_in_words,
     this_terminal,
@@ -208,14 +210,23 @@ class Explainer(Callback):
     ) -> None:
         assert batch.rollouts is not None
         assert batch.scores is not None
-        chat_format = stratos_of(trainer).format
+        formats = stratos_of(trainer).readers.formats
         rows = list(rollout_rows(batch))
         for i, rollout in enumerate(batch.rollouts.rollouts):
-            rows[i] |= token_columns(rollout, batch.scores, i, chat_format)
-        parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
-        reward: Any = pl_module.reward
-        text = explained(rows[0], rows[1], parts, reward, self.options.top, this_terminal())
-        print(text, flush=True)
+            rows[i] |= token_columns(rollout, batch.scores, i, formats)
+        terminal, module = this_terminal(), cast(RLTModule, pl_module)
+        reward = module.reward
+        assert isinstance(reward, RLTReward)
+        by_student = batch.scores.by_student
+        if by_student:
+            print("\n".join([*students_in_words(rows[0], module.students, terminal), ""]))
+        # With one student, its scores are those of the batch.
+        for label, scores in by_student.items() or [("", batch.scores)]:
+            parts = {name: float(values[0]) for name, values in scores.terms.parts().items()}
+            row, empty = (row_of_student(one, label) for one in rows)
+            if by_student:
+                print(f"\n{label}:\n")
+            print(explained(row, empty, parts, reward, self.options.top, terminal), flush=True)
         if self.options.html:
             write_page(Path(self.options.html), "One explanation, token by token", data_of_rows(rows[:1]))
             print(f"\n{self.options.html}: the same as a page")
