@@ -3,7 +3,7 @@
 The data classes, from what they hold to what holds them:
 
     Problem, Completion → Rollout → Rollouts ┐
-         Retold ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
+   Retold, View ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 
@@ -24,7 +24,6 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -178,6 +177,26 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class View:
+    """What one of several students reads of a completion, if it is not what the first one reads.
+
+    Example:
+        Of a student with other tags: its own problem, no retold explanation.
+
+    Attributes:
+        problem: The problem with this student's pieces.
+        num_body: See `Rollout`; likewise the others.
+        num_think: Tokens that r_KL counts.
+        retold: The explanation in this student's tokens, if these are others.
+    """
+
+    problem: Problem
+    num_body: int
+    num_think: int
+    retold: Retold | None
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion attached to its problem, with the spans that the reward needs, in tokens.
 
@@ -193,6 +212,7 @@ class Rollout:
         closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
         retold: The explanation in the student's tokens, if these are others.
         seen: In student_opd, what the teacher reads; None if it can judge nothing.
+        views: What each further student reads, if there are several; None: what the first one reads.
     """
 
     problem: Problem
@@ -203,6 +223,7 @@ class Rollout:
     closed: bool
     retold: Retold | None = None
     seen: Seen | None = None
+    views: tuple[View | None, ...] = ()
 
     @property
     def body(self) -> list[int]:
@@ -213,6 +234,11 @@ class Rollout:
     def empty(self) -> bool:
         """Return whether the text is only white space."""
         return not self.text.strip()
+
+    def read_by(self, number: int) -> Rollout:
+        """Return the rollout as one of several students reads it, from 0."""
+        view = self.views[number - 1] if number else None
+        return self if view is None else replace(self, **vars(view))
 
 
 @dataclass(frozen=True)
@@ -244,12 +270,15 @@ class Scores:
         solution_log_probs: N of (S,), nats, at the student's temperature; empty if no model was asked.
         think_tokens: N of K token ids, which r_KL counts; empty if no model was asked.
         kl: N of (K,), nats, their KL; empty if no model was asked.
+        by_student: The scores by each of several students, whose tokens above are the first one's; empty if
+            there is one.
     """
 
     terms: RewardTerms
     solution_log_probs: list[Tensor]
     think_tokens: list[list[int]]
     kl: list[Tensor]
+    by_student: dict[str, Scores] = field(default_factory=dict)
 
 
 @dataclass
@@ -301,59 +330,6 @@ class SFTBatch:
     """The examples of one optimizer step of one rank."""
 
     examples: list[SFTExample]
-
-
-@dataclass(frozen=True)
-class EvaluationProblem:
-    """One question of an evaluation set.
-
-    Attributes:
-        id: The name of the set, a slash, and the question's id in the set, such as `gsm8k/17`.
-        set_name: The name of the set.
-        question: The question's text.
-        prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
-        reference: What the judge compares an answer with.
-        private: Whether nothing may be written that could quote the question.
-    """
-
-    id: str
-    set_name: str
-    question: str
-    prompt: list[int]
-    reference: Mapping[str, Any]
-    private: bool
-
-
-@dataclass(frozen=True)
-class Response:
-    """A model's whole turn in answer to a question, tags included.
-
-    Attributes:
-        text: The text.
-        num_tokens: Sampled tokens; None if the response was given.
-        finish_reason: Why sampling ended; None if the response was given.
-        num_thinking_tokens: Tokens of the thought, if a budget was forced.
-    """
-
-    text: str
-    num_tokens: int | None = None
-    finish_reason: FinishReason | None = None
-    num_thinking_tokens: int | None = None
-
-
-@dataclass
-class EvaluationBatch:
-    """Questions of one set. ResponseCallback attaches the responses, the module the judged records.
-
-    Attributes:
-        problems: The questions.
-        responses: The responses to each question, equally many for each.
-        records: One record of each judged response.
-    """
-
-    problems: list[EvaluationProblem]
-    responses: list[list[Response]] | None = None
-    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 # Marks a field of RewardTerms that holds no numbers.

@@ -132,7 +132,7 @@ class Counting(RLTModule):
     counts: ClassVar[list[int]] = []
     scored: ClassVar[Event] = Event()
 
-    def token_scores(self, *arguments: Any) -> TokenScores:
+    def token_scores(self, *arguments: Any) -> list[TokenScores]:
         found = super().token_scores(*arguments)
         self.scored.set()
         return found

@@ -138,7 +138,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     rows = batch.rollouts.rollouts
     assert read == [rows[0].problem.row, rows[4].problem.row]
     terms: Any = batch.scores.terms
-    slow = [slow_baseline(rlt.student.model, empty_rollout(row.problem, data.format)) for row in rows]
+    slow = [slow_baseline(rlt.student_models[0].model, empty_rollout(row.problem, data.format)) for row in rows]
     assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
 
     # In waves: the second and third bring nothing of a problem that the first did not have.
@@ -190,7 +190,7 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
     assert batch.scores is not None
     assert batch.counts["rollout/dropped_groups"] == 4
     assert rlt.student is not None
-    student = rlt.student.model
+    student = rlt.student_models[0].model
     slow = [slow_baseline(student, empty_rollout(r.problem, data.format)) for r in batch.rollouts.rollouts]
     terms: Any = batch.scores.terms
     assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)

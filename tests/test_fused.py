@@ -30,6 +30,7 @@ from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.checked import check_model, get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Whole
 from rlt_lightning.types import InputError
@@ -236,7 +237,8 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
     monkeypatch.setattr(
         chosen_kernels, "compiled_head_fault", lambda dtype, device, exact_kl: seen.append(exact_kl)
     )
-    frozen = {"student": FrozenModel(StrictEntry(tiny_qwen())), "student_name": "tiny", "reference": None}
+    student = FrozenModel(StrictEntry(tiny_qwen()))
+    frozen = {"student_models": [student], "students": Students.of("tiny", None), "reference": None}
     places = {"device": CPU, "sharding": Whole(None)}
     reward = RLTReward(kl_estimator=estimator)
     get_frozen_ready(module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places))

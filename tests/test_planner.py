@@ -40,7 +40,7 @@ STEP = Step(
 )  # fmt: skip
 GPU = Device("H100", memory=10_000, flops=1e6, bandwidth=1e4, reserved=50)
 SETUP = Setup(
-    device=GPU, sharding="whole", num_processes=1, processes_per_machine=1, policy=MODEL, student=MODEL,
+    device=GPU, sharding="whole", num_processes=1, processes_per_machine=1, policy=MODEL, students=(MODEL,),
     with_reference=True, shares_base=False, forwards_per_step=3, master_bytes=4, grad_bytes=4,
     offload_frozen=False, offload_optimizer=False, offload_parameters=False,
     bucket_numel=30, sub_group_numel=10**12, step=STEP, logits_bytes=16, hf_sequences=8,
@@ -56,7 +56,7 @@ WORKER = PlannedWorkers(
 def half(setup: Setup) -> Setup:
     """As DeepSpeed holds it with bf16: weights in 2 bytes; gradients, masters and moments in 4."""
     policy = replace(MODEL, weight_bytes=2, product_bytes=2)
-    return replace(setup, policy=policy, student=policy, grad_bytes=4)
+    return replace(setup, policy=policy, students=(policy,), grad_bytes=4)
 
 
 def on(setup: Setup, sharding: str, num_processes: int = 4) -> Setup:
@@ -343,7 +343,7 @@ def test_keys_and_values_are_read_and_limit_what_is_in_work() -> None:
 
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     tuning = replace(
-        SETUP, student=None, with_reference=False, hf_sequences=0, device=replace(GPU, memory=2000)
+        SETUP, students=(), with_reference=False, hf_sequences=0, device=replace(GPU, memory=2000)
     )
     plan = make_plan(on(tuning, "ddp"))
     [problem] = plan.problems()

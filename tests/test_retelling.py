@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED
-from rlt_lightning.datamodules import StratosDataModule, stratos
+from rlt_lightning.datamodules import StratosDataModule, readers
 from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
 from rlt_lightning.integrations.scorer import ExplanationScorer
@@ -275,7 +275,7 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         assert none is None
         return tokenizer, tokenizer
 
-    monkeypatch.setattr(stratos, "tokenizers_of", other)
+    monkeypatch.setattr(readers, "tokenizers_of", other)
     spans = teacher.score(rows)
     for ours, theirs, case in zip(spans, today, CASES, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -327,8 +327,7 @@ def test_a_step_equals_the_slow_version(tiny_model: str, tmp_path: Path) -> None
     assert batch.rollouts is not None
     assert batch.scores is not None
     teacher = load_model(tiny_model)
-    assert module.student is not None
-    student = module.student.model
+    student = module.student_models[0].model
     for i, rollout in enumerate(batch.rollouts.rollouts):
         assert rollout.retold is not None
         think, (of_teacher, of_student) = rollout.body[: rollout.num_think], (torch.zeros(0), torch.zeros(0))

@@ -127,10 +127,9 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None
-    assert rlt.student is not None
     assert rlt.reference is not None
     rows = batch.rollouts.rollouts
-    rewards = torch.tensor([slow_reward(policy, rlt.student.model, row) for row in rows])
+    rewards = torch.tensor([slow_reward(policy, rlt.student_models[0].model, row) for row in rows])
     torch.testing.assert_close(batch.scores.terms.reward, rewards, atol=1e-5, rtol=1e-5)
 
     advantages = GroupNormalisedAdvantages()(batch.scores.terms.reward, 4)  # their scale magnifies rounding
@@ -282,9 +281,9 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Sc
     forwards, scores = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
     assert len(forwards) == 1
     if case == "no log-probs":
-        assert rlt.student is not None
+        student = rlt.student_models[0].model
         for row, reward in zip(rollouts.rollouts, scores.terms.reward.tolist(), strict=True):
-            assert reward == pytest.approx(slow_reward(rlt.policy, rlt.student.model, row), abs=1e-4)
+            assert reward == pytest.approx(slow_reward(rlt.policy, student, row), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -381,9 +380,8 @@ def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model:
     assert {id(p) for p in rlt.parameters()} == {id(p) for p in rlt.policy.parameters()}
     optimized = sum(len(group["params"]) for group in rlt.optimizers().param_groups)  # type: ignore[union-attr]
     assert optimized == len(list(rlt.policy.parameters()))
-    assert rlt.student is not None
     initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
-    for name, tensor in rlt.student.model.state_dict().items():
+    for name, tensor in rlt.student_models[0].model.state_dict().items():
         torch.testing.assert_close(tensor, initial[name], atol=0, rtol=0)
 
 
@@ -428,7 +426,7 @@ def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
 def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
     class Poison(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            pl_module.student.model.get_output_embeddings().weight.data[0] = torch.nan
+            pl_module.student_models[0].model.get_output_embeddings().weight.data[0] = torch.nan
 
     with pytest.raises(
         NonFiniteError, match=r"student log-prob of the solution must be finite, but row\(s\) \d+"
@@ -456,7 +454,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     class OtherStudent(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
             torch.manual_seed(2)
-            for parameter in pl_module.student.model.parameters():
+            for parameter in pl_module.student_models[0].model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
@@ -467,13 +465,12 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None
-    assert rlt.student is not None
     for row, kl in zip(batch.rollouts.rollouts, batch.scores.kl, strict=True):
         think = row.body[: row.num_think]
         distributions = []
         for model, prefix in (
             (policy, row.problem.teacher_prompt),
-            (rlt.student.model, row.problem.student_prefix + row.problem.think_prefix),
+            (rlt.student_models[0].model, row.problem.student_prefix + row.problem.think_prefix),
         ):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([prefix + think])).logits[0, len(prefix) - 1 : -1]

@@ -44,12 +44,13 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.judge import Judge
+from rlt_lightning.judging.questions import EvaluationBatch, Response
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.evaluation import SetMetrics, figures_of, judged_records, metrics_of
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.records.catalogue.evaluation import EVALUATION, OVERALL_FIGURES
 from rlt_lightning.records.results import accuracy
-from rlt_lightning.types import EvaluationBatch, InputError, Problem, Response, SFTExample
+from rlt_lightning.types import InputError, Problem, SFTExample
 
 SECONDS = "perf/evaluate_s"
 
@@ -57,7 +58,7 @@ SECONDS = "perf/evaluate_s"
 class EvaluateEvery(Callback):
     """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
 
-    Only for students (`data.task` student_sft or student_rl). Training is the same with and without it.
+    Only for students (`data.task` student_sft, student_rl or student_opd). Training is the same with and without it.
 
     Args:
         every_n_steps: Optimizer steps between evaluations.
@@ -291,7 +292,7 @@ def require_student_task(task: str) -> None:
     Raises:
         InputError: If it is a teacher.
     """
-    if task not in ("student_sft", "student_rl"):
+    if task not in ("student_sft", "student_rl", "student_opd"):
         raise InputError(
             f"EvaluateEvery asks a student, but data.task is {task}: a teacher explains given solutions and "
             "answers no question. Remove it from trainer.callbacks, and watch a teacher by held-out rows: "

@@ -13,10 +13,10 @@ from typing_extensions import override
 from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.datamodules.published import known_by_number
+from rlt_lightning.judging.questions import EvaluationBatch
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.records.jsonl import append_rows, keep_rows, rewrite
 from rlt_lightning.records.results import render, without_nan
-from rlt_lightning.types import EvaluationBatch
 
 
 class EvaluationWriter(Callback):

@@ -51,9 +51,9 @@ class RolloutRecorder(Callback):
         assert batch.rollouts is not None
         assert batch.scores is not None
         if batch.scores.kl:  # empty if the reward asks no model
-            chat_format = stratos_of(trainer).format
+            formats = stratos_of(trainer).readers.formats
             for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
-                rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, chat_format)
+                rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
         rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
@@ -127,9 +127,9 @@ class ScoreWriter(Callback):
             for r, terms in zip(batch.rollouts.rollouts, score_rows(scores), strict=True)
         )
         if self.per_token:
-            chat_format = stratos_of(trainer).format
+            formats = stratos_of(trainer).readers.formats
             rollouts = batch.rollouts.rollouts
-            tokens = (token_columns(r, scores, i, chat_format) for i, r in enumerate(rollouts))
+            tokens = (token_columns(r, scores, i, formats) for i, r in enumerate(rollouts))
             rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
         append_rows(self._path(trainer), rows)
 
@@ -140,7 +140,7 @@ class ScoreWriter(Callback):
         if stage != "predict" or data.task != "score":
             return
         rows, folder = list(rows_in(self._path(trainer))), self._path(trainer).parent
-        terms: tuple[str, ...] = pl_module.reward.columns()  # type: ignore[union-attr, operator]
+        terms = shown_columns(pl_module)
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             write_groups(rows, self.rank_groups, terms, folder)
         if len(data.trace_columns) == 2:
@@ -150,6 +150,12 @@ class ScoreWriter(Callback):
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "scores.jsonl"
+
+
+def shown_columns(module: Any) -> tuple[str, ...]:
+    """Return the columns of scored rows that pages show; with several students the reward by each of them."""
+    labels = module.students.labels
+    return (*module.reward.columns(), *(f"reward/{label}" for label in labels if len(labels) > 1))
 
 
 def is_scored_row_of(row: Row, problem: Problem) -> bool:

@@ -23,6 +23,7 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
 from rlt_lightning.models.announce import announce
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
@@ -31,7 +32,7 @@ from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.tags import decode
-from rlt_lightning.types import EvaluationBatch, EvaluationProblem, FinishReason, InputError, Response
+from rlt_lightning.types import FinishReason, InputError
 
 
 class ResponseCallback(Callback):

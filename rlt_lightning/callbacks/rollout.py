@@ -38,6 +38,7 @@ from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.rollout_checks import (
     FIXED,
     choose_weights,
+    readers_of_run,
     require_gathering,
     require_room,
     require_trainable,
@@ -50,7 +51,6 @@ from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import InputError, Problem, PromptBatch, Rollouts
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.
@@ -208,9 +208,8 @@ class RolloutCallback(Callback):
         if stage == "fit":
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        for model, role in pl_module.readers():
-            context = context_length(model, bool(pl_module.trust_remote_code))
-            require_room(data.all_items, role, context, longest)
+        for reader in readers_of_run(pl_module, data):
+            require_room(data.all_items, reader, longest)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.datamodules.stored import StoredItems
+from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.models.announce import announce
+from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.pretrained import context_length
 from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import InputError, Problem
 
@@ -21,9 +27,6 @@ from rlt_lightning.types import InputError, Problem
 FIXED = {
     "teacher": ("teacher_prefix", "think_prefix"),
     "student": ("student_prefix", "think_prefix", "student_suffix", "solution_ids"),
-    # In student_opd the student is trained, and a teacher reads its answer.
-    "answering student": ("teacher_prefix", "think_prefix"),
-    "reading teacher": ("teacher_view",),
 }
 
 
@@ -113,14 +116,60 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
         )
 
 
-def require_room(problems: StoredItems, role: str, context: int, max_completion_length: int) -> None:
+@dataclass(frozen=True)
+class ReadingModel:
+    """A model that reads all problems of a run.
+
+    Attributes:
+        role: What it is, for messages.
+        context: Tokens that it takes.
+        fixed: Its tokens of each problem, beside the completion's.
+    """
+
+    role: str
+    context: int
+    fixed: np.ndarray
+
+
+def readers_of_run(module: SampledModule, data: StratosDataModule) -> Iterator[ReadingModel]:
+    """Yield the models that read, with their tokens of all problems; held-out ones are the last."""
+    items = data.all_items
+
+    def context(name: str) -> int:
+        return context_length(name, bool(module.trust_remote_code))
+
+    trained = items.numbers(*FIXED["teacher"])
+    if isinstance(module, OPDModule):
+        teacher = module.teacher_name or module.pretrained
+        yield ReadingModel("student", context(module.pretrained), trained)
+        yield ReadingModel("teacher", context(teacher), items.numbers("teacher_view"))
+    if not isinstance(module, RLTModule):
+        return
+    names = module.students.names
+    yield ReadingModel("teacher", context(module.pretrained), trained)
+    for name, fixed in zip(names, student_lengths(data), strict=False):
+        role = "student" if len(names) == 1 else f"student {name}"
+        yield ReadingModel(role, context(name), fixed)
+
+
+def student_lengths(data: StratosDataModule) -> Iterator[np.ndarray]:
+    """Yield each student's tokens of all problems, beside the completion's; the held-out ones last."""
+    yield (first := data.all_items.numbers(*FIXED["student"]))
+    for reader in data.readers.others:
+        if reader is None:
+            yield first
+        else:
+            yield np.array([fixed_tokens(reader.problem(problem), "student") for problem in data.problems])
+
+
+def require_room(problems: StoredItems, model: ReadingModel, max_completion_length: int) -> None:
     """Check that every problem and its completion, given or of full length, fit into a context, in tokens.
 
     Raises:
         InputError: Naming the row, the lengths and the settings that would make room.
     """
-    fixed, given = problems.numbers(*FIXED[role]), problems.numbers("completion_ids")
-    needed = fixed + np.where(given > 0, given, max_completion_length)
+    given, role, context = problems.numbers("completion_ids"), model.role, model.context
+    needed = model.fixed + np.where(given > 0, given, max_completion_length)
     for place in np.flatnonzero(needed > context)[:1]:
         row = problems.rows[place]
         if given[place]:
@@ -130,7 +179,7 @@ def require_room(problems: StoredItems, role: str, context: int, max_completion_
             )
         raise InputError(
             f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row {row} "
-            f"needs {fixed[place]} + max_completion_length {max_completion_length}. Lower "
+            f"needs {model.fixed[place]} + max_completion_length {max_completion_length}. Lower "
             "sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
         )
 

@@ -15,12 +15,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.parser import with_config_files
-from rlt_lightning.cli.stages import VERBS, RLTCommandLine
-from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
+from rlt_lightning.cli.stages import VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.planner import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.records.jsonl import Row, append_rows
 from rlt_lightning.report.explain import Explainer, ExplainOptions, row_to_score
+from rlt_lightning.types import as_list
 
 
 class BorrowingCommandLine(RLTCommandLine):
@@ -163,8 +164,9 @@ class ExplainCommandLine(OneProblemCommandLine):
         options = ExplainOptions(**config.explain.as_dict())
         score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
         model, data = config.model.init_args, config.data.init_args.as_dict()
-        chosen = choose_format(FormatOptions.of_settings(data), model.get("teacher"), model.get("student"))
-        row = row_to_score(options, data, chosen.tags, score_given)
+        students = as_list(frozen_student(config.model))
+        chosen = choose_formats(FormatOptions.of_settings(data), model.get("teacher"), students)
+        row = row_to_score(options, data, chosen[0].tags, score_given)
         self.take(config, row, options.row, "score")
 
     def printer(self) -> Explainer:

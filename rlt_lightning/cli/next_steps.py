@@ -117,13 +117,14 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
         name = config_name("generate", on_cpu, config)
-        options = {"model.teacher": model, "model.student": models.student, **sampling_of(config)}
-        options |= at_most(name, "data.student_context", context_of(config, models.student))
+        student = student_of(config)
+        options = {"model.teacher": model, "model.student": student, **sampling_of(config)}
+        options |= at_most(name, "data.student_context", context_of(config, student))
         options |= (new := new_questions(data)) | forced(data)
         words = command("predict", name, options, data, TEACHER_FORMAT)
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         return f"write data for students (docs/generating.md{which}):\n  {words}"
-    if data.task in ("student_rl", "student_sft"):
+    if data.task in ("student_rl", "student_sft", "student_opd"):
         name = config_name("evaluate", on_cpu, config)
         is_rl = data.task == "student_rl"
         sampling = sampling_of(config) if is_rl else completion_length(config, name, model, examples)
@@ -153,13 +154,20 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
     if not num_rows:
         return None
     # A model that wrote its own answers is what a student of them starts from.
-    student = config.model.init_args.student or config.model.init_args.teacher
+    student = student_of(config) or config.model.init_args.teacher
     options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
     options |= forced(data)
     options |= at_most(name, "data.prompts_per_step", num_rows)
     limit = data.student_context or context_of(config, student)
     options |= at_most(name, "data.max_length", limit)
     return f"train a student on them:\n  {command('fit', name, options, data, STUDENT_FORMAT)}"
+
+
+def student_of(config: Namespace) -> Any:
+    """Return the student of a run; of several the first, for whom data are written. None without one."""
+    models = config.model.init_args
+    several = models.get("students")
+    return models.student if several is None else next(iter(several))
 
 
 def forced(data: Namespace) -> Options:
@@ -192,6 +200,7 @@ def as_word(value: Any) -> str:
 def config_name(stage: str, on_cpu: bool, config: Namespace) -> str:
     """Return the name of a stage's config that fits the device and, on a CPU, this run's models."""
     models = {config.model.init_args.get(name) for name in ("pretrained", "teacher", "student")}
+    models |= {*(config.model.init_args.get("students") or ())}
     laptop = IN_MINIATURE if models & MINIATURES.keys() else ON_A_CPU
     return laptop[stage] if on_cpu else stage
 

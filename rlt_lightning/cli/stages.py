@@ -287,13 +287,15 @@ def trained_model(model: Any) -> str | None:
     return arguments.get("pretrained") or arguments.get("teacher")
 
 
-def frozen_student(model: Any) -> str | None:
-    """Return the name of the frozen model that reads completions, whose tokenizer the data need.
+def frozen_student(model: Any) -> str | list[str] | None:
+    """Return the names of the frozen models that read completions, whose tokenizers the data need.
 
-    That is the student of an RLT teacher, and the teacher of a student that is trained as `pretrained`.
+    Those are the students of an RLT teacher, and the teacher of a student that is trained as `pretrained`.
     """
     arguments = (model and model.get("init_args")) or {}
-    return arguments.get("teacher" if "pretrained" in arguments else "student")
+    several = arguments.get("students")
+    one = arguments.get("teacher" if "pretrained" in arguments else "student")
+    return one if several is None else [*several]
 
 
 def require_whole_sets(words: list[str]) -> None:

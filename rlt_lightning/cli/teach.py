@@ -25,6 +25,7 @@ from lightning.pytorch import Trainer
 from rlt_lightning.callbacks import DistillationWriter
 from rlt_lightning.cli.borrowed import OneProblemCommandLine
 from rlt_lightning.cli.parser import bare_words
+from rlt_lightning.cli.stages import frozen_student
 from rlt_lightning.datamodules.sources import names_of
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, key_from
@@ -111,7 +112,7 @@ class TeachCommandLine(OneProblemCommandLine):
             rollouts.sampling.temperature = options.temperature
         if options.max_tokens is not None:
             rollouts.sampling.max_completion_length = options.max_tokens
-        if model.student is None and asks_student(model.reward):
+        if frozen_student(config.model) is None and asks_student(model.reward):
             model.reward = Namespace(class_path=NO_REWARD, init_args=Namespace())
         if options.url is not None:
             self.ask_server(options.url, model, rollouts)

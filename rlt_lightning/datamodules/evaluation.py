@@ -26,11 +26,12 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.published import difference
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
 from rlt_lightning.models.announce import announce
 from rlt_lightning.records.jsonl import Row, whole_rows
 from rlt_lightning.records.results import unlike_published
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
-from rlt_lightning.types import EvaluationBatch, EvaluationProblem, InputError, Response
+from rlt_lightning.types import InputError
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
 SHOWN_IDS = 3  # in messages

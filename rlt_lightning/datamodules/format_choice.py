@@ -13,7 +13,7 @@ A setting that contradicts what a model was trained in is refused, unless `force
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,30 @@ class ChosenFormat:
             )
 
 
+def choose_formats(
+    options: FormatOptions, teacher: str, students: Sequence[str], learns: bool = False
+) -> list[ChosenFormat]:
+    """Choose the format for each student of a run, at least one; the teacher writes for the first.
+
+    Raises:
+        InputError: See `choose_format`.
+    """
+    first = choose_format(options, teacher, students[0] if students else None, learns)
+    further = [choose_format(options, teacher, name, learns, first.tags) for name in students[1:]]
+    return [first, *(replace(one, guessed=without_teacher(one.guessed)) for one in further)]
+
+
+def without_teacher(guessed: dict[Role, str]) -> dict[Role, str]:
+    """Return the guessed models without the teacher, of which the first student's format warns."""
+    return {role: name for role, name in guessed.items() if role != "teacher"}
+
+
 def choose_format(
-    options: FormatOptions, teacher: str | None, student: str | None, learns: bool = False
+    options: FormatOptions,
+    teacher: str | None,
+    student: str | None,
+    learns: bool = False,
+    written: TagStyle | None = None,
 ) -> ChosenFormat:
     """Choose the format of a run.
 
@@ -166,6 +188,7 @@ def choose_format(
         teacher: Name of the model that explains; None if none does.
         student: Name of the model that answers, or that scores explanations; None if none does.
         learns: Whether the model is fine-tuned: it then may have been trained for the other role before.
+        written: The teacher's tags, if another student has decided them.
 
     Raises:
         InputError: If a setting contradicts what a model was trained in, or `format_from` shows no format.
@@ -177,7 +200,7 @@ def choose_format(
     seen = None if options.format_from is None else format_of_rows(options.format_from, options)
     taught = None if teacher is None else recorded_format(teacher, "teacher", options, learns)
     known = None if student is None else recorded_format(student, "student", options, learns)
-    tags = named or first_tags(taught, seen, known) or STRATOS
+    tags = named or written or first_tags(taught, seen, known) or STRATOS
     student_tags = own_named or first_tags(known, seen) or tags
     teachers = options.teacher_system_prompt
     told = options.student_system_prompt
@@ -318,11 +341,12 @@ def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
     return parsed.system if has_tags else None
 
 
-def models_of(trainer: Trainer) -> tuple[str | None, str | None]:
-    """Return the names of the trained or evaluated model of a run, and of its student, where it has them."""
+def models_of(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
+    """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
     module: Any = trainer.lightning_module
-    reader = getattr(module, "student_name", None) or getattr(module, "teacher_name", None)
-    return getattr(module, "pretrained", None), reader
+    students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
+    readers = students.names if students else (teacher,) if teacher else ()
+    return getattr(module, "pretrained", None), readers
 
 
 def require_model(name: str | None) -> str:

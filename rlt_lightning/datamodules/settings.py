@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.types import InputError
+
+
+def require_settings(data: Any) -> None:
+    """Check the settings of a StratosDataModule.
+
+    Raises:
+        InputError: Naming the setting.
+    """
+    require_sizes(
+        prompts_per_step=data.prompts_per_step,
+        max_prompt_length=data.max_prompt_length,
+        max_solution_length=data.max_solution_length,
+        max_length=data.max_length,
+        student_context=data.student_context,
+        val_batch_size=data.val_batch_size,
+        max_rows=data.reading.max_rows,
+        num_embedded_rows=data.reading.num_embedded_rows,
+    )
+    require_trace_columns(data.trace_columns)
+    require_held_out(data.val_rows, data.max_bad_frac)
+    if not data.sources:
+        raise InputError("data.source must name at least one source, but is an empty list. Name one.")
+    if data.val_weights:
+        raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
+    if data.weights and data.order:
+        raise InputError(
+            "Sources may have weights, or data.order may be set, but not both: an order by difficulty "
+            "mixes the sources in its own way. Drop one."
+        )
 
 
 def require_sizes(**sizes: int | None) -> None:

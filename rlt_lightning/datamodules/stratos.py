@@ -17,6 +17,7 @@ from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
     choose_format,
+    choose_formats,
     models_of,
     require_model,
     tags_text,
@@ -25,10 +26,11 @@ from rlt_lightning.datamodules.items import ItemMaker, LongTraces, Task
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.orders import ByDifficulty, Difficulty, EpochOrder, Weighted, hold_out
 from rlt_lightning.datamodules.preparation import Preparation
+from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
 from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.settings import require_held_out, require_sizes, require_trace_columns
+from rlt_lightning.datamodules.settings import require_settings
 from rlt_lightning.datamodules.sources import (
     ARITHMETIC,
     Reading,
@@ -57,6 +59,7 @@ from rlt_lightning.types import (
     Rollouts,
     SFTBatch,
     SFTExample,
+    as_list,
 )
 
 
@@ -80,7 +83,8 @@ class StratosDataModule(LightningDataModule):
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
         tokenizer: Name of the teacher's (or trained) model; None: that of the run's module.
-        student_tokenizer: Name of the student's model, which may have another vocabulary; None likewise.
+        student_tokenizer: Name of the student's model, which may have another vocabulary, or of several
+            students' models; None likewise.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
             a file. May hold placeholders such as {explanation_open}.
@@ -116,7 +120,7 @@ class StratosDataModule(LightningDataModule):
 
     num_finished = 0  # items that an interrupted prediction has finished
     views: TeacherViews | None = None  # what the teacher of student_opd sees
-    _prepared_for: tuple[str | None, ...] | None = None  # stage, tokenizers
+    _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class StratosDataModule(LightningDataModule):
         raw: RawResponses = RawResponses(),
         filters: Filters = Filters(),
         tokenizer: str | None = None,
-        student_tokenizer: str | None = None,
+        student_tokenizer: str | list[str] | None = None,
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
@@ -163,7 +167,7 @@ class StratosDataModule(LightningDataModule):
         self.trace_columns = list(trace_columns)
         self.raw, self.filters = raw, filters
         self.follows_module = tokenizer is None
-        self.tokenizer_name, self.student_tokenizer_name = tokenizer, student_tokenizer
+        self.tokenizer_name, self.student_names = tokenizer, tuple(as_list(student_tokenizer))
         self.format_options = FormatOptions(
             tags, teacher_system_prompt, student_system_prompt, format_from, force_format
         )
@@ -177,30 +181,7 @@ class StratosDataModule(LightningDataModule):
         self.output_dir, self.trust_remote_code = output_dir, trust_remote_code
         self.order, self.token_cache = order, token_cache
         self.view = view
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
-        require_sizes(
-            prompts_per_step=self.prompts_per_step,
-            max_prompt_length=self.max_prompt_length,
-            max_solution_length=self.max_solution_length,
-            max_length=self.max_length,
-            student_context=self.student_context,
-            val_batch_size=self.val_batch_size,
-            max_rows=self.reading.max_rows,
-            num_embedded_rows=self.reading.num_embedded_rows,
-        )
-        require_trace_columns(self.trace_columns)
-        require_held_out(self.val_rows, self.max_bad_frac)
-        if not self.sources:
-            raise InputError("data.source must name at least one source, but is an empty list. Name one.")
-        if self.val_weights:
-            raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
-        if self.weights and self.order:
-            raise InputError(
-                "Sources may have weights, or data.order may be set, but not both: an order by difficulty "
-                "mixes the sources in its own way. Drop one."
-            )
+        require_settings(self)
 
     # Lightning's hooks
 
@@ -212,16 +193,18 @@ class StratosDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
         if self.follows_module and self.trainer is not None:
-            self.tokenizer_name, self.student_tokenizer_name = models_of(self.trainer)
-        wanted = (stage, self.tokenizer_name, self.student_tokenizer_name)
+            self.tokenizer_name, self.student_names = models_of(self.trainer)
+        wanted = (stage, self.tokenizer_name, self.student_names)
         if self._prepared_for == wanted:
             return
-        self.chosen = self._choose_format()
-        names = (require_model(self.tokenizer_name), self.student_tokenizer_name)
-        tokenizers = tokenizers_of(*names, self.trust_remote_code)
+        formats, name = self._choose_formats(), require_model(self.tokenizer_name)
+        students = () if self.task == "student_opd" else self.student_names[: len(formats)]
+        self.readers = Readers(formats, name, students, self.trust_remote_code)
+        self.chosen, self.format = formats[0], self.readers.formats[0]
         if self.task == "student_opd":
-            self.views = views_of(self.chosen, tokenizers, self.view)
-        self.format = self.views.student if self.views else self.chosen.chat_format(*tokenizers)
+            teacher = self.student_names[0] if self.student_names else None
+            tokenizers = tokenizers_of(name, teacher, self.trust_remote_code)
+            self.views = views_of(self.chosen, self.format, tokenizers[1], self.view)
         self._item_maker = ItemMaker(
             format=self.format,
             task=self.task,
@@ -266,7 +249,7 @@ class StratosDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""
-        self.chosen.warn_of_guesses(self.system_prompts)
+        self.readers.warn_of_guesses(self.system_prompts)
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
@@ -285,7 +268,7 @@ class StratosDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
-        self.chosen.warn_of_guesses(self.system_prompts)
+        self.readers.warn_of_guesses(self.system_prompts)
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
@@ -306,8 +289,9 @@ class StratosDataModule(LightningDataModule):
         """Attach a completion to its problem."""
         if self.views is not None:
             return self.views.rollout(problem, completion)
-        of_student = self.task == "student_rl"
-        return (self.format.student_rollout if of_student else self.format.rollout)(problem, completion)
+        if self.task == "student_rl":
+            return self.format.student_rollout(problem, completion)
+        return self.readers.with_views(self.format.rollout(problem, completion))
 
     def turn_of(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion.
@@ -386,15 +370,15 @@ class StratosDataModule(LightningDataModule):
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer else 1
 
-    def _choose_format(self) -> ChosenFormat:
+    def _choose_formats(self) -> list[ChosenFormat]:
         tokenizer = require_model(self.tokenizer_name)
         if self.task == "student_opd":
-            return choose_format(self.format_options, self.student_tokenizer_name or tokenizer, tokenizer)
+            [teacher] = self.student_names or (tokenizer,)
+            return [choose_format(self.format_options, teacher, tokenizer)]
         learns = self.task in ("teacher_sft", "student_sft")
         if self.task in ("student_sft", "student_rl"):
-            return choose_format(self.format_options, None, tokenizer, learns)
-        student = None if learns else self.student_tokenizer_name
-        return choose_format(self.format_options, tokenizer, student, learns)
+            return [choose_format(self.format_options, None, tokenizer, learns)]
+        return choose_formats(self.format_options, tokenizer, () if learns else self.student_names, learns)
 
     def _tokenised(
         self, sources: list[Source], reading: Reading, sieve: Sieve | None = None

@@ -192,8 +192,7 @@ def with_other_solutions(rows: Iterator[Row]) -> Iterator[Row]:
         )
 
 
-def views_of(chosen: ChosenFormat, tokenizers: tuple[Any, Any], options: ViewOptions) -> TeacherViews:
-    """Return the views for the tokenizers of student and teacher; None for the second: it is the first's."""
-    student = chosen.chat_format(tokenizers[0])
-    teacher = student if tokenizers[1] is None else chosen.chat_format(tokenizers[1])
+def views_of(chosen: ChosenFormat, student: ChatFormat, tokenizer: Any, options: ViewOptions) -> TeacherViews:
+    """Return the views for a student's format; `tokenizer` is the teacher's, None if the student's."""
+    teacher = student if tokenizer is None else chosen.chat_format(tokenizer)
     return TeacherViews(student, teacher, options)

@@ -2,7 +2,7 @@
 
 row ────────▶ Problem ┐
 completion ───────────┴▶ Rollout ─▶ StudentScorer (modules/scoring.py) ─▶ reward and its terms
-                                        ├ student: loaded here, frozen
+                                        ├ students: loaded here, frozen
                                         └ teacher: a model of the caller, by which it has sampled
 """
 
@@ -15,28 +15,32 @@ from typing import Any
 import torch
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
-from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.items import ItemMaker
-from rlt_lightning.datamodules.retelling import tokenizers_of
+from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.retold import require_scorable
 from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.modules.students import Named, Students, ask_students, one_or_several
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import TagStyle, decode
-from rlt_lightning.types import InputError, Problem, RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import Completion, InputError, Problem, RewardTerms, Rollout, Rollouts
 
 
 class ExplanationScorer:
-    """Score explanations with a frozen student.
+    """Score explanations with a frozen student, or with several.
 
     Args:
-        student: Frozen model that scores: local folder, hub id, miniature or smollm2-135m.
+        student: Frozen model that scores: local folder, hub id, miniature or smollm2-135m; or several, as a
+            list or as weights by name.
         teacher: The model that is trained, as it is when training starts: its tokenizer and its format.
         reward: The RLT reward and its options, or a subclass with further terms.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
@@ -44,7 +48,8 @@ class ExplanationScorer:
             a file.
         student_system_prompt: None: as the student was trained, else the row's, else ours; '' and @FILE too.
         force_format: Use these settings although a model records that it was trained in others.
-        student_dtype: Type of the student's weights.
+        student_reduction: How the rewards of several students become one: "mean", or the smallest, "min".
+        student_dtype: Type of the students' weights.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
         layout: How sequences share a forward; see `RLTModule`.
         trust_remote_code: Run code that comes with a model.
@@ -56,13 +61,14 @@ class ExplanationScorer:
 
     def __init__(
         self,
-        student: str,
+        student: str | Named,
         teacher: str,
         reward: RLTReward = RLTReward(),
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
         force_format: bool = False,
+        student_reduction: Reduction = "mean",
         student_dtype: Dtype = "float32",
         micro_batch_tokens: int = 16384,
         layout: Layout = "auto",
@@ -70,23 +76,26 @@ class ExplanationScorer:
     ) -> None:
         prompts = teacher_system_prompt, student_system_prompt
         options = FormatOptions(tags, *prompts, force_format=force_format, group="")
-        chosen = choose_format(options, teacher, student)
-        self.tokenizer, students = tokenizers_of(teacher, student, trust_remote_code)
-        self.format = chosen.chat_format(self.tokenizer, students)
-        require_scorable(reward, self.format, student)
-        chosen.warn_of_guesses()
+        self.students = Students.of(*one_or_several(student), student_reduction)
+        names = self.students.names
+        chosen = choose_formats(options, teacher, names)
+        self.readers = Readers(chosen, teacher, names, trust_remote_code)
+        self.format, self.tokenizer = self.readers.formats[0], self.readers.formats[0].tokenizer
+        for name, chat_format in zip(names, self.readers.formats, strict=True):
+            require_scorable(reward, chat_format, name)
+        self.readers.warn_of_guesses()
         self.items = ItemMaker(
             format=self.format,
             task="rlt",
             trace_columns=[TRACE_COLUMN],
-            keep_row_prompts=chosen.keeps_row_prompts,
+            keep_row_prompts=chosen[0].keeps_row_prompts,
             # The caller has chosen its rows.
             max_prompt_length=sys.maxsize,
             max_solution_length=None,
             max_length=sys.maxsize,
             long_traces="drop",
         )
-        self.student_name, self.teacher_name = student, teacher
+        self.teacher_name = teacher
         self.reward = reward
         self.student_dtype: Dtype = student_dtype
         self.micro_batch_tokens = micro_batch_tokens
@@ -94,7 +103,7 @@ class ExplanationScorer:
         self.layout: Layout = layout
         self.head = HeadOptions()
         self.trust_remote_code = trust_remote_code
-        self.student: Entry | None = None
+        self.student_models: list[FrozenModel] = []
 
     def problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenise a row: question and solution, or a Bespoke-Stratos row.
@@ -134,35 +143,48 @@ class ExplanationScorer:
         """Return the text that the teacher continues; it ends after the opening explanation tag."""
         return decode(self.tokenizer, problem.teacher_prompt)
 
+    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """Attach a completion to its problem, as every student reads it."""
+        return self.readers.with_views(self.format.rollout(problem, completion))
+
     def terms(
         self, rollouts: Sequence[Rollout], teacher: Callable[..., Any], device: torch.device
     ) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
 
         Args:
-            rollouts: N explanations; those of one problem share its prompt's computation.
+            rollouts: N explanations, made by `rollout`; those of one problem share its prompt's computation.
             teacher: Calls the teacher: teacher(function, *arguments) is function(model, *arguments).
-            device: The teacher's device; the student moves there.
+            device: The teacher's device; the students move there.
 
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite.
         """
-        student = self._ready_student(teacher, device)
-        options = self._plan, self.head, bool, None, self.format
-        scorer = StudentScorer(teacher, student, self.reward, device, *options)
-        return scorer(Rollouts(list(rollouts), 1, 0, self.reward.teacher_temperature)).terms
+        students = self._ready_students(teacher, device)
+
+        def scorer_of(student: Callable[..., Any], number: int) -> StudentScorer:
+            options = self._plan, self.head, bool, None, self.readers.formats[number]
+            return StudentScorer(teacher, student, self.reward, device, *options)
+
+        rows = list(rollouts)
+        asked = Rollouts(rows, 1, 0, self.reward.teacher_temperature)
+        found = ask_students(students, scorer_of, asked, device)
+        return self.students.rewards(scorer_of(students[0].run, 0), rows, found).terms
 
     def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(extents, self.micro_batch_tokens, self.layout)]
 
-    def _ready_student(self, teacher: Callable[..., Any], device: torch.device) -> Entry:
-        """Return the student on a device; the first time, load it, and check both models."""
-        if self.student is None:
+    def _ready_students(self, teacher: Callable[..., Any], device: torch.device) -> list[FrozenModel]:
+        """Return the students on a device; the first time, load them, and check all models."""
+        if not self.student_models:
             options = None, self.trust_remote_code, "the frozen student"
-            model = load_model(self.student_name, self.student_dtype, *options).requires_grad_(False)
-            self.student = Entry(model).to(device)
-            self.head = prepare_model(self.student, self.student_name, Kernels(), self.head, device)
-            self.layout = verified_layout(self.student, self.student_name, self.layout)
+            for name in self.students.names:
+                student = FrozenModel(Entry(load_model(name, self.student_dtype, *options)).to(device))
+                self.head = prepare_model(student.run, name, Kernels(), self.head, device)
+                self.layout = verified_layout(student.run, name, self.layout)
+                self.student_models.append(student)
             # A teacher whose attention is not ours has it by its architecture: nothing to warn of.
             self.layout = verified_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
-        return self.student.to(device)
+        for student in self.student_models:
+            student.model.to(device)
+        return self.student_models

@@ -102,7 +102,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         problems = self._problems(prompts, columns)
         ends = eos_token_ids(model, self.tokenizer)
         rollouts = [
-            self.format.rollout(problem, self._completion(ids, ends))
+            self.rollout(problem, self._completion(ids, ends))
             for problem, ids in zip(problems, completion_ids, strict=True)
         ]
         device = next(model.parameters()).device

@@ -140,7 +140,7 @@ class RLTRewardFunction(ExplanationScorer):
         """Score N completions at once."""
         teacher, device = self._ready_teacher()
         rollouts = [
-            self.format.rollout(problem, self.format.completion_from_text(problem, text))
+            self.rollout(problem, self.format.completion_from_text(problem, text))
             for problem, text in zip(self.problems(rows), texts, strict=True)
         ]
         terms = self.terms(rollouts, teacher, device)

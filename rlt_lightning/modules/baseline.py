@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.types import Problem, Rollout, Rollouts, Scores
 
 
@@ -26,14 +27,14 @@ def empty_rollout(problem: Problem, chat_format: ChatFormat) -> Rollout:
     return chat_format.rollout(problem, replace(completion, log_probs=[0.0] * len(completion.token_ids)))
 
 
-def scores_of_nothing(module: Any, rollouts: Rollouts, chat_format: ChatFormat) -> Scores:
+def scores_of_nothing(module: Any, rollouts: Rollouts, readers: Readers) -> Scores:
     """Return the scores, N = 1, of an empty explanation of the problem that rollouts begin with.
 
     Args:
-        module: The RLTModule with the student.
+        module: The RLTModule with the students.
         rollouts: The rollouts that are compared with it.
-        chat_format: The format of the data.
+        readers: How each student reads.
     """
-    empty = empty_rollout(rollouts.rollouts[0].problem, chat_format)
+    empty = readers.with_views(empty_rollout(rollouts.rollouts[0].problem, readers.formats[0]))
     scores: Scores = module.score(replace(rollouts, rollouts=[empty], group_size=1))
     return scores

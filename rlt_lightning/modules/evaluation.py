@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric
 
 from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.judging.judge import Judge
+from rlt_lightning.judging.questions import EvaluationBatch
 from rlt_lightning.models.announce import announce_slow_bfloat16
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.waiting import waiting_for
@@ -19,7 +20,7 @@ from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, report
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.records.jsonl import Row
 from rlt_lightning.strategies.sharding import sharding_of
-from rlt_lightning.types import EvaluationBatch, InputError
+from rlt_lightning.types import InputError
 
 
 class EvaluationModule(LightningModule):

@@ -9,7 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rlt_lightning.modules.meter import GIB, PhaseCost
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
-from rlt_lightning.types import RewardTerms, Rollouts
+from rlt_lightning.numerics.rewards import RLTRewardTerms
+from rlt_lightning.types import RewardTerms, Rollouts, Scores
 
 
 def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
@@ -23,6 +24,23 @@ def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
         **{f"reward/{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
         **{name: values.mean() for name, values in terms.details().items()},
     }
+
+
+def student_metrics(scores: Scores, held_out: bool = False) -> dict[str, Any]:
+    """Return means of the terms of each of several students, NAME/LABEL; nothing with one.
+
+    Held-out are only the reward and the terms that add up to it.
+    """
+    found: dict[str, Any] = {}
+    prefix = "reward/val_" if held_out else "reward/"
+    for label, one in scores.by_student.items():
+        terms = one.terms
+        assert isinstance(terms, RLTRewardTerms)
+        own = {"mean": terms.reward, "solution": terms.solution_log_prob_reward, "kl": terms.kl_reward}
+        values = {prefix + name: term for name, term in own.items()}
+        values |= {} if held_out else terms.details()
+        found |= {f"{name}/{label}": value.mean() for name, value in values.items()}
+    return found
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:

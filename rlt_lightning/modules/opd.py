@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +34,15 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
 )
 from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.judged import (
+    JudgedTerms,
+    judged_extents,
+    judged_metrics,
+    judged_part,
+    num_judged,
+    student_part,
+    teacher_part,
+)
 from rlt_lightning.modules.logged import rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.sampled import SampledModule
@@ -42,30 +51,16 @@ from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import (
-    Extent,
     Layout,
     MicroBatch,
     PackedSequences,
-    ScoredSequence,
     to_padded,
 )
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
+from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 Asked = Callable[..., Any]  # ask(function, *arguments) is function(teacher, *arguments)
-
-
-@dataclass(frozen=True)
-class JudgedTerms(RewardTerms):
-    """What is recorded of each answer, both (N,).
-
-    Attributes:
-        reward: Minus the mean divergence of its judged tokens, nats; 0 if there is none.
-        judged_tokens: How many tokens the teacher judged.
-    """
-
-    judged_tokens: Tensor
 
 
 class OPDModule(SampledModule):
@@ -194,11 +189,6 @@ class OPDModule(SampledModule):
                 f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
                 "spans of text."
             )
-
-    def readers(self) -> list[tuple[str, str]]:
-        """See `SampledModule.readers`."""
-        teacher = self.teacher_name or self.pretrained
-        return [(self.pretrained, "answering student"), (teacher, "reading teacher")]
 
     def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
         """See `SampledModule.frozen_readers`."""
@@ -404,55 +394,3 @@ class OPDModule(SampledModule):
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
         self.validation.add(figures, len(rows), {})
-
-
-def num_judged(row: Rollout) -> int:
-    """Return how many of an answer's tokens the teacher judges."""
-    return 0 if row.seen is None else row.seen.num_tokens
-
-
-def judged_part(row: Rollout) -> Rollout:
-    """Return an answer cut to its judged tokens, with the engine's log-probs of them."""
-    completion, start = row.completion, 0 if row.seen is None else row.seen.start
-    part = slice(start, start + num_judged(row))
-    log_probs = None if completion.log_probs is None else completion.log_probs[part]
-    return replace(
-        row, completion=replace(completion, token_ids=completion.token_ids[part], log_probs=log_probs)
-    )
-
-
-def student_part(row: Rollout) -> ScoredSequence:
-    """Return prompt and answer up to the last judged token, which are scored; of others the first token."""
-    prompt, start = row.problem.teacher_prompt, 0 if row.seen is None else row.seen.start
-    rest = row.completion.token_ids[: max(1, start + num_judged(row))]
-    return ScoredSequence(
-        prompt,
-        rest,
-        [i >= len(prompt) + start and row.seen is not None for i in range(len(prompt) + len(rest))],
-    )
-
-
-def teacher_part(row: Rollout) -> ScoredSequence:
-    """Return the teacher's context and what it judges; of an answer that it cannot judge its context."""
-    view, read = row.problem.teacher_view, [] if row.seen is None else row.seen.token_ids
-    rest = read or view[-1:]
-    return ScoredSequence(view, rest, [False] * len(view) + [bool(read)] * len(rest))
-
-
-def judged_extents(rows: list[Rollout]) -> list[Extent]:
-    """Return the lengths of what student and teacher read, whichever is longer."""
-    pairs = [(student_part(row), teacher_part(row)) for row in rows]
-    return [
-        Extent(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
-        for row, pair in zip(rows, pairs, strict=True)
-    ]
-
-
-def judged_metrics(terms: JudgedTerms, rollouts: Rollouts) -> dict[str, Any]:
-    """Return how much of the answers the teacher could judge."""
-    sampled = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
-    return {
-        "distill/judged_tokens": terms.judged_tokens.mean(),
-        "distill/judged_frac": terms.judged_tokens.sum() / sampled,
-        "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
-    }

@@ -37,7 +37,7 @@ class Reading:
         module: The module with the models, an RLTModule.
         like: The step's settings; its rollouts are not used.
         share: What this rank computes, in the order in which it came.
-        scores: What the student says of each completion of the share; empty if the reward asks no model.
+        scores: What each student says of the completions of the share; empty if the reward asks no model.
         references: The reference's log-probs of each completion, (T,), nats; empty without a KL penalty.
         with_student: Whether the student reads.
         with_reference: Whether the reference reads.
@@ -46,7 +46,7 @@ class Reading:
     module: Any
     like: Rollouts
     share: Share
-    scores: TokenScores = field(default_factory=lambda: TokenScores([], []))
+    scores: list[TokenScores] = field(default_factory=list)
     references: list[Tensor] = field(default_factory=list)
     with_student: bool = True
     with_reference: bool = True
@@ -87,18 +87,21 @@ class Reading:
         if self.with_student:
             scores = self.module.token_scores(replace(self.like, rollouts=rows), cost, self.empty_log_probs)
             if own:
-                columns = zip(self.scores, scores, strict=True)
-                self.scores = TokenScores(*([*read, *more] for read, more in columns))
+                before = self.scores or [TokenScores([], [])] * len(scores)
+                pairs = zip(before, scores, strict=True)
+                self.scores = [
+                    TokenScores(*([*read, *more] for read, more in zip(*pair, strict=True))) for pair in pairs
+                ]
         if self.with_reference:
             references = reference_log_probs(self.module, rows, self.like.temperature, cost)
             if own:
                 self.references.extend(references)
 
     @property
-    def empty_log_probs(self) -> dict[int, Tensor]:
-        """Return what the student has said after an empty explanation, by row; it reads one once a step."""
-        rows = (rollout.problem.row for rollout in self.share.rollouts)
-        return dict(zip(rows, self.scores.empty_log_probs, strict=False))
+    def empty_log_probs(self) -> list[dict[int, Tensor]]:
+        """Return what each student has said after an empty explanation, by row; it reads one once a step."""
+        rows = [rollout.problem.row for rollout in self.share.rollouts]
+        return [dict(zip(rows, one.empty_log_probs, strict=False)) for one in self.scores]
 
     def in_order(self) -> Reading:
         """Return the same in the order of the completions' numbers, whatever the order of arrival."""
@@ -108,7 +111,7 @@ class Reading:
             return [values[i] for i in order] if values else []
 
         numbers, rollouts = chosen(self.share.numbers), chosen(self.share.rollouts)
-        scores = TokenScores(*map(chosen, self.scores))
+        scores = [TokenScores(*map(chosen, one)) for one in self.scores]
         share = replace(self.share, numbers=numbers, rollouts=rollouts)
         return replace(self, share=share, scores=scores, references=chosen(self.references))
 

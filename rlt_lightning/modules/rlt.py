@@ -40,7 +40,12 @@ from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import held_out_metrics, reward_metrics, rollout_metrics
+from rlt_lightning.modules.logged import (
+    held_out_metrics,
+    reward_metrics,
+    rollout_metrics,
+    student_metrics,
+)
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reading import read_all
@@ -54,6 +59,7 @@ from rlt_lightning.modules.scoring import (
     sampled_sequence,
 )
 from rlt_lightning.modules.shares import StepTotals, require_group
+from rlt_lightning.modules.students import Named, Students, ask_students
 from rlt_lightning.modules.text_reward import TextReward, judged, require_student
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.balance import imbalance
@@ -61,7 +67,10 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
+from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
+from rlt_lightning.records.catalogue import register
+from rlt_lightning.records.catalogue.rewards import of_student
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
@@ -71,6 +80,8 @@ class RLTModule(SampledModule):
     Args:
         teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
         student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
+        students: Several of them, with weights or without, in place of `student`.
+        student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
             CorrectnessReward makes this traditional RL.
@@ -106,6 +117,8 @@ class RLTModule(SampledModule):
         self,
         teacher: str = DEFAULT_MODEL,
         student: str | None = DEFAULT_MODEL,
+        students: Named | None = None,
+        student_reduction: Reduction = "mean",
         group_size: int = 8,
         reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,
@@ -148,14 +161,16 @@ class RLTModule(SampledModule):
             kernels=kernels,
         )
         require_group(group_size)
-        require_student(reward, student)
-        self.student_name = student
+        self.students = Students.of(student, students, student_reduction)
+        require_student(reward, self.students.first)
+        if len(self.students.names) > 1:
+            register(*(metric for label in self.students.labels for metric in of_student(label)))
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
         self.student_dtype: Dtype = student_dtype
         self.teacher_log_probs = teacher_log_probs
-        self.student: FrozenModel | None = None
+        self.student_models: list[FrozenModel] = []
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
@@ -168,16 +183,17 @@ class RLTModule(SampledModule):
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
-        require_scorable(self.reward, data.format, self.student_name)
+        for name, chat_format in zip(self.students.names, data.readers.formats, strict=False):
+            require_scorable(self.reward, chat_format, name)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
         if self.entry is not None:
             return
         super().configure_model()
-        if self.student_name is not None:
-            student = self.load(self.student_name, self.student_dtype, "the frozen student")
-            self.student = FrozenModel(student, self.offload_frozen)
+        for name in self.students.names:
+            student = self.load(name, self.student_dtype, "the frozen student")
+            self.student_models.append(FrozenModel(student, self.offload_frozen))
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
@@ -188,30 +204,25 @@ class RLTModule(SampledModule):
         """Add the student's type."""
         return super().types() | {"model.student_dtype": self.student_dtype}
 
-    def readers(self) -> list[tuple[str, str]]:
-        """See `SampledModule.readers`."""
-        students = [] if self.student_name is None else [(self.student_name, "student")]
-        return [(self.pretrained, "teacher"), *students]
-
     def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
         """See `SampledModule.frozen_readers`."""
-        return [] if self.student is None else [(str(self.student_name), self.student)]
+        return list(zip(self.students.names, self.student_models, strict=True))
 
     def facts(self) -> dict[str, Any]:
         """See `PolicyModule.facts`."""
         facts = super().facts()
         facts["training"]["reward"] = type(self.reward).__name__
-        if self.student_name is not None:
-            facts["training"]["frozen student"] = self.student_name
+        if self.students.names:
+            facts["training"]["frozen student"] = self.students.in_words()
         return facts
 
     def recipe(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
-        if self.student_name is None:
+        if not self.students.names:
             return {"model": self.pretrained, "reward": reward}
-        return {"teacher": self.pretrained, "student": self.student_name, "reward": reward}
+        return {"teacher": self.pretrained, "student": self.students.in_words(), "reward": reward}
 
     def teardown(self, stage: str) -> None:
         """Close the reward; after an exception RolloutCallback does it."""
@@ -233,7 +244,8 @@ class RLTModule(SampledModule):
             advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
             read = replace(rollouts, rollouts=share.rollouts)
             metrics = self.update_policy(read, advantages, reading.references, cost)
-        metrics |= reward_metrics(batch.scores.terms, self.group_size) | rollout_metrics(rollouts)
+        metrics |= reward_metrics(batch.scores.terms, self.group_size) | student_metrics(batch.scores)
+        metrics |= rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         metrics["perf/rank_imbalance"] = imbalance(share.loads)
@@ -298,25 +310,36 @@ class RLTModule(SampledModule):
         """Compute the reward of every rollout, the RLT reward with the student."""
         return self.rewards(rollouts, self.token_scores(rollouts))
 
-    def token_scores(self, rollouts: Rollouts, cost: Any = None, known: Any = None) -> TokenScores:
-        """Let the student read rollouts, of any problems; nothing if the reward asks no model."""
-        if self.student is None:
-            return TokenScores([], [])
-        with self.student.on(self.device) as student:
-            return self.scorer(student, cost).token_scores(rollouts, known)
+    def token_scores(
+        self,
+        rollouts: Rollouts,
+        cost: PhaseCost | None = None,
+        known: list[dict[int, Tensor]] | None = None,
+    ) -> list[TokenScores]:
+        """Let each student read rollouts, of any problems; nothing if the reward asks no model.
 
-    def rewards(self, rollouts: Rollouts, scores: TokenScores) -> Scores:
-        """Return the reward of every rollout from what the student said."""
+        `known` has what each student has said of empty explanations already, (S,), by the problem's row.
+        """
+        if not self.student_models:
+            return []
+        scorer_of = partial(self.scorer, cost=cost)
+        return ask_students(self.student_models, scorer_of, rollouts, self.device, known)
+
+    def rewards(self, rollouts: Rollouts, scores: list[TokenScores]) -> Scores:
+        """Return the reward of every rollout from what the students said."""
         if isinstance(self.reward, TextReward):
             terms = judged(self.reward, rollouts.rollouts, stratos_of(self.trainer).format.tags)
             return Scores(terms.to(self.device), [], [], [])
-        assert self.student is not None
-        return self.scorer(self.student.run).rewards(rollouts.rollouts, scores)
+        scorer = self.scorer(self.student_models[0].run)
+        return self.students.rewards(scorer, rollouts.rollouts, scores)
 
-    def scorer(self, student: Callable[..., Any], cost: PhaseCost | None = None) -> StudentScorer:
-        """Return what computes the RLT reward with the student."""
+    def scorer(
+        self, student: Callable[..., Any], number: int = 0, cost: PhaseCost | None = None
+    ) -> StudentScorer:
+        """Return what computes the RLT reward with a student, which `number` names."""
         assert isinstance(self.reward, RLTReward)
-        options = self.plan_forward, self.head, self.recomputes, cost, stratos_of(self.trainer).format
+        own = stratos_of(self.trainer).readers.formats[number]
+        options = self.plan_forward, self.head, self.recomputes, cost, own
         return StudentScorer(self.run, student, self.reward, self.device, *options)
 
     def recomputes(self, unknown: bool) -> bool:
@@ -333,10 +356,11 @@ class RLTModule(SampledModule):
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
         rollouts = self.require_rollouts(batch)
         with self.phase("score"):
-            terms = self.score(rollouts).terms
+            scores = self.score(rollouts)
             mismatch = engine_mismatch(self, rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.validation.add(held_out_metrics(terms, rollouts), len(rollouts.rollouts), largest)
+        figures = held_out_metrics(scores.terms, rollouts) | student_metrics(scores, held_out=True)
+        self.validation.add(figures, len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score the rollouts, which may come with the data; a callback writes the batch's scores."""

@@ -61,10 +61,6 @@ class SampledModule(PolicyModule):
         self.reference_moves = False
         self.reading: Reading | None = None  # of the step that begins; None: training_step reads all
 
-    def readers(self) -> list[tuple[str, str]]:
-        """Return name and role of each model that must have room for a completion."""
-        raise NotImplementedError
-
     def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
         """Return the frozen models that read completions, with their names."""
         raise NotImplementedError

@@ -93,30 +93,39 @@ class StudentScorer:
         """
         return self.rewards(rollouts.rollouts, self.token_scores(rollouts))
 
-    def token_scores(self, rollouts: Rollouts, known: Mapping[int, Tensor] | None = None) -> TokenScores:
+    def token_scores(
+        self,
+        rollouts: Rollouts,
+        known: Mapping[int, Tensor] | None = None,
+        of_teacher: list[Tensor] | None = None,
+    ) -> TokenScores:
         """Return the log-probs that the reward of each of N rollouts is made of.
 
         With a baseline, an empty explanation of each problem is read with the others, whose prompt it shares.
 
         Args:
-            rollouts: The rollouts, of any problems.
+            rollouts: The rollouts, of any problems, as this student reads them.
             known: What an empty explanation has given already, (S,), by the problem's row.
+            of_teacher: N of (K,), nats, the teacher's log-probs of the think tokens; None: to be found.
 
         Raises:
             NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
         """
         if self.reward.baseline == "none":
-            return self.read(rollouts)
+            return self.read(rollouts, of_teacher)
         assert self.chat_format is not None, "a baseline needs the format of empty explanations"
         rows, found = rollouts.rollouts, dict(known or {})
         missing = {r.problem.row: r.problem for r in rows if r.problem.row not in found}
         empty = [empty_rollout(problem, self.chat_format) for problem in missing.values()]
-        solution, kl, _ = self.read(replace(rollouts, rollouts=[*rows, *empty]))
+        if of_teacher is not None:  # what the teacher says of an empty one enters nothing
+            lengths = (len(think_tokens(row, self.reward.score_given)) for row in empty)
+            of_teacher = [*of_teacher, *(torch.zeros(length, device=self.device) for length in lengths)]
+        solution, kl, _ = self.read(replace(rollouts, rollouts=[*rows, *empty]), of_teacher)
         found |= dict(zip(missing, solution[len(rows) :], strict=True))
         return TokenScores(solution[: len(rows)], kl[: len(rows)], [found[r.problem.row] for r in rows])
 
     @torch.no_grad()
-    def read(self, rollouts: Rollouts) -> TokenScores:
+    def read(self, rollouts: Rollouts, of_teacher: list[Tensor] | None = None) -> TokenScores:
         """Run the models over rollouts; see `token_scores`."""
         rows = rollouts.rollouts
         think = [think_tokens(r, self.reward.score_given) for r in rows]
@@ -125,7 +134,7 @@ class StudentScorer:
         students = [student_sequence(r, number) for r, number in zip(rows, num_read, strict=True)]
         require_room(self.student, rows, students)
         teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
-        given = self.sampled_log_probs(rollouts)
+        given = self.sampled_log_probs(rollouts) if of_teacher is None else of_teacher
         needs_teacher = [] if given is not None else teachers
         extents = [
             Extent(
@@ -170,14 +179,21 @@ class StudentScorer:
         return TokenScores(solution, kl)
 
     @torch.no_grad()
-    def rewards(self, rows: list[Rollout], found: TokenScores) -> Scores:
+    def rewards(
+        self, rows: list[Rollout], found: TokenScores, extra: dict[str, Tensor] | None = None
+    ) -> Scores:
         """Return the rewards of N rollouts, whole groups, from their tokens' numbers.
+
+        Args:
+            rows: N rollouts, as this student reads them.
+            found: The numbers of their tokens.
+            extra: What `extra_terms` returned of them; None: to be found.
 
         Raises:
             NonFiniteError: If a reward is NaN or infinite, naming the rows.
             InputError: If the reward's extra terms have wrong names or shapes.
         """
-        extra = self.extra_terms(rows)
+        extra = self.extra_terms(rows) if extra is None else extra
         solution_log_probs, solution_mask = pad_rows(found.solution_log_probs)  # (N, S)
         kl_values, kl_mask = pad_rows(found.kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)

@@ -106,23 +106,34 @@ class Share:
         own = -(-prompt // self.group_size) if self.shares_prefix else prompt
         return own + len(rollout.completion.token_ids)
 
-    def scores_of_own(self, found: TokenScores, device: torch.device) -> TokenScores:
+    def scores_of_own(self, found: list[TokenScores], device: torch.device) -> list[TokenScores]:
         """Turn the numbers of this rank's share into those of its own problems, by asking all ranks.
 
         Args:
-            found: In the order of `numbers`, which is ascending; of no completion if no model was asked.
+            found: Of each student, in the order of `numbers`, which is ascending; empty if none was asked.
+            device: The device of the result.
         """
         if self.world_size == 1:
             return found
-        columns = [column for column in found if column]
-        rows = zip(self.numbers, *columns, strict=True) if columns else ()
-        arrays = {number: [values.cpu().numpy() for values in row] for number, *row in rows}
+        # Of each student the columns of its numbers, of each completion the numbers of all students.
+        tables = [list(zip(*(column for column in one if column), strict=True)) for one in found]
+        arrays = {
+            number: [[values.cpu().numpy() for values in table[i]] for table in tables]
+            for i, number in enumerate(self.numbers if tables else [])
+        }
         by_number = {number: row for part in gather(arrays, self.world_size) for number, row in part.items()}
         if not by_number or not self.num_own:
-            return TokenScores([], [])
+            return []
         own = [by_number[self.first + place] for place in range(self.num_own)]
-        found_own = zip(*own, strict=True)
-        return TokenScores(*([torch.tensor(values, device=device) for values in c] for c in found_own))
+        return [
+            TokenScores(
+                *(
+                    [torch.tensor(values, device=device) for values in column]
+                    for column in zip(*rows, strict=True)
+                )
+            )
+            for rows in zip(*own, strict=True)
+        ]
 
     def of_own(self, values: Tensor) -> Tensor:
         """Turn a number for each completion of this share into those of its own problems, (num_own,)."""

@@ -107,16 +107,14 @@ class Step:
     spread_between: float = 0.0
     spread_within: float = 0.0
     balanced: bool = False  # whether ranks get equal tokens rather than equal numbers of problems
-    # Prompt and solution of a student with its own tokens, the longest and the mean; None: the teacher's.
-    student_prompt_length: int | None = None
-    mean_student_prompt_length: int | None = None
+    # Prompt and solution of each student with its own tokens, the longest and the mean; None: the teacher's.
+    student_prompts: tuple[tuple[int, int] | None, ...] = ()
 
-    @property
-    def of_student(self) -> Step:
-        """Return the step with the student's prompts; its completions are as long as the teacher's."""
-        if self.student_prompt_length is None or self.mean_student_prompt_length is None:
+    def of_student(self, number: int) -> Step:
+        """Return the step with a student's prompts; its completions are as long as the teacher's."""
+        lengths = self.student_prompts[number] if self.student_prompts else None
+        if lengths is None:
             return self
-        lengths = self.student_prompt_length, self.mean_student_prompt_length
         return replace(self, prompt_length=lengths[0], mean_prompt_length=lengths[1])
 
     @property
@@ -169,7 +167,7 @@ class Setup:
     num_processes: int
     processes_per_machine: int
     policy: LanguageModel
-    student: LanguageModel | None
+    students: tuple[LanguageModel, ...]  # none if the reward asks no model
     with_reference: bool
     shares_base: bool  # whether the reference is the policy without its adapter
     forwards_per_step: int  # forwards that a forward and its backward cost
@@ -193,6 +191,7 @@ class Setup:
     asynchronous: bool = False  # whether the next step is sampled while this one trains
     scores_early: bool = False  # whether completions are scored while others are sampled
     verb: Verb = "fit"
+    exact_kl: bool = False  # whether the teacher runs once more with each student
     loads_policy: bool = True  # False: only workers hold the model, which they load themselves
 
     @property

@@ -173,7 +173,7 @@ def kv_cache(setup: Setup) -> float:
 
 def lasting_parts(setup: Setup) -> Sizes:
     """Return what lies on a device from one step to the next."""
-    policy, student = setup.policy, setup.student
+    policy = setup.policy
     # PyTorch keeps the gradients of the step before until the next update; DeepSpeed frees most.
     keeps_gradients = setup.trains and (setup.holds_gradients or not setup.is_deepspeed)
     keeps_states = setup.trains and not setup.offload_optimizer
@@ -181,7 +181,7 @@ def lasting_parts(setup: Setup) -> Sizes:
         "runtime": setup.device.reserved,
         "policy weights": weights(setup, policy, frozen=False) if setup.loads_policy else 0.0,
         "reference weights": weights(setup, policy, frozen=True) if setup.copies_reference else 0.0,
-        "student weights": weights(setup, student, frozen=True) if student else 0.0,
+        "student weights": sum((weights(setup, one, frozen=True) for one in setup.students), start=0.0),
         "optimizer states": optimizer_states(setup) if keeps_states else 0.0,
         "gradient buckets": buckets(setup) if keeps_gradients else 0.0,
     }
@@ -225,14 +225,22 @@ def awake_parts(setup: Setup, lasting: Sizes) -> Sizes:
 
 
 def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
-    """Return what the forwards of a reward need: the student's or, if it is run, the teacher's."""
-    if setup.student is None:
+    """Return what the largest forward of a reward needs: a student's or, if it is run, the teacher's.
+
+    Offloaded students come back one at a time.
+    """
+    if not setup.students:
         return None
-    forwards = [forward_parts(replace(setup, step=setup.step.of_student), setup.student)]
+    returned = [returned_weights(setup, student) for student in setup.students]
+    forwards = [
+        {"student weights": lasting["student weights"] + own}
+        | forward_parts(replace(setup, step=setup.step.of_student(number)), student)
+        for number, (student, own) in enumerate(zip(setup.students, returned, strict=True))
+    ]
     if setup.recompute_teacher:
-        forwards.append(forward_parts(setup, setup.policy))
-    student = lasting["student weights"] + returned_weights(setup, setup.student)
-    return {"student weights": student} | max(forwards, key=lambda parts: sum(parts.values()))
+        frozen = {"student weights": lasting["student weights"] + max(returned)}
+        forwards.append(frozen | forward_parts(setup, setup.policy))
+    return max(forwards, key=lambda parts: sum(parts.values()))
 
 
 def reference_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
@@ -348,16 +356,16 @@ def awake_worker(setup: Setup, worker: PlannedWorkers) -> float:
 
 def host_memory(setup: Setup) -> Sizes:
     """Return what each process keeps in the host's memory rather than on the device."""
-    policy, student = setup.policy, setup.student
+    policy, students = setup.policy, setup.students
     trained = policy.shape.trained
     parts: Sizes = {}
     if setup.device.is_cpu:
         return parts
     if setup.offload_frozen:
-        parts["student weights"] = student.shape.weights * student.weight_bytes if student else 0.0
+        parts["student weights"] = float(sum(one.shape.weights * one.weight_bytes for one in students))
         parts["reference weights"] = setup.copies_reference * policy.shape.weights * policy.weight_bytes
     if setup.offload_parameters:
-        models = [policy] + ([policy] if setup.copies_reference else []) + ([student] if student else [])
+        models = [policy, *([policy] if setup.copies_reference else []), *students]
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
     if setup.offload_optimizer and setup.trains:
         parts["optimizer states"] = optimizer_states(setup)

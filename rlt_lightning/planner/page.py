@@ -63,7 +63,7 @@ def wrapped(note: str, indent: str = "  ") -> list[str]:
 
 def row_notes(setup: Setup) -> list[str]:
     """Return a line about the rows of a forward, if any model but the sampler computes."""
-    if not setup.trains and setup.student is None:
+    if not setup.trains and not setup.students:
         return []
     every = "a step and process" if setup.trains else "a batch"
     return [f"rows of up to {setup.step.row_tokens} tokens, {len(setup.step.mean_rows)} {every}"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import FIXED
+from rlt_lightning.callbacks.rollout_checks import student_lengths
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.sources import EMBEDDED, MemoryRows
@@ -48,8 +48,8 @@ class Lengths:
     mean_rest: int
     mean_solution: int
     spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
-    # Prompt and solution of a student with tokens of its own: the longest and the mean.
-    student: tuple[int, int] | None = None
+    # Prompt and solution of each student with its own tokens, the longest and the mean; None: the teacher's.
+    students: tuple[tuple[int, int] | None, ...] = ()
 
 
 def read_step(
@@ -87,12 +87,7 @@ def read_step(
         f"prompts of up to {lengths.prompt} tokens, {lengths.mean_prompt} on average ({source}); "
         f"completions of up to {lengths.rest}, {lengths.mean_rest} on average"
     )
-    longest, average = lengths.student or (None, None)
-    if lengths.student is not None:
-        notes.append(
-            f"prompts and solutions of up to {longest} tokens of the student's own, {average} on average; "
-            "completions as many as of the teacher"
-        )
+    notes += student_notes(lengths, rlt)
     prompts, group_size = sizes_of(verb, rlt, data, rollouts)
     return Step(
         num_processes=num_processes,
@@ -108,9 +103,22 @@ def read_step(
         spread_between=BETWEEN if rlt else 0.0,
         spread_within=WITHIN if rlt else lengths.spread,
         balanced=rlt is not None,
-        student_prompt_length=longest,
-        mean_student_prompt_length=average,
+        student_prompts=lengths.students,
     )
+
+
+def student_notes(lengths: Lengths, rlt: RLTModule | None) -> list[str]:
+    """Return a line for each student that reads prompts in tokens of its own."""
+    names = rlt.students.names if rlt else ()
+    notes = []
+    for name, found in zip(names, lengths.students, strict=False):
+        if found is not None:
+            whose = "the student" if len(names) == 1 else f"the student {name}"
+            notes.append(
+                f"prompts and solutions of up to {found[0]} tokens of {whose}'s own, {found[1]} on average; "
+                "completions as many as of the teacher"
+            )
+    return notes
 
 
 def sizes_of(
@@ -145,7 +153,7 @@ def missing_inputs(data: StratosDataModule | EvaluationDataModule, models: Model
     sources = [*sources_of(data), *([format_from] if format_from else [])]
     paths = [source for source in sources if isinstance(source, str) and source not in EMBEDDED]
     missing = [path for path in paths if not is_here(path)]
-    names = (data.tokenizer_name, getattr(data, "student_tokenizer_name", None))
+    names = (data.tokenizer_name, *getattr(data, "student_names", ()))
     tokenizers = [name for name in names if name]
     return missing + [TOKENIZER_OF + name for name in tokenizers if not models.has_tokenizer(name)]
 
@@ -180,8 +188,7 @@ def lengths_of_rows(
     if data.val_sources:
         # These rows may be on the hub, and val_rows counts them.
         data.val_sources, data.val_rows = [], 0
-    if data.student_tokenizer_name is not None:
-        data.student_tokenizer_name = folder(data.student_tokenizer_name)
+    data.student_names = tuple(map(folder, data.student_names))
     data.setup(verb)
     items = data.all_items
     if items.is_examples:
@@ -190,15 +197,15 @@ def lengths_of_rows(
         return Lengths(max(prompts), mean(prompts), max(rests), mean(rests), 0, spread_of(rests))
     prompts = items.numbers("teacher_prefix", "think_prefix").tolist()
     solution = mean(items.numbers("solution_ids").tolist())
-    student = None
-    if isinstance(data.format, RetellingFormat):
-        fixed = items.numbers(*FIXED["student"]).tolist()
-        student = max(fixed), mean(fixed)
+    own = tuple(
+        (int(fixed.max()), mean(fixed.tolist())) if isinstance(chat_format, RetellingFormat) else None
+        for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
+    )
     sizes = max(prompts), mean(prompts)
     if limit is not None:
-        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, student=student)
+        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, students=own)
     rests = items.numbers("completion_ids").tolist()
-    return Lengths(*sizes, max(rests), mean(rests), solution, spread_of(rests), student)
+    return Lengths(*sizes, max(rests), mean(rests), solution, spread_of(rests), own)
 
 
 def spread_of(lengths: Sequence[int]) -> float:
@@ -235,7 +242,7 @@ def with_options(found: Lengths, options: PlanOptions, samples: bool) -> Lengths
         mean_rest=min(options.mean_completion_length or mean_rest, rest),
         mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
         spread=found.spread,
-        student=found.student,
+        students=found.students,
     )
 
 

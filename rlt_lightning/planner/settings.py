@@ -4,7 +4,7 @@ settings of trainer, module, data, rollouts
   ├─ verb_of ────────▶ fit, predict or test
   ├─ read_processes ─▶ Processes ─ read_device ─▶ Device
   ├─ read_step ──────▶ Step (rows on this machine are read and tokenised)
-  ├─ read_model ─────▶ LanguageModel, of policy and student (their shapes are traced, nothing is loaded)
+  ├─ read_model ─────▶ LanguageModel, of policy and students (their shapes are traced, nothing is loaded)
   └─ read_worker ────▶ PlannedWorkers
                           └──────────────────────▶ Setup
 """
@@ -106,7 +106,7 @@ def setup_of(
         num_processes=processes.number,
         processes_per_machine=processes.per_machine,
         policy=policy,
-        student=None,
+        students=(),
         with_reference=False,
         shares_base=module.lora is not None and "ReferenceSync" not in callbacks,
         forwards_per_step=module.forwards_per_step,
@@ -164,16 +164,18 @@ def with_rollouts(
     setup: Setup, module: RLTModule, rollouts: RolloutCallback, processes: Processes, models: Models
 ) -> Setup:
     """Add to a setup what reinforcement learning and predictions need: sampling and frozen models."""
-    student = None
-    if module.student_name:
-        name, dtype = module.student_name, module.student_dtype
-        student = read_model(name, dtype, None, module, processes, setup.step.of_student, models)
+    dtype = module.student_dtype
+    students = tuple(
+        read_model(name, dtype, None, module, processes, setup.step.of_student(number), models)
+        for number, name in enumerate(module.students.names)
+    )
     outside = not rollouts.engine.in_process and not rollouts.engine.takes_turns
     return replace(
         setup,
         asynchronous=rollouts.asynchronous and setup.trains,
         scores_early=outside and rollouts.score_early and setup.trains,
-        student=student,
+        students=students,
+        exact_kl=isinstance(module.reward, RLTReward) and module.reward.kl_estimator == "exact",
         with_reference=bool(module.policy_loss.kl_coef) and setup.trains,
         offload_frozen=module.offload_frozen,
         hf_sequences=rollouts.engine.describe().sequences_in_process,
@@ -246,12 +248,8 @@ def read_model(
 
 def model_notes(setup: Setup) -> list[str]:
     """Return a line with the size of each model, for the page."""
-    models = {"policy": setup.policy, "student": setup.student}
-    return [
-        f"{role} {model.name}, {model.shape.weights / 1e9:.3g} billion weights"
-        for role, model in models.items()
-        if model
-    ]
+    models = [("policy", setup.policy), *(("student", student) for student in setup.students)]
+    return [f"{role} {model.name}, {model.shape.weights / 1e9:.3g} billion weights" for role, model in models]
 
 
 def logits_bytes(module: PolicyModule, on_cpu: bool) -> int:

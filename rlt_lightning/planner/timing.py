@@ -113,7 +113,7 @@ def worker_timings(setup: Setup) -> list[Timing]:
 
 def timings(setup: Setup) -> StepTime:
     """Return the time of each phase of a step at the stated rates, without waiting and communication."""
-    policy, student = setup.policy, setup.student
+    policy, students = setup.policy, setup.students
     rate = setup.device.flops * setup.mfu
     forward = forward_flops(setup, policy)
     samples = bool(setup.hf_sequences or setup.worker)
@@ -124,12 +124,15 @@ def timings(setup: Setup) -> StepTime:
     def work(name: str, flops: float, reason: str) -> Timing:
         return Timing(name, flops / rate, f"{flops / 1e15:.3g} PFLOP on the slowest rank: {reason}")
 
-    if student:
-        passes += 1 + setup.recompute_teacher
-        of_student = replace(setup, step=setup.step.of_student)
-        flops = forward_flops(of_student, student, setup.step.mean_solution_length)
-        reason = "the student's forward" + (" and the teacher's" if setup.recompute_teacher else "")
-        found.append(work("score", flops + setup.recompute_teacher * forward, reason))
+    if students:
+        # Hidden states of the teacher, for the exact KL, are computed again with each student.
+        of_teacher = setup.recompute_teacher * (len(students) if setup.exact_kl else 1)
+        passes += len(students) + of_teacher
+        flops = of_teacher * forward
+        for number, student in enumerate(students):
+            of_student = replace(setup, step=setup.step.of_student(number))
+            flops += forward_flops(of_student, student, setup.step.mean_solution_length)
+        found.append(work("score", flops, score_reason(len(students), of_teacher)))
     if setup.with_reference:
         passes += 1
         found.append(work("reference", forward, "one forward"))
@@ -145,6 +148,14 @@ def timings(setup: Setup) -> StepTime:
     if not setup.device.is_cpu:  # on a CPU this is a small part of the rest
         found.append(cpu_timing(setup, passes, samples))
     return StepTime(found, scores_early=setup.scores_early, asynchronous=setup.asynchronous)
+
+
+def score_reason(num_students: int, of_teacher: int) -> str:
+    """Return in words which forwards a reward needs."""
+    students = "the student's forward" if num_students == 1 else f"the forwards of {num_students} students"
+    if not of_teacher:
+        return students
+    return f"{students} and " + ("the teacher's" if of_teacher == 1 else f"{of_teacher} of the teacher")
 
 
 def cpu_timing(setup: Setup, passes: int, samples: bool) -> Timing:

@@ -169,7 +169,7 @@ def remedies(setup: Setup, part: str) -> list[str]:
     step = setup.step
     longest = step.prompt_length + step.completion_length
     frozen = setup.shards == 1 and not setup.offload_frozen
-    wide = bool(setup.student and setup.student.weight_bytes > 2)
+    wide = any(student.weight_bytes > 2 for student in setup.students)
     choices = {
         "activations": [
             (not setup.checkpointing, "--model.gradient_checkpointing true"),

@@ -8,7 +8,7 @@ Teacher(teacher, student)           loads the models at its first use and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -25,7 +25,9 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.students import Named, one_or_several
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
+from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.python.surroundings import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.report.heat import heat_html
@@ -57,6 +59,8 @@ class Score:
         solution_ids: The S tokens of the solution, which r_ss counts.
         solution_tokens: Their texts.
         solution_log_probs: The student's log-probs of them, nats, likewise.
+        by_student: The score by each of several students, by a short name of it; empty with one. The figures
+            above then are combined, and the tokens are the first student's.
     """
 
     reward: float
@@ -69,9 +73,12 @@ class Score:
     solution_ids: list[int] = field(repr=False)
     solution_tokens: list[str] = field(repr=False)
     solution_log_probs: list[float] = field(repr=False)
+    by_student: dict[str, Score] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rollout: Rollout, scores: Scores, place: int, reward: RLTReward, chat_format: Any) -> Score:
+    def of(
+        cls, rollout: Rollout, scores: Scores, place: int, reward: RLTReward, formats: Sequence[Any]
+    ) -> Score:
         """Return the score of one rollout of a batch.
 
         Args:
@@ -79,8 +86,9 @@ class Score:
             scores: The scores of its batch.
             place: Its place in the batch, from 0.
             reward: What scored it.
-            chat_format: The format of the data, with the tokenizers of teacher and student.
+            formats: The format of each student, with the tokenizers of teacher and student.
         """
+        chat_format, solution_ids = formats[0], rollout.problem.solution_ids
         terms = scores.terms
         assert isinstance(terms, RLTRewardTerms)
         solution = terms.solution_log_prob_mean + reward.min_coef * terms.solution_log_prob_min  # (N,)
@@ -94,16 +102,24 @@ class Score:
             token_ids=scores.think_tokens[place],
             tokens=decode_each(chat_format.tokenizer, scores.think_tokens[place]),
             kl=scores.kl[place].tolist(),
-            solution_ids=rollout.problem.solution_ids,
-            solution_tokens=decode_each(chat_format.student_tokenizer, rollout.problem.solution_ids),
+            solution_ids=solution_ids,
+            solution_tokens=decode_each(chat_format.student_tokenizer, solution_ids),
             solution_log_probs=scores.solution_log_probs[place].tolist(),
+            by_student={
+                label: cls.of(rollout.read_by(number), one, place, reward, formats[number:])
+                for number, (label, one) in enumerate(scores.by_student.items())
+            },
         )
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: each token on a background by how it surprises the student."""
         terms = f"r<sub>SS</sub> {self.r_ss:.3f}, r<sub>KL</sub> {self.r_kl:.3f}"
+        head = f"<p>reward {self.reward:+.3f} ({terms})</p>"
+        if self.by_student:
+            parts = (f"<p><b>{label}</b></p>{one._repr_html_()}" for label, one in self.by_student.items())
+            return head + "".join(parts)
         return (
-            f"<p>reward {self.reward:+.3f} ({terms})</p>"
+            f"{head}"
             f"<p>explanation, KL by token</p>{heat_html(self.tokens, self.kl)}"
             "<p>solution, -log-prob by token</p>"
             f"{heat_html(self.solution_tokens, [-value for value in self.solution_log_probs])}"
@@ -143,9 +159,10 @@ class Teacher:
 
     Args:
         teacher: Run, or local folder, hub id, miniature or smollm2-135m.
-        student: The frozen student; None: explain without a reward. With another tokenizer than the teacher's
-            it needs a `reward` with kl_estimator k1 or k3.
+        student: The frozen student, or several as a list, or as weights by name; None: explain without a
+            reward. With another tokenizer than the teacher's it needs a `reward` with kl_estimator k1 or k3.
         reward: The reward and its options.
+        student_reduction: How the rewards of several students become one: "mean", or the smallest, "min".
         sampling: Temperature and limits of explanations, which also end with the models' contexts.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none.
@@ -159,9 +176,10 @@ class Teacher:
     def __init__(
         self,
         teacher: str | Path,
-        student: str | None = None,
+        student: str | Named | None = None,
         *,
         reward: RLTReward = EXACT,
+        student_reduction: Reduction = "mean",
         sampling: Sampling = Sampling(),
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
@@ -182,9 +200,12 @@ class Teacher:
             "trust_remote_code": trust_remote_code,
         }
         of_run = Path(teacher).expanduser() / "model"
+        one, several = one_or_several(student)
         self.module = RLTModule(
             str(of_run if of_run.is_dir() else teacher),
-            student,
+            one,
+            students=several,
+            student_reduction=student_reduction,
             reward=NoReward() if student is None else reward,
             dtype=dtype,
             student_dtype=dtype,
@@ -214,7 +235,7 @@ class Teacher:
         Raises:
             InputError: If there is no student, or a row cannot be used.
         """
-        if self.module.student_name is None:
+        if not self.module.students.names:
             raise InputError(
                 "A score needs a student, but this Teacher has none. Name it as second argument."
             )
@@ -249,8 +270,8 @@ class Teacher:
             assert batch.rollouts is not None
             assert batch.scores is not None
             for place, rollout in enumerate(batch.rollouts.rollouts):
-                parts = (rollout, batch.scores, place, self.reward, data.format)
-                found.append((rollout, None if self.module.student_name is None else Score.of(*parts)))
+                parts = (rollout, batch.scores, place, self.reward, data.readers.formats)
+                found.append((rollout, Score.of(*parts) if self.module.students.names else None))
         return found
 
 
@@ -284,9 +305,10 @@ class Keeper(Callback):
 def score(
     rows: Iterable[dict[str, Any]],
     teacher: str | Path,
-    student: str,
+    student: str | Named,
     *,
     reward: RLTReward = EXACT,
+    student_reduction: Reduction = "mean",
     trace_column: str = TRACE_COLUMN,
     tags: str | TagStyle | None = None,
 ) -> list[Score]:
@@ -295,12 +317,14 @@ def score(
     Args:
         rows: Rows with question, solution and a trace, or Bespoke-Stratos rows.
         teacher: Run, or local folder, hub id, miniature or smollm2-135m.
-        student: The frozen student: folder, hub id, miniature or smollm2-135m; see `Teacher`.
+        student: The frozen student: folder, hub id, miniature or smollm2-135m; or several, see `Teacher`.
         reward: The reward and its options.
+        student_reduction: See `Teacher`.
         trace_column: The column of the explanation.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
 
     Raises:
         InputError: If a row cannot be used.
     """
-    return Teacher(teacher, student, reward=reward, tags=tags).score(rows, trace_column)
+    options: dict[str, Any] = {"reward": reward, "student_reduction": student_reduction, "tags": tags}
+    return Teacher(teacher, student, **options).score(rows, trace_column)

@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
+from rlt_lightning.records.catalogue.rewards import OF_STUDENT, REWARD, STUDENT
 from rlt_lightning.records.jsonl import Row, rewrite, whole_rows
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
+# Columns of a completion that each of several students has: the others come from the text.
+STUDENT_COLUMNS = tuple(metric.column for metric in (*REWARD, *STUDENT) if metric.name in OF_STUDENT)
 
 
 def evenly_spread(items: list[T], number: int) -> list[T]:
@@ -43,8 +46,14 @@ def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
 
 
 def score_rows(scores: Scores) -> list[dict[str, float]]:
-    """Return the reward and its terms, one dictionary per rollout."""
+    """Return the reward and its terms, one dictionary per rollout; NAME/LABEL is by one of the students."""
     columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
+    for label, one in scores.by_student.items():
+        columns |= {
+            f"{name}/{label}": values.tolist()
+            for name, values in one.terms.recorded().items()
+            if name in STUDENT_COLUMNS
+        }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -60,25 +69,43 @@ def completion_columns(rollout: Rollout, data: Any) -> Row:
     }
 
 
-def token_columns(rollout: Rollout, scores: Scores, position: int, chat_format: Any) -> Row:
+def token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequence[Any]) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
         rollout: A scored completion.
         scores: Scores of its batch.
         position: Its position in the batch.
-        chat_format: The format of the data, with the tokenizers of teacher and student.
+        formats: The format of each student, with the tokenizers of teacher and student.
 
     Returns:
-        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`. Values are
-        rounded to 1e-6.
+        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, of the first
+        student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
     """
+    columns = own_token_columns(rollout, scores, position, formats[0])
+    for number, (label, one) in enumerate(scores.by_student.items()):
+        own = own_token_columns(rollout.read_by(number), one, position, formats[number])
+        columns |= {f"{name}/{label}": values for name, values in own.items() if number}
+    return columns
+
+
+def own_token_columns(rollout: Rollout, scores: Scores, position: int, chat_format: Any) -> Row:
+    """Return the columns of `token_columns` for one student."""
     columns: Row = {"thought_tokens": decode_each(chat_format.tokenizer, scores.think_tokens[position])}
     columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
     columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, rollout.problem.solution_ids)
     values = scores.solution_log_probs[position].tolist()
     columns["solution_log_probs"] = [round(value, 6) for value in values]
     return columns
+
+
+def row_of_student(row: Row, label: str) -> Row:
+    """Return a scored row as one of several students sees it: its columns in place of the combined ones.
+
+    Without a label, or without columns of it, the row stays as it is.
+    """
+    end = f"/{label}"
+    return row | {name.removesuffix(end): value for name, value in row.items() if name.endswith(end)}
 
 
 def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:

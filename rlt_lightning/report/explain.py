@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -14,9 +14,10 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows, sources_of
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.baseline import scores_of_nothing
+from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.jsonl import Row, rows_in
-from rlt_lightning.records.rows import rollout_rows, score_rows, token_columns
+from rlt_lightning.records.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.report.heat import (
     Terminal,
     caveats,
@@ -24,6 +25,7 @@ from rlt_lightning.report.heat import (
     legend,
     shaded,
     solution_heat,
+    students_in_words,
     table_of_kl,
     terms_in_words,
     this_terminal,
@@ -208,16 +210,26 @@ class Explainer(Callback):
     ) -> None:
         assert batch.rollouts is not None
         assert batch.scores is not None
-        chat_format = stratos_of(trainer).format
+        readers = stratos_of(trainer).readers
         [row], [rollout] = rollout_rows(batch), batch.rollouts.rollouts
-        row |= token_columns(rollout, batch.scores, 0, chat_format)
+        row |= token_columns(rollout, batch.scores, 0, readers.formats)
+        terminal, module = this_terminal(), cast(RLTModule, pl_module)
         # In the precision in which RLTModule scored the explanation.
         with trainer.precision_plugin.forward_context():
-            nothing = scores_of_nothing(pl_module, batch.rollouts, chat_format)
-        empty = score_rows(nothing)[0] | token_columns(rollout, nothing, 0, chat_format)
-        parts = {name: float(values[0]) for name, values in batch.scores.terms.parts().items()}
-        reward: Any = pl_module.reward
-        print(explained(row, empty, parts, reward, self.options.top, this_terminal()), flush=True)
+            nothing = scores_of_nothing(module, batch.rollouts, readers)
+        empty = score_rows(nothing)[0] | token_columns(rollout, nothing, 0, readers.formats)
+        reward = module.reward
+        assert isinstance(reward, RLTReward)
+        by_student = batch.scores.by_student
+        if by_student:
+            print("\n".join([*students_in_words(row, module.students, terminal), ""]))
+        # With one student, its scores are those of the batch.
+        for label, scores in by_student.items() or [("", batch.scores)]:
+            parts = {name: float(values[0]) for name, values in scores.terms.parts().items()}
+            pair = row_of_student(row, label), row_of_student(empty, label)
+            if by_student:
+                print(f"\n{label}:\n")
+            print(explained(*pair, parts, reward, self.options.top, terminal), flush=True)
         if self.options.html:
             write_page(Path(self.options.html), "One explanation, token by token", data_of_rows([row]))
             print(f"\n{self.options.html}: the same as a page")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 
 from rlt_lightning.chat.screen import has_styles
+from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.records.catalogue import metric_of
 from rlt_lightning.records.jsonl import Row
@@ -85,6 +86,24 @@ def term_lines(
     for name, value in parts.items():
         words = made_of.get(name) or metric_of(f"reward/{name}").meaning
         lines += hanging(f"  {name:<{width}}{value:+.4f}  ", words, terminal)
+    return lines
+
+
+def students_in_words(row: Row, students: Students, terminal: Terminal) -> list[str]:
+    """Return a line for the reward of several students, and one for that of each.
+
+    Args:
+        row: A scored completion, with the columns of each student.
+        students: The students.
+        terminal: What the lines are for.
+    """
+    labels = students.labels
+    width = max(map(len, labels)) + 2
+    how = "the smallest of" if students.reduction == "min" else "the weighted mean of"
+    lines = [f"{'reward':<{width + 2}}{row['reward']:+.4f}  {how} {len(labels)} students"]
+    for label, name, weight in zip(labels, students.names, students.weights, strict=True):
+        words = name if students.reduction == "min" else f"weight {weight:g}, {name}"
+        lines += hanging(f"  {label:<{width}}{row[f'reward/{label}']:+.4f}  ", words, terminal)
     return lines
 
 

@@ -158,7 +158,18 @@ def facts(run: Run) -> dict[str, str]:
     for name, label in (("teacher", "teacher"), ("pretrained", "model"), ("student", "student")):
         if value := run.settings.get(f".model.init_args.{name}", run.settings.get(f".model.{name}")):
             found[label] = str(value)
+    if several := students_of(run):
+        found.pop("student", None)
+        found["students"] = several
     return found
+
+
+def students_of(run: Run) -> str:
+    """Return the several students of a run, with their weights if they have any; '' if there is one."""
+    setting = ".model.init_args.students"
+    weights = {name: v for name, v in run.settings.items() if name.startswith(f"{setting}.")}
+    weighed = [f"{name.removeprefix(f'{setting}.')} ({value:g})" for name, value in weights.items()]
+    return ", ".join([*map(str, run.settings.get(setting, ())), *weighed])
 
 
 def differences(runs: list[Run]) -> list[list[str]]:

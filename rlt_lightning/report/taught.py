@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.baseline import scores_of_nothing
+from rlt_lightning.modules.students import Students
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.records.catalogue.columns import TAUGHT, TOKENS
 from rlt_lightning.records.jsonl import Row
-from rlt_lightning.records.rows import rollout_rows, score_rows, token_columns
+from rlt_lightning.records.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.report.heat import (
     CONTROLS,
     Terminal,
@@ -26,12 +27,13 @@ from rlt_lightning.report.heat import (
     legend,
     shaded,
     solution_heat,
+    students_in_words,
     table_of_kl,
     term_lines,
     terms_in_words,
 )
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import PromptBatch, RewardTerms, Rollout
+from rlt_lightning.types import PromptBatch, RewardTerms, Rollout, Scores
 
 
 class NoReward(TextReward):
@@ -52,7 +54,8 @@ class Taught:
         parts: For each explanation, the terms that add up to its reward, by name.
         reward: The reward that scored them.
         teacher: The teacher's name.
-        student: The student's name, if there is one.
+        students: The students; their columns of the rows are NAME/LABEL if there are several.
+        parts_of: The same as `parts` by each of several students.
     """
 
     rows: list[Row]
@@ -60,7 +63,8 @@ class Taught:
     parts: list[dict[str, float]]
     reward: Reward
     teacher: str
-    student: str | None
+    students: Students
+    parts_of: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: Any, batch: PromptBatch, data: StratosDataModule) -> Taught:
@@ -69,16 +73,17 @@ class Taught:
         assert batch.scores is not None
         rollouts, scores = batch.rollouts.rollouts, batch.scores
         rows, empty = list(rollout_rows(batch)), None
-        parts = [{name: float(v[i]) for name, v in scores.terms.parts().items()} for i in range(len(rows))]
+        parts_of = {label: parts_in(one) for label, one in scores.by_student.items()}
         if isinstance(module.reward, RLTReward):
-            before = scores_of_nothing(module, batch.rollouts, data.format)
-            empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, data.format)
+            before = scores_of_nothing(module, batch.rollouts, data.readers)
+            empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, data.readers.formats)
             for i, rollout in enumerate(rollouts):
-                rows[i] |= token_columns(rollout, scores, i, data.format)
-                rows[i] |= students_view(before.solution_log_probs[0], scores.solution_log_probs[i])
+                rows[i] |= token_columns(rollout, scores, i, data.readers.formats)
+                rows[i] |= students_view(before, scores, i)
         if isinstance(module.reward, NoReward):
             rows = [{name: value for name, value in row.items() if name != "reward"} for row in rows]
-        return cls(rows, empty, parts, module.reward, module.pretrained, module.student_name)
+        models = module.pretrained, module.students
+        return cls(rows, empty, parts_in(scores), module.reward, *models, parts_of)
 
     @property
     def best(self) -> int:
@@ -90,14 +95,44 @@ class Taught:
         names = [column.name for column in (*TAUGHT, *TOKENS)]
         found = []
         for trace, row in zip(traces, self.rows, strict=True):
-            found.append(trace | {name: row[name] for name in names if name in row})
+            own = (name for base in names for name in row if base_of(name) == base)
+            found.append(trace | {name: row[name] for name in own})
             if "reward" not in row:
                 del found[-1]["reward"]
         return found
 
 
-def students_view(before: Tensor, after: Tensor) -> Row:
+def base_of(column: str) -> str:
+    """Return the name of a column without the label of a student."""
+    return column.partition("/")[0]
+
+
+def parts_in(scores: Scores) -> list[dict[str, float]]:
+    """Return, for each completion, the terms that add up to its reward, by name."""
+    parts = scores.terms.parts()
+    return [{name: float(v[i]) for name, v in parts.items()} for i in range(len(scores.terms.reward))]
+
+
+def students_view(before: Scores, scores: Scores, place: int) -> Row:
     """Return the student's probability of the solution, before and after an explanation.
+
+    Args:
+        before: The scores of an empty explanation.
+        scores: The scores of explanations.
+        place: Which of them is meant.
+
+    Returns:
+        See `probabilities`: of the first student and, as NAME/LABEL, of further ones.
+    """
+    found = probabilities(before.solution_log_probs[0], scores.solution_log_probs[place])
+    for label, one in [*scores.by_student.items()][1:]:
+        own = probabilities(before.by_student[label].solution_log_probs[0], one.solution_log_probs[place])
+        found |= {f"{name}/{label}": value for name, value in own.items()}
+    return found
+
+
+def probabilities(before: Tensor, after: Tensor) -> Row:
+    """Return a student's probability of the solution, before and after an explanation.
 
     Args:
         before: Log-probs of the solution's tokens after an empty explanation, (S,), nats.
@@ -121,7 +156,9 @@ def lesson(taught: Taught, top: int, terminal: Terminal) -> list[str]:
         terminal: What the lines are for.
     """
     rows, best = taught.rows, taught.best
-    student = f", student {taught.student}" if taught.student else ""
+    several = len(taught.students.names) > 1
+    student = f", student{'s' if several else ''} {', '.join(taught.students.names)}"
+    student = student if taught.students.names else ""
     lines = [*hanging("", f"teacher {taught.teacher}{student}", terminal), ""]
     for name in ("question", "solution"):
         lines += plain(f"{name.capitalize()}: {rows[0][name].strip()}", terminal)
@@ -138,24 +175,37 @@ def lesson(taught: Taught, top: int, terminal: Terminal) -> list[str]:
             *hanging("", "Without a student (model.student null) there is no reward.", terminal),
         ]
     if taught.empty is not None:
-        lines += legend("KL of teacher from student", terminal)
+        whose = taught.students.labels[0] if several else "student"
+        lines += legend(f"KL of teacher from {whose}", terminal)
     if len(rows) > 1:
         lines += ["", f"The best, {best + 1} of {len(rows)}:"]
     row, parts = rows[best], taught.parts[best]
     if taught.empty is None or not isinstance(taught.reward, RLTReward):
         return [*lines, "", *term_lines(row["reward"], parts, {}, terminal)]
+    if several:
+        lines += ["", *students_in_words(row, taught.students, terminal)]
+    for label in taught.students.labels:
+        own, empty = (row_of_student(one, label) for one in (row, taught.empty))
+        terms = taught.parts_of[label][best] if several else parts
+        lines += ["", f"{label}:"] if several else []
+        lines += worth(own, empty, terms, taught.reward, top, terminal)
+    return [*lines, *caveats(taught.reward, terminal)]
+
+
+def worth(
+    row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, terminal: Terminal
+) -> list[str]:
+    """Return the lines that say what an explanation is worth to one student; arguments as `explained`."""
     return [
-        *lines,
         "",
-        *view_lines(row, taught.reward, terminal),
+        *view_lines(row, reward, terminal),
         "",
-        *terms_in_words(row, taught.empty, parts, taught.reward, terminal),
+        *terms_in_words(row, empty, parts, reward, terminal),
         "",
-        *hanging("", f"KL of teacher from student ({taught.reward.kl_estimator}) by token, nats", terminal),
+        *hanging("", f"KL of teacher from student ({reward.kl_estimator}) by token, nats", terminal),
         *table_of_kl(row, top),
         "",
-        *solution_heat(row, taught.empty, terminal),
-        *caveats(taught.reward, terminal),
+        *solution_heat(row, empty, terminal),
     ]
 
 
@@ -167,7 +217,8 @@ def heading(row: Row, number: int, num_rows: int, best: bool) -> str:
     if "reward" not in row:
         return f"Explanation {number + 1} of {num_rows} ({size}):"
     figures = [f"reward {row['reward']:+.4f}"]
-    if "student_prob_after" in row:
+    # Of several students each has its own, below.
+    if "student_prob_after" in row and not any(name.startswith("student_prob_after/") for name in row):
         before, after = (probability(row[f"student_prob_{name}"]) for name in ("before", "after"))
         figures.append(f"student's probability {before} -> {after}")
     figures += [] if row["finish_reason"] == "stop" else [format_of(row)]

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.distillation import trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import fixed_tokens
+from rlt_lightning.callbacks.rollout_checks import readers_of_run
 from rlt_lightning.chat.conversation import tell
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import missing_columns, parse_row
@@ -29,7 +29,6 @@ from rlt_lightning.datamodules.sources import names_of
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.client import ADDRESS
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.pretrained import context_length
 from rlt_lightning.records.jsonl import Row, append_rows, to_line
 from rlt_lightning.report.explain import read_row
 from rlt_lightning.report.heat import this_terminal
@@ -105,10 +104,8 @@ def fit_context(trainer: Trainer, module: Any, max_model_len: int = sys.maxsize)
     """
     [problem] = stratos_of(trainer).problems
     room = max_model_len - len(problem.teacher_prompt)
-    for name, role in ((module.pretrained, "teacher"), (module.student_name, "student")):
-        if name is not None:
-            context = context_length(name, module.trust_remote_code)
-            room = min(room, context - fixed_tokens(problem, role))
+    for model in readers_of_run(module, stratos_of(trainer)):
+        room = min(room, model.context - int(model.fixed[0]))
     if room < 1:
         raise InputError(
             "Question and solution must leave room for an explanation, but with their prompts they are "

@@ -2,6 +2,7 @@
 
 rewards.py       reward/, student/
 policy.py        policy/, rollout/
+distillation.py  distill/
 performance.py   perf/, data/
 evaluation.py    eval/
 columns.py       columns of the files of completions whose mean is no metric

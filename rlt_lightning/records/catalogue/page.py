@@ -17,6 +17,7 @@ from pathlib import Path
 from rlt_lightning.records.catalogue.columns import COMPLETION, RESPONSE, TOKENS
 from rlt_lightning.records.catalogue.entry import Column, Metric
 from rlt_lightning.records.catalogue.registry import held_out, metrics
+from rlt_lightning.records.catalogue.rewards import of_student
 
 MARKED = re.compile(r"(<!-- catalogue: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -30,7 +31,8 @@ def table(name: str) -> str:
     """Return a table in Markdown.
 
     Args:
-        name: `rollouts.jsonl`, `responses.jsonl`, or a table of metrics: a prefix or a `Metric.table`.
+        name: `rollouts.jsonl`, `responses.jsonl`, `students`, or a table of metrics: a prefix or a
+            `Metric.table`.
 
     Raises:
         ValueError: If there is no such table.
@@ -40,6 +42,8 @@ def table(name: str) -> str:
     if name == "rollouts.jsonl":
         columns = (*COMPLETION, *figure_columns(), *TOKENS)
         return markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in columns))
+    if name == "students":
+        return metric_table(list(of_student("STUDENT")))
     found = [metric for metric in metrics() if (metric.table or metric.prefix) == name]
     if not found:
         raise ValueError(

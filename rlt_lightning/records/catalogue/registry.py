@@ -7,6 +7,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from rlt_lightning.records.catalogue.columns import TAUGHT, TRACE
+from rlt_lightning.records.catalogue.distillation import DISTILLATION
 from rlt_lightning.records.catalogue.entry import Metric
 from rlt_lightning.records.catalogue.evaluation import EVALUATION
 from rlt_lightning.records.catalogue.performance import DATA, PERFORMANCE
@@ -14,7 +15,7 @@ from rlt_lightning.records.catalogue.policy import POLICY, ROLLOUT
 from rlt_lightning.records.catalogue.rewards import REWARD, STUDENT
 
 GROUP = "rlt_lightning.metrics"  # of the entry points of installed packages
-OURS = (*REWARD, *STUDENT, *POLICY, *ROLLOUT, *PERFORMANCE, *DATA, *EVALUATION)
+OURS = (*REWARD, *STUDENT, *POLICY, *DISTILLATION, *ROLLOUT, *PERFORMANCE, *DATA, *EVALUATION)
 entries = {metric.name: metric for metric in OURS}
 
 

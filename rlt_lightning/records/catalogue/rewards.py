@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlt_lightning.records.catalogue.entry import Metric, reward_term
 
 REWARD = (
@@ -205,3 +207,27 @@ STUDENT = (
         panel="student/kl_mean",
     ),
 )
+# What each of several students gives: the terms that are computed with it.
+OF_STUDENT = ("reward/mean", "reward/solution", "reward/kl", *(m.name for m in REWARD[-4:] + STUDENT))
+
+
+def of_student(label: str) -> tuple[Metric, ...]:
+    """Return the entries of one of several students, NAME/LABEL for each metric of `OF_STUDENT`.
+
+    In W&B each shares the panel of NAME, which combines the students.
+    """
+    return tuple(
+        replace(
+            metric,
+            name=f"{metric.name}/{label}",
+            title=f"{metric.title}, {label}",
+            meaning=f"`{metric.name}` by the student {label}",
+            column=metric.column and f"{metric.column}/{label}",
+            label=metric.label and f"{metric.label}, {label}",
+            panel=metric.panel or metric.name,
+            held_out=metric.held_out and f"as `{metric.name}`",
+            table="students",
+        )
+        for metric in (*REWARD, *STUDENT)
+        if metric.name in OF_STUDENT
+    )

@@ -1,0 +1,72 @@
+"""What the teacher of `student_opd` judges of an answer, as sequences for both models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rlt_lightning.numerics.packing import Extent, ScoredSequence
+from rlt_lightning.types import RewardTerms, Rollout, Rollouts
+
+
+@dataclass(frozen=True)
+class JudgedTerms(RewardTerms):
+    """What is recorded of each answer, both (N,).
+
+    Attributes:
+        reward: Minus the mean divergence of its judged tokens, nats; 0 if there is none.
+        judged_tokens: How many tokens the teacher judged.
+    """
+
+    judged_tokens: Tensor
+
+
+def num_judged(row: Rollout) -> int:
+    """Return how many of an answer's tokens the teacher judges."""
+    return 0 if row.seen is None else row.seen.num_tokens
+
+
+def judged_part(row: Rollout) -> Rollout:
+    """Return an answer cut to its judged tokens, with the engine's log-probs of them."""
+    completion, start = row.completion, 0 if row.seen is None else row.seen.start
+    part = slice(start, start + num_judged(row))
+    log_probs = None if completion.log_probs is None else completion.log_probs[part]
+    return replace(
+        row, completion=replace(completion, token_ids=completion.token_ids[part], log_probs=log_probs)
+    )
+
+
+def student_part(row: Rollout) -> ScoredSequence:
+    """Return prompt and answer up to the last judged token, which are scored; of others the first token."""
+    prompt, start = row.problem.teacher_prompt, 0 if row.seen is None else row.seen.start
+    rest = row.completion.token_ids[: max(1, start + num_judged(row))]
+    scored = [False] * (len(prompt) + start) + [True] * num_judged(row)
+    return ScoredSequence(prompt, rest, scored if row.seen else [False] * (len(prompt) + len(rest)))
+
+
+def teacher_part(row: Rollout) -> ScoredSequence:
+    """Return the teacher's context and what it judges; of an answer that it cannot judge its context."""
+    view, read = row.problem.teacher_view, [] if row.seen is None else row.seen.token_ids
+    rest = read or view[-1:]
+    return ScoredSequence(view, rest, [False] * len(view) + [bool(read)] * len(rest))
+
+
+def judged_extents(rows: list[Rollout]) -> list[Extent]:
+    """Return the lengths of what student and teacher read, whichever is longer."""
+    pairs = [(student_part(row), teacher_part(row)) for row in rows]
+    return [
+        Extent(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
+        for row, pair in zip(rows, pairs, strict=True)
+    ]
+
+
+def judged_metrics(terms: JudgedTerms, rollouts: Rollouts) -> dict[str, Any]:
+    """Return how much of the answers the teacher could judge."""
+    sampled = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
+    return {
+        "distill/judged_tokens": terms.judged_tokens.mean(),
+        "distill/judged_frac": terms.judged_tokens.sum() / sampled,
+        "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
+    }
