@@ -25,6 +25,7 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.integrations.scorer import ExplanationScorer
 from rlt_lightning.modules import scoring
 from rlt_lightning.modules.baseline import empty_rollout
+from rlt_lightning.modules.students import Students
 from rlt_lightning.modules.reading import Reading
 from rlt_lightning.modules.scoring import TokenScores
 from rlt_lightning.numerics.advantages import (
@@ -128,13 +129,12 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     monkeypatch.setattr(scoring, "empty_rollout", counted)
     student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
     witness, rlt = Witness(), module("miniature", reward=EMPTY)
-    rlt.student_name = student
+    rlt.students = Students.of(student, None)
     data = chains(tmp_path, student)
     trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None
-    assert rlt.student is not None
     rows = batch.rollouts.rollouts
     assert read == [rows[0].problem.row, rows[4].problem.row]
     terms: Any = batch.scores.terms
@@ -189,7 +189,6 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
     assert batch.rollouts is not None
     assert batch.scores is not None
     assert batch.counts["rollout/dropped_groups"] == 4
-    assert rlt.student is not None
     student = rlt.student_models[0].model
     slow = [slow_baseline(student, empty_rollout(r.problem, data.format)) for r in batch.rollouts.rollouts]
     terms: Any = batch.scores.terms

@@ -30,7 +30,7 @@ from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.checked import check_model, get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
-from rlt_lightning.modules.students import Students
+from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Whole
 from rlt_lightning.types import InputError
@@ -193,6 +193,29 @@ def test_the_check_of_the_head_sees_a_wrong_exact_kl(name: str, monkeypatch: pyt
     assert "a value or gradient is off by" in fault
 
 
+@pytest.mark.parametrize(
+    ("loss", "place", "function"),
+    [
+        (Divergence("jsd"), "jsd", "jsd_gradient"),
+        (Divergence(top_k=9), "top_words", "top_gradient"),
+    ],
+)
+def test_the_check_of_the_head_sees_a_wrong_loss(
+    loss: Divergence, place: str, function: str, monkeypatch: pytest.MonkeyPatch
+):
+    def compiled_wrongly(right: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+        wrong = compiled and right.__name__ == function
+        return (lambda *arguments: 1.1 * right(*arguments)) if wrong else right
+
+    for module in ("kl", "jsd", "top_words", "log_probs"):
+        monkeypatch.setattr(f"rlt_lightning.numerics.{module}.kernel", lambda function, compiled: function)
+    assert compiled_head_fault(torch.float32, CPU, loss=loss) is None
+    monkeypatch.setattr(f"rlt_lightning.numerics.{place}.kernel", compiled_wrongly)
+    fault = compiled_head_fault(torch.float32, CPU, loss=loss)
+    assert fault is not None
+    assert "a value or gradient is off by" in fault
+
+
 def module_on_a_gpu(head: HeadOptions, **more: Any) -> Any:
     """What the checks at the start of a run read of a module."""
     trainer = types.SimpleNamespace(
@@ -235,13 +258,14 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
 ):
     seen: list[bool] = []
     monkeypatch.setattr(
-        chosen_kernels, "compiled_head_fault", lambda dtype, device, exact_kl: seen.append(exact_kl)
+        chosen_kernels, "compiled_head_fault", lambda dtype, device, exact_kl, loss: seen.append(exact_kl)
     )
     student = FrozenModel(StrictEntry(tiny_qwen()))
-    frozen = {"student_models": [student], "students": Students.of("tiny", None), "reference": None}
+    frozen = {"reference": None}
     places = {"device": CPU, "sharding": Whole(None)}
     reward = RLTReward(kl_estimator=estimator)
-    get_frozen_ready(module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places))
+    module = module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places)
+    get_frozen_ready(module, [("tiny", student)])
     assert seen == [expected]
 
 

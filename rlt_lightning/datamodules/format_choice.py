@@ -212,11 +212,7 @@ def choose_format(
         require_same(str(teacher), taught, named, options, "tags")
         require_same(str(teacher), taught, teachers, options, "teacher_system_prompt")
     if known is not None and not options.force_format:
-        require_same(str(student), known, own_named, options, "tags")
-        require_same(str(student), known, told, options, "student_system_prompt")
-        if seen is not None:
-            require_same(str(student), known, seen.tags, options, "format_from")
-            require_same(str(student), known, seen.system_prompt, options, "format_from")
+        require_known(str(student), known, options, own_named, told, seen)
     if teachers is None and taught is not None:
         teachers = taught.system_prompt
     recorded = known or seen
@@ -237,6 +233,22 @@ def choose_format(
         learner=student if learns else None,
         guessed={role: name for role, (name, unsaid) in asked.items() if name and unsaid and not learns},
     )
+
+
+def require_known(
+    student: str,
+    known: ModelFormat,
+    options: FormatOptions,
+    tags: TagStyle | None,
+    prompt: str | None,
+    seen: ModelFormat | None,
+) -> None:
+    """Check that settings and the rows of `format_from` are what a student was trained in."""
+    require_same(student, known, tags, options, "tags")
+    require_same(student, known, prompt, options, "student_system_prompt")
+    if seen is not None:
+        require_same(student, known, seen.tags, options, "format_from")
+        require_same(student, known, seen.system_prompt, options, "format_from")
 
 
 def require_one_prompt(told: str | None, seen: ModelFormat, options: FormatOptions) -> None:

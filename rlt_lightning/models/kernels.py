@@ -31,6 +31,7 @@ from rlt_lightning.models.attention_choice import AttentionKernel, choose_attent
 from rlt_lightning.models.checks import Refused, failure_of
 from rlt_lightning.models.fused import compile_blocks, liger_fault, liger_functions, use_liger
 from rlt_lightning.models.packed import HeadOptions, ask, computing_dtype, log_probs_of
+from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.kl import linear_exact_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -147,7 +148,11 @@ def sample_log_probs(model: Any) -> Tensor:
 
 
 def chosen_head(
-    head: HeadOptions, dtype: torch.dtype, device: torch.device, exact_kl: bool = False
+    head: HeadOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    exact_kl: bool = False,
+    loss: Divergence | None = None,
 ) -> HeadOptions:
     """Return the head's options with `compiled` decided: on a GPU by default, if it equals the head as it is.
 
@@ -156,12 +161,13 @@ def chosen_head(
         dtype: The type in which the model computes.
         device: The device that computes.
         exact_kl: Whether the run computes the exact KL of two heads.
+        loss: The divergence of two heads that the run minimises, if any.
 
     Raises:
         InputError: If `compiled` was asked for and fails.
     """
     compiled = device.type == "cuda" if head.compiled is None else head.compiled
-    if compiled and (fault := failure_of(partial(compiled_head_fault, dtype, device, exact_kl))):
+    if compiled and (fault := failure_of(partial(compiled_head_fault, dtype, device, exact_kl, loss))):
         if head.compiled:
             raise InputError(
                 f"The compiled head must equal the head as it is, but {fault}. torch.compile needs a C "
@@ -173,8 +179,10 @@ def chosen_head(
 
 
 @torch.inference_mode(False)
-def compiled_head_fault(dtype: torch.dtype, device: torch.device, exact_kl: bool = False) -> str | None:
-    """Compare log-probs, entropies, exact KL and gradients of a compiled head with the head as it is."""
+def compiled_head_fault(
+    dtype: torch.dtype, device: torch.device, exact_kl: bool = False, loss: Divergence | None = None
+) -> str | None:
+    """Compare log-probs, entropies, exact KL, loss and gradients of a compiled head with the plain one."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).to(device, dtype) / 4 for n in (200, 3000))
     targets = torch.randint(3000, (200,), generator=generator).to(device)
@@ -186,11 +194,14 @@ def compiled_head_fault(dtype: torch.dtype, device: torch.device, exact_kl: bool
             log_probs, entropy = linear_log_probs(inputs[0], head, targets, 1, compiled, with_entropy=True)
             assert entropy is not None
             found = [log_probs, entropy, *torch.autograd.grad((log_probs + entropy).sum(), inputs)]
+            # The other model's vocabulary is smaller, and its states are others.
+            other = inputs[0].flip(0), Head(inputs[1][:2800])
             if exact_kl:
-                # The student's vocabulary is smaller, and its states are others.
-                student = inputs[0].flip(0), Head(inputs[1][:2800])
-                kl = linear_exact_kl(inputs[0], head, *student, 1, compiled)
+                kl = linear_exact_kl(inputs[0], head, *other, 1, compiled)
                 found += [kl, *torch.autograd.grad(kl.sum(), inputs)]
+            if loss is not None:
+                values = linear_divergence(inputs[0], head, *other, loss, None, 1, compiled)
+                found += [values, *torch.autograd.grad(values.sum(), inputs)]
             return found
 
     distances = [
@@ -212,6 +223,7 @@ def prepare_model(
     device: torch.device,
     more: str = "",
     exact_kl: bool = False,
+    loss: Divergence | None = None,
 ) -> HeadOptions:
     """Choose and check the kernels of a model, name them in one line, and return the head's options.
 
@@ -225,10 +237,11 @@ def prepare_model(
         device: The device that computes.
         more: What else the line names.
         exact_kl: Whether the run computes the exact KL with this model's head.
+        loss: The divergence that the run minimises with this model's head, if any.
     """
     attention = ask(run, choose_attention, kernels.attention, device)
     fused = fuse_blocks(run, name, kernels, device)
-    chosen = chosen_head(head, ask(run, computing_dtype), device, exact_kl)
+    chosen = chosen_head(head, ask(run, computing_dtype), device, exact_kl, loss)
     if device.type == "cuda" or kernels != Kernels() or chosen.compiled:
         parts = [f"attention by {attention}", *fused, *["compiled head"] * bool(chosen.compiled), more]
         announce(f"kernels of {name}: {', '.join(filter(None, parts))}")

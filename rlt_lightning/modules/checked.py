@@ -8,17 +8,25 @@ from typing import Any
 from rlt_lightning.models.kernels import fuse_blocks, prepare_model, steps_fused
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.numerics.divergence import Divergence
 
 # Calls a model: run(function, *arguments) is function(model, *arguments). Each `module` below is a
 # PolicyModule, which cannot be imported here: its file imports this one.
 Run = Callable[..., Any]
 
 
-def check_model(module: Any, run: Run, name: str, trained: bool = False, exact_kl: bool = False) -> None:
+def check_model(
+    module: Any,
+    run: Run,
+    name: str,
+    trained: bool = False,
+    exact_kl: bool = False,
+    loss: Divergence | None = None,
+) -> None:
     """Choose kernels and a layout in which a model is right, and name the kernels in the log.
 
     The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16. `exact_kl`
-    says whether the exact KL is computed with the model's head.
+    says whether the exact KL is computed with the model's head, and `loss` which divergence is minimised.
     """
     more = ""
     if trained and module.trainer.training and module.optimizer_config.states != "8bit":
@@ -28,7 +36,7 @@ def check_model(module: Any, run: Run, name: str, trained: bool = False, exact_k
         # All models share the options: once a check has failed, no head is compiled. A compiled head that
         # an earlier check has chosen is not what the user asked for, which would be an error if it failed.
         head = module.head if module.head.compiled is False else module.wanted_head
-        module.head = prepare_model(run, name, module.kernels, head, device, more, exact_kl)
+        module.head = prepare_model(run, name, module.kernels, head, device, more, exact_kl, loss)
         chosen = module.attn_implementation is not None
         module.layout = verified_layout(run, name, module.layout, chosen)
 
