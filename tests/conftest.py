@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,30 @@ def tiny_model(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer["model"]["vocab"] = {word: i for word, i in vocabulary.items() if i < NUM_WORDS}
     tokenizer["model"]["merges"] = [pair for pair in merges if vocabulary["".join(pair)] < NUM_WORDS]
     path.write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def renumbered(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of the miniature with its words numbered backwards: the same model, in other tokens."""
+    from rlt_lightning.pretrained import load_model
+
+    folder = tmp_path_factory.mktemp("renumbered")
+    model = load_model(miniature)
+    last = model.config.vocab_size - 1
+    described = json.loads((Path(miniature) / "tokenizer.json").read_text())
+    described["model"]["vocab"] = {word: last - i for word, i in described["model"]["vocab"].items()}
+    for token in described["added_tokens"]:
+        token["id"] = last - token["id"]
+    described["added_tokens"].sort(key=lambda token: token["id"])
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.flip(0)
+    model.tie_weights()
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id = last - 2, last
+    model.save_pretrained(folder)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(miniature) / name, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(described))
     return str(folder)
 
 

@@ -191,6 +191,7 @@ def run_job(
     dynamic: int = 0,
     rows: int = 8,
     baseline: Literal["none", "empty"] = "none",
+    students: list[str] | None = None,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -215,6 +216,7 @@ def run_job(
         dynamic: Rounds of dynamic sampling, at most, with groups that are equal by construction.
         rows: Of the data.
         baseline: Of the reward.
+        students: In place of the one student; then the problems are short.
     """
     folder = Path(output)
     Counting.counts.clear()
@@ -251,20 +253,24 @@ def run_job(
     )
     module = Counting(
         teacher=model,
-        student=model,
+        student=None if students else model,
+        students=students,
         group_size=4,
         reward=Parity() if dynamic else RLTReward(baseline=baseline),
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5, states=states),
         micro_batch_tokens=tokens,
         lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )
+    # A miniature has no room for long prompts.
+    short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if students else {}
     data = StratosDataModule(
-        source="arithmetic",
+        source="chains" if students else "arithmetic",
         num_embedded_rows=rows,
         tokenizer=model,
-        student_tokenizer=model,
+        student_tokenizer=students or model,
         prompts_per_step=prompts,
         output_dir=str(folder),
+        **short,
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 

@@ -25,9 +25,9 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.integrations.scorer import ExplanationScorer
 from rlt_lightning.modules import scoring
 from rlt_lightning.modules.baseline import empty_rollout
-from rlt_lightning.modules.students import Students
 from rlt_lightning.modules.reading import Reading
 from rlt_lightning.modules.scoring import TokenScores
+from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
@@ -138,7 +138,9 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     rows = batch.rollouts.rollouts
     assert read == [rows[0].problem.row, rows[4].problem.row]
     terms: Any = batch.scores.terms
-    slow = [slow_baseline(rlt.student_models[0].model, empty_rollout(row.problem, data.format)) for row in rows]
+    slow = [
+        slow_baseline(rlt.student_models[0].model, empty_rollout(row.problem, data.format)) for row in rows
+    ]
     assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
 
     # In waves: the second and third bring nothing of a problem that the first did not have.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from codecs import getincrementaldecoder
 from pathlib import Path
 from typing import Any
@@ -434,28 +433,6 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def renumbered(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the miniature with its words numbered backwards: the same model, in other tokens."""
-    folder = tmp_path_factory.mktemp("renumbered")
-    model = load_model(miniature)
-    last = model.config.vocab_size - 1
-    described = json.loads((Path(miniature) / "tokenizer.json").read_text())
-    described["model"]["vocab"] = {word: last - i for word, i in described["model"]["vocab"].items()}
-    for token in described["added_tokens"]:
-        token["id"] = last - token["id"]
-    described["added_tokens"].sort(key=lambda token: token["id"])
-    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.flip(0)
-    model.tie_weights()
-    for settings in (model.config, model.generation_config):
-        settings.eos_token_id, settings.pad_token_id = last - 2, last
-    model.save_pretrained(folder)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(Path(miniature) / name, folder)
-    (folder / "tokenizer.json").write_text(json.dumps(described))
-    return str(folder)
 
 
 def test_training_with_a_renumbered_student_is_the_same(

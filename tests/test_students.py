@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from commands import rlt
 from lightning.pytorch import Callback, Trainer
+from ranks import run
+from safetensors.torch import load_file
+from tiny import CHAINS as CHAIN_OPTIONS
+from tiny import SHORT
 
+from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import RLTModule
+from rlt_lightning.integrations.scorer import ExplanationScorer
+from rlt_lightning.models.format import ModelFormat, write_format
+from rlt_lightning.modules import CorrectnessReward, RLTModule
+from rlt_lightning.modules import rlt as rlt_module
+from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combined_terms
+from rlt_lightning.pretrained import load_model
 from rlt_lightning.records.catalogue import registry
-from rlt_lightning.types import PromptBatch, Scores
+from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.tags import STRATOS
+from rlt_lightning.types import InputError, PromptBatch, Scores
 
 CHAINS: dict[str, Any] = {
     "source": "chains",
@@ -172,3 +192,282 @@ def test_the_same_student_twice_gives_todays_figures_exactly(tmp_path: Path) -> 
             own = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
             assert {name: figures[name] for name in own} == own
     assert [*both.by_student] == ["miniature_seed1", "miniature_seed1_2"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_student_in_other_tokens_reads_a_view_of_its_own(
+    place: int, estimator: Any, miniature: str, renumbered: str, tmp_path: Path
+) -> None:
+    # The same model with its words numbered otherwise: it must say the same, as the first or the second.
+    options = {"reward": RLTReward(kl_estimator=estimator), "length": 40}
+    single, _ = scores_of(tmp_path, student=miniature, **options)
+    names = ["miniature-seed1"]
+    names.insert(place, renumbered)
+    both, _ = scores_of(tmp_path, students=names, student_reduction="min", **options)
+    label = next(label for label in both.by_student if label.startswith("renumbered"))
+    assert [*both.by_student].index(label) == place
+    own = both.by_student[label]
+    for name in NAMES:
+        ours, theirs = getattr(own.terms, name), getattr(single.terms, name)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    other = next(one.terms.reward for name, one in both.by_student.items() if name != label)
+    torch.testing.assert_close(both.terms.reward, torch.minimum(own.terms.reward, other))
+
+
+def test_students_of_three_formats_score_as_each_does_by_itself(
+    miniature: str, tiny_model: str, tmp_path: Path
+) -> None:
+    # One asks under other tags and a prompt of its own, one has another tokenizer.
+    other = tmp_path / "other"
+    shutil.copytree(miniature, other)
+    write_format(ModelFormat("student", STRATOS, "Be brief."), other)
+    names = [miniature, str(other), tiny_model]
+    prompts = {"student_system_prompt": None}
+    several = RLTModule(tiny_model, None, students=names, group_size=4, reward=RLTReward(score_given=True))
+    batch = fit(tmp_path, several, **prompts).batches[0]
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    reads = [
+        row.read_by(number).retold is not None for row in batch.rollouts.rollouts[:1] for number in range(3)
+    ]
+    assert reads == [True, True, False]
+    for name, own in zip(names, batch.scores.by_student.values(), strict=True):
+        module = RLTModule(tiny_model, name, group_size=4, reward=RLTReward(score_given=True))
+        alone = fit(tmp_path, module, **prompts).batches[0].scores
+        assert alone is not None
+        torch.testing.assert_close(own.terms.reward, alone.terms.reward, atol=1e-5, rtol=1e-5)
+        assert own.think_tokens == alone.think_tokens
+
+
+class Visits(FrozenModel):
+    """Counts how many students are on the device."""
+
+    now: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[Any]:
+        Visits.now += 1
+        Visits.most = max(Visits.most, Visits.now)
+        with super().on(device) as run:
+            yield run
+        Visits.now -= 1
+
+
+def test_offloaded_students_are_on_the_device_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stay, _ = scores_of(tmp_path, students=OTHERS)
+    monkeypatch.setattr(rlt_module, "FrozenModel", Visits)
+    back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
+    assert torch.equal(back.terms.reward, stay.terms.reward)
+    assert Visits.most == 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "two settings": ({"student": "a", "students": ["b"]}, "Set one of them to null"),
+    "none": ({"student": None, "students": []}, "must name at least one student"),
+    "weight": ({"student": None, "students": {"a": 1.0, "b": 0.0}}, "above 0, but that of b is 0.0"),
+    "weights of the smallest": (
+        {"student": None, "students": {"a": 1.0, "b": 2.0}, "reduction": "min"},
+        "so weights would mean nothing",
+    ),
+    "reduction": ({"student": "a", "students": None, "reduction": "max"}, "must be mean or min"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_contradict_each_other_are_refused(case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        Students.of(**options)
+
+
+def test_students_without_a_reward_that_asks_them_are_refused() -> None:
+    with pytest.raises(InputError, match="CorrectnessReward asks no model"):
+        RLTModule("miniature", None, students=OTHERS, reward=CorrectnessReward())  # type: ignore[arg-type]
+
+
+def test_every_student_is_checked_before_a_model_is_loaded(
+    miniature: str, renumbered: str, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(miniature, small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    with pytest.raises(InputError, match=f"the student {small}'s context of 40 tokens, but row 1"):
+        scores_of(tmp_path, students=[miniature, str(small)])
+    with pytest.raises(InputError, match=f"the tokenizer of the student {renumbered} is not the teacher's"):
+        scores_of(tmp_path, students=[miniature, renumbered], reward=RLTReward(kl_estimator="exact"))
+
+
+def test_short_names_tell_students_apart() -> None:
+    def labels(*names: str) -> list[str]:
+        return Students.of(None, [*names]).labels
+
+    assert labels("org/Qwen2.5-7B", "/data/llama 3") == ["Qwen2_5_7B", "llama_3"]
+    assert labels("runs/a/model", "runs/b/model") == ["a_model", "b_model"]
+    assert labels("miniature", "miniature") == ["miniature", "miniature_2"]
+
+
+def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Return the final weights and the metrics of a run of strategy_run."""
+    return load_file(folder.with_suffix(".safetensors")), json.loads(folder.with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("zero3", {}),
+        ("zero3", {"early": True, "uneven": True}),
+        pytest.param("ddp", {"uneven": True}, marks=pytest.mark.full),
+        pytest.param("fsdp2", {"uneven": True}, marks=pytest.mark.full),
+        pytest.param("fsdp2", {"early": True, "uneven": True}, marks=pytest.mark.full),
+        pytest.param("ddp", {"dynamic": 2, "rows": 16}, marks=pytest.mark.full),
+    ],
+)
+def test_two_processes_train_as_one(
+    strategy: str, options: dict[str, Any], tiny_model: str, tmp_path: Path
+) -> None:
+    # A student of the teacher's tokenizer and one of another, which the teacher is asked for once.
+    options = options | {"students": [tiny_model, "miniature"], "steps": 2}
+    options["tokens"] = 100 if "early" in options else 280
+    run(tiny_model, tmp_path / "one", "single", **options)
+    run(tiny_model, tmp_path / "two", strategy, **options)
+    (single, expected), (both, found) = trained(tmp_path / "one"), trained(tmp_path / "two")
+    for name, weight in single.items():
+        assert float((both[name] - weight).norm() / weight.norm()) < 1e-5
+    labels = Students.of(None, [tiny_model, "miniature"]).labels
+    for ours, theirs in zip(found, expected, strict=True):
+        for label in labels:
+            for name in ("reward/mean", "reward/solution", "reward/kl", "student/kl_mean"):
+                assert ours[f"{name}/{label}"] == pytest.approx(theirs[f"{name}/{label}"], rel=1e-5, abs=1e-6)
+        means = [theirs[f"reward/mean/{label}"] for label in labels]
+        if "dynamic" not in options:  # its reward is no plain sum
+            assert theirs["reward/mean"] == pytest.approx(sum(means) / 2, abs=1e-5)
+
+
+BOTH = ["--model.teacher=miniature", "--model.student=null", "--trainer.accelerator=cpu", *CHAIN_OPTIONS]
+SEVERAL = [*BOTH, "--model.students={miniature: 1.0, miniature-seed1: 0.5}"]
+
+
+def verb(name: str, *options: str) -> str:
+    result = rlt(name, *options)
+    assert result.returncode == 0, result.stderr
+    return str(result.stdout)
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.open()]
+
+
+def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
+    fits = [
+        *("--config=tests/rlt.yaml", *SEVERAL, *SHORT, "--data.prompts_per_step=2", "--data.val_rows=2"),
+        *(
+            "--trainer.val_check_interval=1",
+            "--checkpoint.every_n_train_steps=1",
+            "--data.num_embedded_rows=8",
+        ),
+        "--rollouts.sampling.max_completion_length=12",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    verb("fit", *fits, "--trainer.max_steps=2", f"--output_dir={whole}")
+    verb("fit", *fits, "--trainer.max_steps=1", f"--output_dir={parts}")
+    verb("fit", *fits, "--trainer.max_steps=2", "--resume=true", f"--output_dir={parts}")
+    rows = rows_in(whole / "rollouts.jsonl")
+    assert rows_in(parts / "rollouts.jsonl") == rows
+    for row in rows:
+        a, b = row["reward/miniature"], row["reward/miniature_seed1"]
+        assert row["reward"] == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
+        own = row["solution_log_prob_reward/miniature"] + row["kl_reward/miniature"]
+        assert a == pytest.approx(own + row["format_reward"], abs=1e-5)
+    told = [row for row in rows if "thought_kl" in row]
+    assert all(len(row["thought_kl/miniature_seed1"]) == len(row["thought_kl"]) for row in told)
+    assert told
+    with open(whole / "metrics.csv", newline="") as file:
+        metrics = list(csv.DictReader(file))
+    for name in ("mean", "solution", "kl"):
+        for prefix in ("reward/", "reward/val_"):
+            a, b, both = (
+                float(metrics[-1][f"{prefix}{name}{end}"]) for end in ("/miniature", "/miniature_seed1", "")
+            )
+            assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
+    verb("report", str(whole), f"--out={tmp_path / 'page.html'}")
+    page = (tmp_path / "page.html").read_text()
+    assert "Solution term, miniature_seed1" in page
+    assert "miniature (1), miniature-seed1 (0.5)" in page
+    shown = verb("teach", str(whole), "--question=start 3. add 4.", "--solution=7", "--num=2")
+    assert "students miniature, miniature-seed1" in shown
+    assert shown.count("The student's probability of the solution") == 2
+
+
+def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
+    least = [*BOTH, "--model.students=[miniature, miniature-seed1]", "--model.student_reduction=min"]
+    rank = ["--config=rank", *least, "--data.max_rows=6", "--scores.rank_groups=2", "--scores.per_token=true"]
+    verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
+    rows = rows_in(tmp_path / "run/scores.jsonl")
+    assert len(rows) == 6
+    for row in rows:
+        assert row["reward"] == min(row["reward/miniature"], row["reward/miniature_seed1"])
+    groups = json.loads((tmp_path / "run/groups.json").read_text())
+    assert groups[0]["reward"] >= groups[1]["reward"]
+    assert {"reward/miniature", "reward/miniature_seed1"} <= groups[0].keys()
+    text = verb("explain", "--config=rank", *least, "--explain.row=2")
+    assert "the smallest of 2 students" in text
+    for label in ("miniature", "miniature_seed1"):
+        [value] = re.findall(rf"^  {label} +([-+][\d.]+)", text, flags=re.MULTILINE)
+        assert float(value) == pytest.approx(rows[1][f"reward/{label}"], abs=1e-4)
+        assert f"\n{label}:\n" in text
+    assert text.count("Explanation: KL of teacher from student (exact)") == 2
+
+
+def test_python_and_other_trainers_score_against_several(renumbered: str) -> None:
+    texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+    problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
+    students = {"miniature-seed1": 1.0, renumbered: 3.0}
+    reward = RLTReward()  # the exact KL, their default, has no common vocabulary
+    [score] = python.Teacher("miniature", students, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+    a, b = score.by_student.values()
+    assert score.reward == pytest.approx((a.reward + 3 * b.reward) / 4, abs=1e-5)
+    assert score.r_ss == pytest.approx((a.r_ss + 3 * b.r_ss) / 4, abs=1e-5)
+    assert "".join(b.solution_tokens).strip() == "7"
+    for name, own in zip(students, (a, b), strict=True):
+        [single] = python.Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+        assert own.reward == pytest.approx(single.reward, abs=1e-6)
+    scorer = ExplanationScorer(students, "miniature", reward, **texts)  # type: ignore[arg-type]
+    [told] = scorer.problems([problem])
+    rollout = scorer.rollout(told, scorer.format.completion_from_trace(told, problem["reasoning_trace"]))
+    terms = scorer.terms([rollout], Entry(load_model("miniature")), torch.device("cpu"))
+    assert terms.reward.item() == pytest.approx(score.reward, abs=1e-5)
+
+
+def plan_of(tmp_path: Path, tiny_model: str, *options: str) -> dict[str, Any]:
+    models = [f"--model.teacher={tiny_model}", "--model.student=null", *CHAIN_OPTIONS, "--plan.device=H100"]
+    verb("plan", "--config=tests/rlt.yaml", *models, *options, "--trainer.accelerator=gpu",
+         f"--plan.json={tmp_path / 'plan.json'}")  # fmt: skip
+    found: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
+    return found
+
+
+def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
+    one, other, both = (
+        plan_of(tmp_path, tiny_model, f"--model.students=[{names}]")
+        for names in (tiny_model, "miniature-seed1", f"{tiny_model}, miniature-seed1")
+    )
+
+    def frozen(plan: dict[str, Any], phase: str, where: str = "device") -> float:
+        return float(plan["phases"][phase][where]["student weights"])
+
+    assert frozen(both, "train") == frozen(one, "train") + frozen(other, "train")
+    # The mean length of solutions is taken in the first student's tokens.
+    seconds = one["seconds"]["score"] + other["seconds"]["score"]
+    assert both["seconds"]["score"] == pytest.approx(seconds, rel=0.05)
+    names = f"--model.students=[{tiny_model}, miniature-seed1]"
+    away = plan_of(tmp_path, tiny_model, names, "--model.offload_frozen=true")
+    assert frozen(away, "train") == 0
+    assert frozen(away, "score") == max(frozen(one, "score"), frozen(other, "score"))
+    assert frozen(away, "train", "host") == frozen(both, "train")
+    notes = " ".join(both["setup"]["notes"])
+    assert "tokens of the student miniature-seed1's own" in notes

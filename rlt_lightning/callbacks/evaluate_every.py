@@ -58,7 +58,7 @@ SECONDS = "perf/evaluate_s"
 class EvaluateEvery(Callback):
     """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
 
-    Only for students (`data.task` student_sft, student_rl or student_opd). Training is the same with and without it.
+    Only for students (`data.task` student_sft, student_rl or student_opd). It leaves training as it is.
 
     Args:
         every_n_steps: Optimizer steps between evaluations.

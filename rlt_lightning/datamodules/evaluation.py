@@ -19,7 +19,6 @@ from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
     choose_format,
-    models_of,
     require_model,
 )
 from rlt_lightning.datamodules.formats import ChatFormat, encode

@@ -353,14 +353,6 @@ def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
     return parsed.system if has_tags else None
 
 
-def models_of(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
-    """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
-    module: Any = trainer.lightning_module
-    students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
-    readers = students.names if students else (teacher,) if teacher else ()
-    return getattr(module, "pretrained", None), readers
-
-
 def require_model(name: str | None) -> str:
     """Return the name of the model whose tokenizer and format are used.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.types import InputError
 
@@ -77,3 +79,11 @@ def require_held_out(val_rows: int, max_bad_frac: float) -> None:
         raise InputError(
             f"data.max_bad_frac must be in [0, 1], but is {max_bad_frac}. Set a part of the rows."
         )
+
+
+def models_of(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
+    """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
+    module: Any = trainer.lightning_module
+    students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
+    readers = students.names if students else (teacher,) if teacher else ()
+    return getattr(module, "pretrained", None), readers

@@ -18,7 +18,6 @@ from rlt_lightning.datamodules.format_choice import (
     FormatOptions,
     choose_format,
     choose_formats,
-    models_of,
     require_model,
     tags_text,
 )
@@ -30,7 +29,7 @@ from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
 from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.settings import require_settings
+from rlt_lightning.datamodules.settings import models_of, require_settings
 from rlt_lightning.datamodules.sources import (
     ARITHMETIC,
     Reading,

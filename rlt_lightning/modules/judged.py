@@ -1,4 +1,4 @@
-"""What the teacher of `student_opd` judges of an answer, as sequences for both models."""
+"""On-policy distillation: its settings, and what its teacher judges of an answer, for both models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import Extent, ScoredSequence
-from rlt_lightning.types import RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import InputError, RewardTerms, Rollout, Rollouts
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,25 @@ def judged_metrics(terms: JudgedTerms, rollouts: Rollouts) -> dict[str, Any]:
         "distill/judged_frac": terms.judged_tokens.sum() / sampled,
         "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
     }
+
+
+def require_options(
+    group_size: int, teacher: str | None, teacher_weights: str, estimator: str, divergence: Divergence
+) -> None:
+    """Check that settings do not contradict each other.
+
+    Raises:
+        InputError: Naming them.
+    """
+    if group_size < 1:
+        raise InputError(f"model.group_size must be at least 1, but is {group_size}. Raise it.")
+    if teacher is not None and teacher_weights != "frozen":
+        raise InputError(
+            f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
+            f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
+        )
+    if estimator == "sampled" and (divergence.kind != "reverse" or divergence.top_k is not None):
+        raise InputError(
+            "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
+            f"{divergence}. Leave it out, or set the estimator to full."
+        )

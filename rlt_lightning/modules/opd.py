@@ -40,6 +40,7 @@ from rlt_lightning.modules.judged import (
     judged_metrics,
     judged_part,
     num_judged,
+    require_options,
     student_part,
     teacher_part,
 )
@@ -383,25 +384,3 @@ class OPDModule(SampledModule):
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
         self.validation.add(figures, len(rows), {})
-
-
-def require_options(
-    group_size: int, teacher: str | None, teacher_weights: str, estimator: str, divergence: Divergence
-) -> None:
-    """Check that settings do not contradict each other.
-
-    Raises:
-        InputError: Naming them.
-    """
-    if group_size < 1:
-        raise InputError(f"model.group_size must be at least 1, but is {group_size}. Raise it.")
-    if teacher is not None and teacher_weights != "frozen":
-        raise InputError(
-            f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
-            f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
-        )
-    if estimator == "sampled" and (divergence.kind != "reverse" or divergence.top_k is not None):
-        raise InputError(
-            "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
-            f"{divergence}. Leave it out, or set the estimator to full."
-        )

@@ -222,6 +222,7 @@ def of_student(label: str) -> tuple[Metric, ...]:
             name=f"{metric.name}/{label}",
             title=f"{metric.title}, {label}",
             meaning=f"`{metric.name}` by the student {label}",
+            healthy=f"as `{metric.name}`",
             column=metric.column and f"{metric.column}/{label}",
             label=metric.label and f"{metric.label}, {label}",
             panel=metric.panel or metric.name,
