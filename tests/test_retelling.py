@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -14,6 +15,7 @@ import torch
 from commands import rlt
 from lightning.pytorch import Callback, Trainer
 from tiny import CHAINS, SHORT
+from tokenizer_kinds import KINDS, kind_of_tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -29,6 +31,7 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scoring import StudentScorer, student_sequence
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.spans import Span
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
@@ -77,16 +80,25 @@ PIECES = [
 ]
 
 
-def tokenizer_of(name: str, smollm2: str, shared: Path) -> Any:
-    folder = {"smollm2": smollm2, "qwen": str(shared / "data/tokenizers/Qwen2.5-Instruct")}[name]
-    return AutoTokenizer.from_pretrained(folder)
+BYTE_LEVEL = [("smollm2", "qwen"), ("qwen", "smollm2")]
+# Both with a space put before texts, or one of them; runs of spaces and line breaks as added tokens; scores.
+OTHERS = [("llama2", "gemma"), ("gemma", "qwen"), ("smollm2", "mistral"), ("mistral", "unigram"),
+          ("unigram", "smollm2")]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[("smollm2", "qwen"), ("qwen", "smollm2")], ids="-".join)
-def retelling(request: pytest.FixtureRequest, smollm2: str, shared: Path) -> RetellingFormat:
-    """The format of a teacher and a student of two families, in both directions."""
-    teacher, student = (tokenizer_of(name, smollm2, shared) for name in request.param)
-    return RetellingFormat(teacher, student)
+def tokenizer_of(name: str, request: pytest.FixtureRequest) -> Any:
+    if name in KINDS:
+        return kind_of_tokenizer(name)
+    if name == "smollm2":
+        return AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2"))
+    shared = request.getfixturevalue("shared")
+    return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
+
+
+@pytest.fixture(scope="module", params=[*BYTE_LEVEL, *OTHERS], ids="-".join)
+def retelling(request: pytest.FixtureRequest) -> RetellingFormat:
+    """The format of a teacher and a student of two families."""
+    return RetellingFormat(*(tokenizer_of(name, request) for name in request.param))
 
 
 def random_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
@@ -158,15 +170,16 @@ def test_two_hundred_explanations_keep_their_bytes(retelling: RetellingFormat) -
         if not retelling.students_text._spells(text):
             replaced += 1
             text = "".join(c if retelling.students_text._spells(c) else "\ufffd" for c in text)
-        assert read == text.encode()
+        # A tokenizer with ▁ for a space reads the character ▁ as one.
+        is_byte_level = retelling.students_text.is_byte_level
+        assert read == (text if is_byte_level else text.replace("▁", " ")).encode()
         # Spans divide what r_KL counts, and end where both sides have the same bytes.
         num_teacher, num_student = (
             (sum(side) for side in zip(*retold.spans, strict=True)) if retold.spans else (0, 0)
         )
         assert num_teacher == rollout.num_think <= rollout.num_body
         assert num_student == retold.num_think <= len(retold.token_ids)
-        controls = set(retelling.student_tokenizer.backend_tokenizer.get_added_tokens_decoder())
-        assert controls.isdisjoint(retold.token_ids)
+        assert controls_of(retelling.student_tokenizer).isdisjoint(retold.token_ids)
     print(f"figure: {cut} of 200 end within a character, {replaced} have characters without tokens")
 
 
@@ -186,14 +199,27 @@ def test_contexts_are_in_the_students_own_tokens(retelling: RetellingFormat) -> 
     assert problem.think_prefix == []
 
 
-def test_tags_in_an_explanation_are_only_spelled(retelling: RetellingFormat) -> None:
+def controls_of(tokenizer: Any) -> set[int]:
+    """Added tokens but for white space, which Gemma's has in runs."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {i for i, token in added.items() if not token.content.replace("▁", " ").isspace()}
+
+
+def test_control_tokens_in_an_explanation_are_only_spelled(retelling: RetellingFormat) -> None:
     problem = retelling.problem(1, "q", retelling.tags.wrap("7"))
-    ids = retelling.tokenizer("So <|im_end|><|im_start|>user", add_special_tokens=False)["input_ids"]
-    rollout = retelling.rollout(problem, Completion(ids, None, "length"))
-    assert retelling.tokenizer.convert_tokens_to_ids("<|im_end|>") in rollout.body
+    controls = controls_of(retelling.tokenizer)
+    texts = [retelling.tokenizer.decode([i]) for i in sorted(controls_of(retelling.student_tokenizer))]
+    word = retelling.tokenizer(" so", add_special_tokens=False)["input_ids"]
+    students = retelling.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+    sampled = [*word, *sorted(controls), *students, *word]
+    rollout = retelling.rollout(problem, Completion(sampled, None, "length"))
+    assert controls <= set(rollout.body)
     assert rollout.retold is not None
-    assert retelling.student_tokenizer.convert_tokens_to_ids("<|im_end|>") not in rollout.retold.token_ids
-    assert retelling.student_tokenizer.decode(rollout.retold.token_ids) == "So <|im_end|><|im_start|>user"
+    assert controls_of(retelling.student_tokenizer).isdisjoint(rollout.retold.token_ids)
+    read = b"".join(map(retelling.students_text.bytes_of, rollout.retold.token_ids))
+    assert (
+        read.decode() == retelling.students_text.spellable(retelling.teachers_text.text_of(sampled)[0], [])[0]
+    )
 
 
 def test_half_a_character_at_the_end_counts_on_neither_side(retelling: RetellingFormat) -> None:
@@ -202,11 +228,12 @@ def test_half_a_character_at_the_end_counts_on_neither_side(retelling: Retelling
     rollout = retelling.rollout(problem, Completion(whole[:-1], None, "length"))
     retold = rollout.retold
     assert retold is not None
-    assert retelling.student_tokenizer.decode(retold.token_ids).rstrip() == "So"
+    assert retelling.student_tokenizer.decode(retold.token_ids).strip() == "So"
     assert retold.num_left_out == len(whole) - 1 - rollout.num_think > 0
-    assert retelling.tokenizer.decode(rollout.body[: rollout.num_think]).rstrip() == "So"
-    # " 🪼" begins with a token that holds a space and the first byte.
-    only = retelling.rollout(problem, Completion(whole[1:2], None, "length"))
+    assert retelling.tokenizer.decode(rollout.body[: rollout.num_think]).strip() == "So"
+    # In byte-level tokens " 🪼" begins with one that holds a space and the first byte, else with "▁".
+    first = retelling.teachers_text.is_byte_level
+    only = retelling.rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
     assert only.retold is not None
     assert (only.num_think, only.retold.spans, only.retold.num_left_out) == (0, [], 1)
     assert retelling.student_tokenizer.decode(only.retold.token_ids) in ("", " ")
@@ -219,6 +246,9 @@ def test_half_a_character_at_the_end_counts_on_neither_side(retelling: Retelling
     ("estimator", "number"), [("k1", 10), ("k3", 10), pytest.param("k1", 200, marks=pytest.mark.full)]
 )
 def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimator: str, number: int) -> None:
+    texts = retelling.teachers_text, retelling.students_text
+    if estimator == "k3" and not all(text.is_byte_level for text in texts):
+        pytest.skip("exp(-d) of a long span under two random models is inf")
     teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
     rows = rollouts_of(retelling, number)
     scored = scorer(teacher, student, kl_estimator=estimator)(Rollouts(rows, 1, 0, 0.7))
@@ -294,10 +324,14 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
 
 
 class Keeper(Callback):
-    """Keeps the batches of a step."""
+    """Keeps the batch of each step, and the teacher that it was sampled from."""
 
     def __init__(self) -> None:
         self.batches: list[PromptBatch] = []
+        self.teachers: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.teachers.append(copy.deepcopy(pl_module.policy).eval())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -305,50 +339,70 @@ class Keeper(Callback):
         self.batches.append(batch)
 
 
-def test_a_step_equals_the_slow_version(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "student", "tags", "spans"),
+    [
+        ("tiny", "miniature", "stratos", {(1, 2)}),
+        # A number with the sign after it, a word in two pieces.
+        ("miniature", "miniature-pieces", "r1", {(1, 1), (2, 1), (1, 2)}),
+        ("miniature-pieces", "miniature", "r1", {(1, 1), (1, 2), (2, 1)}),
+    ],
+)
+def test_steps_equal_the_slow_version(
+    name: str, student: str, tags: str, spans: set[Span], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    name = request.getfixturevalue("tiny_model") if name == "tiny" else name
     data = StratosDataModule(
-        "chains", num_embedded_rows=4, prompts_per_step=2, teacher_system_prompt="", student_system_prompt=""
+        "chains",
+        num_embedded_rows=4,
+        prompts_per_step=2,
+        tags=tags,
+        teacher_system_prompt="",
+        student_system_prompt="",
     )
-    module = RLTModule(tiny_model, "miniature", group_size=3, micro_batch_tokens=600)
+    module = RLTModule(name, student, group_size=3, micro_batch_tokens=600)
     keeper = Keeper()
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
         default_root_dir=tmp_path,
         accelerator="cpu",
-        max_steps=1,
+        max_steps=2,
         max_epochs=-1,
         enable_model_summary=False,
-        callbacks=[keeper, RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=12))],
+        callbacks=[keeper, RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=24))],
         **options,
     )
     trainer.fit(module, datamodule=data)
-    [batch] = keeper.batches
-    assert batch.rollouts is not None
-    assert batch.scores is not None
-    teacher = load_model(tiny_model)
-    student = module.student_models[0].model
-    for i, rollout in enumerate(batch.rollouts.rollouts):
-        assert rollout.retold is not None
-        think, (of_teacher, of_student) = rollout.body[: rollout.num_think], (torch.zeros(0), torch.zeros(0))
-        read = rollout.retold.token_ids
-        if think:
-            of_teacher = slow_log_probs(teacher, rollout.problem.teacher_prompt, think)
-            of_student = slow_log_probs(
-                student, rollout.problem.student_prefix, read[: rollout.retold.num_think]
-            )
-        context = rollout.problem.student_prefix + read + rollout.problem.student_suffix
-        solution = slow_log_probs(student, context, rollout.problem.solution_ids)
-        values, t, s = [0.0] * (not think), 0, 0
-        for num_teacher, num_student in rollout.retold.spans:
-            d = float(of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum())
-            t, s = t + num_teacher, s + num_student
-            values += [d / num_teacher] * num_teacher
-        r_kl = sum(values) / len(values) + 0.01 * max(values)
-        reward = (
-            solution.mean() + 0.01 * solution.min() - 3 * r_kl - float(not rollout.closed or rollout.empty)
-        )
-        torch.testing.assert_close(batch.scores.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
-    assert any(span != (1, 1) for row in batch.rollouts.rollouts if row.retold for span in row.retold.spans)
+    student, met = module.student_models[0].model, set()
+    for batch, teacher in zip(keeper.batches, keeper.teachers, strict=True):
+        assert batch.rollouts is not None
+        assert batch.scores is not None
+        for i, rollout in enumerate(batch.rollouts.rollouts):
+            reward = obvious_reward(rollout, teacher, student)
+            torch.testing.assert_close(batch.scores.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
+            met |= set(rollout.retold.spans if rollout.retold else ())
+    assert len(keeper.batches) == 2
+    assert spans <= met
+
+
+def obvious_reward(rollout: Rollout, teacher: Any, student: Any) -> Tensor:
+    """r_SS − 3 r_KL − the penalty, by one span after the other."""
+    assert rollout.retold is not None
+    think, (of_teacher, of_student) = rollout.body[: rollout.num_think], (torch.zeros(0), torch.zeros(0))
+    read, prefix = rollout.retold.token_ids, rollout.problem.student_prefix
+    if think:
+        of_teacher = slow_log_probs(teacher, rollout.problem.teacher_prompt, think)
+        of_student = slow_log_probs(student, prefix, read[: rollout.retold.num_think])
+    context = prefix + read + rollout.problem.student_suffix
+    solution = slow_log_probs(student, context, rollout.problem.solution_ids)
+    values, t, s = [0.0] * (not think), 0, 0
+    for num_teacher, num_student in rollout.retold.spans:
+        d = float(of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum())
+        t, s = t + num_teacher, s + num_student
+        values += [d / num_teacher] * num_teacher
+    r_kl = sum(values) / len(values) + 0.01 * max(values)
+    penalty = float(not rollout.closed or rollout.empty)
+    return solution.mean() + 0.01 * solution.min() - 3 * r_kl - penalty
 
 
 def test_what_the_student_cannot_hold_names_the_row(retelling: RetellingFormat) -> None:

@@ -143,19 +143,30 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
     assert state["aliases"] == {"entry.model.lm_head.weight": "entry.model.model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])
-def test_sharded_models_sample_validate_and_export_like_whole_ones(
-    strategy: str, miniature: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("strategy", "student"),
+    [
+        ("fsdp2", "miniature"),
+        full("zero3", "miniature"),
+        ("zero3", "miniature-pieces"),  # with another tokenizer, and r_KL on spans
+        *(full(strategy, "miniature-pieces") for strategy in ("ddp", "fsdp2")),
+    ],
+)
+def test_several_processes_sample_validate_and_export_like_one(
+    strategy: str, student: str, miniature: str, tmp_path: Path
 ) -> None:
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
     found, metrics = {}, {}
+    overlay = (
+        ["--trainer.strategy=ddp"] if strategy == "ddp" else [f"--config=configs/overlays/{strategy}.yaml"]
+    )
     for folder, options in (
         ("whole", ["--trainer.devices=1"]),
-        ("shards", ["--trainer.devices=2", f"--config=configs/overlays/{strategy}.yaml"]),
+        ("shards", ["--trainer.devices=2", *overlay]),
     ):
         command = ["fit", "--config=tests/rlt.yaml", *CHAINS]
-        command += [f"--model.teacher={miniature}", f"--model.student={miniature}", "--trainer.max_steps=2"]
+        command += [f"--model.teacher={miniature}", f"--model.student={student}", "--trainer.max_steps=2"]
         command += [
             "--rollouts.sampling.max_completion_length=16",
             "--data.val_rows=2",

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizer_kinds import KINDS, kind_of_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlt_lightning.datamodules.token_bytes import PlainTokenizer, byte_of_character, repaired
+from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.types import InputError
 
 TEXTS = [
@@ -25,72 +27,10 @@ TEXTS = [
     "Ġ Ċ â are characters too; so are <0x0A> and \ufffd",
 ]
 CONTROLS = "a<|im_end|><|endoftext|></s><s><think>x</think><|begin_of_thought|><tool_call>b<pad><unk>"
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def fast(tokenizer: Tokenizer) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-
-
-def with_byte_tokens(trained: Tokenizer) -> Tokenizer:
-    """Give a trained BPE the tokens of single bytes, as sentencepiece has them."""
-    described = json.loads(trained.to_str())
-    model = described["model"]
-    number = len(model["vocab"])
-    model["vocab"] |= {name: number + i for i, name in enumerate(BYTES)}
-    model |= {"byte_fallback": True, "fuse_unk": True}
-    return Tokenizer.from_str(json.dumps(described))
-
-
-def sentencepiece_bpe(prepends: str) -> Any:
-    """A tokenizer laid out like Llama 2's ("normalizer"), Mistral's ("metaspace") or Gemma's ("")."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    steps = [normalizers.Replace(" ", "▁")]
-    if prepends == "normalizer":
-        steps = [normalizers.Prepend("▁"), *steps]
-    if prepends == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        tokenizer.normalizer = normalizers.Sequence(steps)
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS * 3, trainer)
-    tokenizer = with_byte_tokens(tokenizer)
-    if prepends == "":
-        tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("<start_of_turn>")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return fast(tokenizer)
-
-
-def sentencepiece_unigram() -> Any:
-    """A unigram tokenizer with bytes, whose control tokens are words of its vocabulary."""
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *BYTES,
-        "▁",
-        "▁a",
-        "a",
-        "b",
-        "x",
-        "=",
-        "▁x",
-        "s",
-        "p",
-        "c",
-        "e",
-        "12",
-        "3",
-    ]
-    model = models.Unigram([(word, -float(i)) for i, word in enumerate(words)], 0, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return fast(tokenizer)
 
 
 def llama3(smollm2: str) -> Any:
@@ -102,7 +42,7 @@ def llama3(smollm2: str) -> Any:
     return fast(Tokenizer.from_str(json.dumps(described)))
 
 
-FAMILIES = ("smollm2", "qwen", "think", "miniature", "llama2", "mistral", "gemma", "unigram", "llama3")
+FAMILIES = ("smollm2", "qwen", "think", "miniature", "miniature-pieces", *KINDS, "llama3")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -113,6 +53,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     match request.param:
         case "smollm2" | "miniature":
             return load(request.param)
+        case "miniature-pieces":
+            return load_tokenizer(request.param)
         case "qwen":
             shared = request.getfixturevalue("shared")
             return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
@@ -120,13 +62,9 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
             loaded = copy.deepcopy(load("smollm2"))
             loaded.add_tokens(["<think>", "</think>", AddedToken("<pad>", special=True)])
             return loaded
-        case "llama2" | "mistral" | "gemma":
-            return sentencepiece_bpe(
-                {"llama2": "normalizer", "mistral": "metaspace", "gemma": ""}[request.param]
-            )
-        case "unigram":
-            return sentencepiece_unigram()
-    return llama3(request.getfixturevalue("smollm2"))
+        case "llama3":
+            return llama3(request.getfixturevalue("smollm2"))
+    return kind_of_tokenizer(request.param)
 
 
 def test_tokens_have_exactly_the_bytes_of_a_text(tokenizer: Any) -> None:
@@ -145,7 +83,8 @@ def test_tokens_have_exactly_the_bytes_of_a_text(tokenizer: Any) -> None:
 def test_no_text_becomes_a_control_token(tokenizer: Any) -> None:
     plain = PlainTokenizer(tokenizer, "student")
     backend = tokenizer.backend_tokenizer
-    controls = {i for i, token in backend.get_added_tokens_decoder().items() if not token.content.isspace()}
+    decoder = backend.get_added_tokens_decoder()
+    controls = {i for i, token in decoder.items() if not token.content.replace("▁", " ").isspace()}
     spelled = [backend.id_to_token(i) for i in controls]
     for text in [CONTROLS, *spelled, "".join(spelled), "x".join(spelled)]:
         assert controls.isdisjoint(plain.encode(text)[0])
@@ -155,9 +94,25 @@ def test_no_text_becomes_a_control_token(tokenizer: Any) -> None:
 
 
 def test_added_white_space_stays_a_token() -> None:
-    gemma = sentencepiece_bpe("")
-    ids, _ = PlainTokenizer(gemma, "student").encode("a\n\nb")
-    assert gemma.convert_tokens_to_ids("\n\n") in ids
+    gemma = kind_of_tokenizer("gemma")
+    plain = PlainTokenizer(gemma, "student")
+    ids, _ = plain.encode("a\n\nif b:\n    c")
+    assert gemma.convert_ids_to_tokens(ids)[1] == "\n\n"
+    assert gemma.convert_ids_to_tokens(ids)[-2:] == ["▁▁▁▁", "c"]
+    # As a teacher's token it is four spaces, not four of the character ▁.
+    text, ends = plain.text_of(ids)
+    assert text == "a\n\nif b:\n    c"
+    assert ends[:2] + ends[-2:] == [1, 3, 13, 14]
+
+
+def test_only_the_name_of_a_byte_is_spelled_by_characters() -> None:
+    # A unigram tokenizer takes "<0x0A>" in a text for a line break.
+    unigram = kind_of_tokenizer("unigram")
+    plain = PlainTokenizer(unigram, "student")
+    before, name, after = (plain.encode(text)[0] for text in ("one of the", "<0x0A>", " and of the teacher"))
+    assert len(before) <= 4
+    assert unigram.convert_ids_to_tokens(name) == list("<0x0A>")
+    assert plain.encode("one of the<0x0A> and of the teacher")[0] == before + name + after
 
 
 def test_what_the_teacher_wrote_is_its_tokens_bytes(smollm2: str) -> None:
@@ -212,7 +167,7 @@ def test_a_tokenizer_whose_bytes_are_unknown_is_refused(kind: str) -> None:
         tokenizer = Tokenizer(models.WordPiece({"<unk>": 0, "So": 1, "##x": 2, "</s>": 3}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     else:
-        tokenizer = sentencepiece_bpe("normalizer").backend_tokenizer
+        tokenizer = copy.deepcopy(kind_of_tokenizer("llama2").backend_tokenizer)
         if kind == "lost_spaces":
             tokenizer.normalizer = None
             tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

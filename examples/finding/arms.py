@@ -32,7 +32,8 @@ class Setting:
 
     Args:
         name: Name of its folder; "main", or what it varies.
-        base: Teacher before its warm-up, frozen student, and student before its training.
+        base: Teacher before its warm-up.
+        student: Frozen student, and student before its training; None: the base.
         length: Steps of a problem.
         hazard: Chance that a trace of the warm-up breaks off at a step; None: as in pretraining.
         num_warmup: Traces that the teacher is warmed up on.
@@ -44,6 +45,7 @@ class Setting:
 
     name: str = "main"
     base: str = "miniature"
+    student: str | None = None
     length: int = 5
     hazard: float | None = None
     num_warmup: int = 2048
@@ -56,8 +58,13 @@ class Setting:
 VARIATIONS = {
     "another_base": Setting("another_base", base="miniature-seed1"),
     "qwen2": Setting("qwen2", base="miniature-qwen2"),
+    "pieces_student": Setting("pieces_student", student="miniature-pieces"),
     "four_steps": Setting("four_steps", length=4),
     "other_mixture": Setting("other_mixture", hazard=0.46),
+}
+FURTHER = {  # of the variations, those that only run when they are named
+    "pieces_teacher": Setting("pieces_teacher", base="miniature-pieces", student="miniature"),
+    "pieces_both": Setting("pieces_both", base="miniature-pieces"),
 }
 
 
@@ -72,6 +79,7 @@ class Arms:
 
     def __init__(self, stages: Stages, setting: Setting, seed: int) -> None:
         self.stages, self.setting, self.seed = stages, setting, seed
+        self.student_base = setting.student or setting.base
         self.name = f"{setting.name}/seed{seed}"
         self.folder = stages.folder / self.name
         self.seeds = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
@@ -136,7 +144,7 @@ class Arms:
             "fit",
             "quickstart",
             model__teacher=warm,
-            model__student=self.setting.base,
+            model__student=self.student_base,
             data__source=self.data("rlt"),
             trainer__max_steps=self.setting.num_iterations,
             **self.seeds,
@@ -160,7 +168,7 @@ class Arms:
             "miniature_generate",
             "README.md",
             model__teacher=self.teacher(arm),
-            model__student=self.setting.base,
+            model__student=self.student_base,
             data__source=self.data(source),
             **self.seeds,
             **options,
@@ -172,7 +180,7 @@ class Arms:
             f"{self.name}/{arm}/student",
             "fit",
             "miniature_student_sft",
-            model__pretrained=self.setting.base,
+            model__pretrained=self.student_base,
             data__source=traces,
             data__seed=self.seed,
             model__seed=self.seed,
@@ -205,7 +213,7 @@ class Arms:
                 "groups.json",
                 trainer__accelerator="cpu",
                 model__teacher=self.teacher("warmup"),
-                model__student=self.setting.base,
+                model__student=self.student_base,
                 data__source=pool,
                 data__prompts_per_step=64,
                 data__tags="r1",
@@ -226,10 +234,11 @@ class Arms:
 
         from rlt_lightning.pretrained import load_model, load_tokenizer
 
-        base = self.setting.base
+        bases = {self.setting.base, self.student_base}
+        found = [gates(load_model(base), load_tokenizer(base)) for base in bases]
         rows = read(self.folder / "warmup" / "traces" / "traces.jsonl")
         return {
-            **gates(load_model(base), load_tokenizer(base)),
+            **{name: min(one[name] for one in found) for name in found[0]},
             "right_traces": kinds_of(rows)["steps"] / 100,
             "closed": sum(row["finish_reason"] == "stop" for row in rows) / len(rows),
         }

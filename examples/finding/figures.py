@@ -134,6 +134,7 @@ def collect(
     if whole:
         for name in ("groups_solution_only", "groups_kl_only"):
             found[name] = groups_of(mains[:1], name)
+    if others:
         settings = dict.fromkeys(one.setting.name for one in others)
         found["variations"] = {
             name: {

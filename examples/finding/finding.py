@@ -2,6 +2,7 @@
 
     python examples/finding/finding.py --quick          # make quickstart: three arms, one seed
     python examples/finding/finding.py                  # make finding: all arms, three seeds, variations
+    python examples/finding/finding.py --arms "warmup rlt" --variations pieces_student    # it with every seed
 
 A model of 184,000 parameters is teacher, frozen student and student. For each seed the teacher is warmed up
 on traces of uneven quality. Each arm then makes 512 traces in its own way, and a student learns from them:
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from arms import ARMS, QUICK_ARMS, TRAINED, VARIATIONS, Arms, Setting
+from arms import ARMS, FURTHER, QUICK_ARMS, TRAINED, VARIATIONS, Arms, Setting
 from stages import StageError, Stages
 
 RANKED_BY: dict[str, dict[str, object]] = {  # rewards by which the warm-up teacher's traces are grouped
@@ -48,26 +49,48 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="three arms, one seed, no variations")
     parser.add_argument("--seeds", default="", help="such as '10 11 12'; '0 1 2' by default, '0' if quick")
     parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default, and variations")
+    parser.add_argument(
+        "--variations",
+        default="",
+        help="such as 'pieces_student', run with every seed; by default, most once",
+    )
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
     arms = options.arms.split() or list(QUICK_ARMS if options.quick else ARMS)
+    named = options.variations.split()
     whole = not options.quick and not options.arms
     try:
         if unknown := [arm for arm in arms if arm not in ARMS]:
             raise StageError(f"ARMS may name {', '.join(ARMS)}, but names {', '.join(unknown)}. Correct it.")
+        known = VARIATIONS | FURTHER
+        if unknown := [name for name in named if name not in known]:
+            raise StageError(
+                f"VARIATIONS may name {', '.join(known)}, but names {', '.join(unknown)}. Correct it."
+            )
         words = options.seeds.split() or (["0"] if options.quick else ["0", "1", "2"])
         if odd := [word for word in words if not word.isdecimal()]:
             raise StageError(
                 f"SEEDS must be numbers such as '0 1 2', but names {', '.join(odd)}. Correct it."
             )
-        return run(options.output_dir, sorted(set(map(int, words))), arms, whole)
+        seeds = sorted(set(map(int, words)))
+        varied = {known[name]: seeds for name in named} or (usual_variations(seeds) if whole else {})
+        return run(options.output_dir, seeds, arms, varied, whole)
     except StageError as error:
         print(f"finding: {error}", file=sys.stderr)
         return 1
 
 
-def run(folder: Path, seeds: list[int], arms: list[str], whole: bool) -> int:
-    """Run the arms for all seeds and, if `whole`, groups and variations; then show what came out."""
+def usual_variations(seeds: list[int]) -> dict[Setting, list[int]]:
+    """Return the seeds of each variation: all for a base of its own; the others vary one thing."""
+    return {
+        setting: seeds if setting.base == "miniature-seed1" else seeds[:1] for setting in VARIATIONS.values()
+    }
+
+
+def run(
+    folder: Path, seeds: list[int], arms: list[str], varied: dict[Setting, list[int]], whole: bool
+) -> int:
+    """Run the arms for all seeds, variations for theirs and, if `whole`, groups; show what came out."""
     begin = time.perf_counter()
     folder = folder.resolve()
     try:
@@ -81,10 +104,7 @@ def run(folder: Path, seeds: list[int], arms: list[str], whole: bool) -> int:
     stages = Stages(folder)
     stages.start()
     mains = [Arms(stages, Setting(), seed) for seed in seeds]
-    others = []
-    for setting in VARIATIONS.values() if whole else ():
-        every_seed = setting.base == "miniature-seed1"  # a base of its own; the others vary one thing
-        others += [Arms(stages, setting, seed) for seed in (seeds if every_seed else seeds[:1])]
+    others = [Arms(stages, setting, seed) for setting, some in varied.items() for seed in some]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def side_by_side(jobs: Iterable[Callable[[], object]]) -> None:

@@ -5,6 +5,7 @@ solution, which teach it to copy; then a mixture of traces of uneven quality. Bo
 students and that of teachers.
 
     python examples/finding/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
+    python examples/finding/make_miniature.py --output_dir FOLDER --tokenizer pieces
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from pathlib import Path
 from random import Random
@@ -35,9 +37,22 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# With a token before the conversation and another name for the assistant, as Gemma's.
+PIECES_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+SPACE = "\u2581"  # "▁", a space in the names of tokens
 
 
-def make_tokenizer() -> Any:
+def words_of_the_task() -> list[str]:
+    """Return all words of questions, traces and chats."""
+    sentences = [*WORDING.filler, *WORDING.leaps, "start add times is user assistant system"]
+    return sorted({word for text in sentences for word in text.format(answer="").split()})
+
+
+def words_tokenizer() -> Any:
     """Make a tokenizer with one token for each word of the task, and bytes for all other text.
 
     A tag and the line break after it are one token, as with Qwen's: the separator behind an opening tag is
@@ -46,14 +61,15 @@ def make_tokenizer() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    sentences = [*WORDING.filler, *WORDING.leaps, "start add times is user assistant system"]
-    words = sorted({word for text in sentences for word in text.format(answer="").split()})
     digits = [str(digit) for digit in range(10)]
     tags = [tag + end for tag in R1.tags().values() for end in ("", "\n")]
-    pieces = [start + word for word in [*words, *digits] for start in ("", " ")] + ["\\boxed{", *tags]
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    pieces = [start + word for word in [*words_of_the_task(), *digits] for start in ("", " ")]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    spelled = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(text)) for text in pieces]
+    spelled = [
+        "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
+        for text in [*pieces, "\\boxed{", *tags]
+    ]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = list(dict.fromkeys([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *spelled]))
     model = models.BPE({word: i for i, word in enumerate(vocabulary)}, merges=[], ignore_merges=True)
     tokenizer = Tokenizer(model)
@@ -70,6 +86,53 @@ def make_tokenizer() -> Any:
     )
     fast.chat_template = TEMPLATE
     return fast
+
+
+def pieces_tokenizer() -> Any:
+    """Make a tokenizer that divides the same texts otherwise, laid out like Llama 2's and Gemma's.
+
+    Words are divided into pieces of at most four letters. A number and the sign after it are one token, and
+    so are a full stop or brace and the line break after it. Tags and their line breaks are apart. All other
+    text is single bytes.
+
+        words    start│ 2│,│ times│ 3│?        6│ times│ 7│ is│ 2│.│\\n│</think>│
+        pieces   star│t│ 2,│ time│s│ 3?        6│ time│s│ 7│ is│ 2.\\n│</think>│
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [word[i : i + 4] for word in [*words_of_the_task(), "model"] for i in range(0, len(word), 4)]
+    ends = ("", ",", "?", ".", ".\n", "}", "}\n")
+    numbers = [f"{digit}{end}" for digit in range(10) for end in ends]
+    starts = [start + text for text in [*words, *numbers] for start in ("", SPACE)]
+    special = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    others = [SPACE, "\n", ",", ".", "?", "\\boxed{", *R1.tags().values()]
+    vocabulary = dict.fromkeys([*special, *bytes_, *others, *starts])
+    model = models.BPE(
+        {word: i for i, word in enumerate(vocabulary)}, merges=[], ignore_merges=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    split = Regex(rf"</?[a-z]+>|\\boxed\{{|{SPACE}?[A-Za-z]{{1,4}}|{SPACE}?\d([,?]|[.}}]\n?)?|\s|.")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(split, "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<end_of_turn>",
+        pad_token="<pad>",
+        additional_special_tokens=["<eos>", "<start_of_turn>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    fast.chat_template = PIECES_TEMPLATE
+    return fast
+
+
+TOKENIZERS = {"words": words_tokenizer, "pieces": pieces_tokenizer}
 
 
 def make_model(architecture: str, tokenizer: Any, seed: int) -> Any:
@@ -90,7 +153,7 @@ def make_model(architecture: str, tokenizer: Any, seed: int) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        bos_token_id=None,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -150,7 +213,9 @@ def gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, floa
     Both are measured on problems of five steps that no training has seen, greedily, given what stands before
     each number.
     """
-    corpus, digits = Corpus(tokenizer, 0), torch.tensor([tokenizer.encode(f" {n}")[0] for n in range(10)])
+    corpus = Corpus(tokenizer, 0)
+    # The digit in each token, whatever else it holds; -1 for none.
+    numbers = torch.tensor([digit_in(tokenizer.decode([i])) for i in range(len(tokenizer))])
     rng = corpus.rng = Random("gates")
     problems = [random_chain(rng, MAX_STEPS, "test") for _ in range(num_problems)]
     found = {}
@@ -162,9 +227,16 @@ def gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, floa
         ids, labels = corpus.batch([corpus.example(*text, as_teacher) for text in texts])
         guess = model(input_ids=ids).logits.argmax(-1)[:, :-1]
         before = torch.isin(ids[:, :-1], torch.tensor([tokenizer.encode(word)[0] for word in words]))
-        asked = before & torch.isin(labels[:, 1:], digits)
-        found[name] = float((guess == ids[:, 1:])[asked].float().mean())
+        right = numbers[ids[:, 1:]]
+        asked = before & (labels[:, 1:] != IGNORED) & (right >= 0)
+        found[name] = float((numbers[guess] == right)[asked].float().mean())
     return found
+
+
+def digit_in(text: str) -> int:
+    """Return the digit of the task that a token holds, or -1."""
+    found = re.fullmatch(r" ?(\d)\D*", text, re.ASCII)
+    return int(found[1]) if found else -1
 
 
 def pretrain(
@@ -207,12 +279,13 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--architecture", choices=("llama", "qwen2"), default="llama")
+    parser.add_argument("--tokenizer", choices=TOKENIZERS, default="words")
     parser.add_argument("--num_steps", type=int, default=2000, help="optimizer steps, of 64 sequences")
     parser.add_argument("--num_drills", type=int, default=1100, help="of them, steps on short right chains")
     parser.add_argument("--stop_after", type=int, default=10**9, help="steps; for a look at the first ones")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the sums of two threads differ in their last digits
-    tokenizer = make_tokenizer()
+    tokenizer = TOKENIZERS[arguments.tokenizer]()
     model = make_model(arguments.architecture, tokenizer, arguments.seed)
     log = pretrain(
         model, tokenizer, arguments.seed, arguments.num_steps, arguments.num_drills, arguments.stop_after

@@ -100,8 +100,8 @@ def page(figures: dict[str, Any]) -> str:
     if figures.get("variations"):
         lines = [
             "| variation | ± 95 % over | warm-up teacher, % | RLT teacher, % | greedy: warm-up → RLT, % "
-            "| right traces: warm-up → RLT, % |",
-            "|" + "---|" * 6,
+            "| right traces: warm-up → RLT, % | rise of the reward |",
+            "|" + "---|" * 7,
         ]
         for name, found in figures["variations"].items():
             pair = [found[arm] for arm in ("warmup", "rlt")]
@@ -110,6 +110,7 @@ def page(figures: dict[str, Any]) -> str:
             cells += [plus_minus(one["accuracy"]) for one in pair]
             cells.append(" → ".join(f"{fmean(one['greedy']):.1f}" for one in pair))
             cells.append(" → ".join(f"{mean_kinds(one['kinds'])['steps']:.0f}" for one in pair))
+            cells.append(f"{fmean(rise['reward/mean'] for rise in found['rlt']['rise']):+.2f}")
             lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

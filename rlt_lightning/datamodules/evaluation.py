@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import (
+from rlt_lightning.datamodules.settings import models_of
     SETS,
     Question,
     SetSettings,

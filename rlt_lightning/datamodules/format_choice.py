@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
@@ -212,7 +211,7 @@ def choose_format(
         require_same(str(teacher), taught, named, options, "tags")
         require_same(str(teacher), taught, teachers, options, "teacher_system_prompt")
     if known is not None and not options.force_format:
-        require_known(str(student), known, options, own_named, told, seen)
+        require_known(str(student), known, options, (own_named, told), seen)
     if teachers is None and taught is not None:
         teachers = taught.system_prompt
     recorded = known or seen
@@ -236,16 +235,11 @@ def choose_format(
 
 
 def require_known(
-    student: str,
-    known: ModelFormat,
-    options: FormatOptions,
-    tags: TagStyle | None,
-    prompt: str | None,
-    seen: ModelFormat | None,
+    student: str, known: ModelFormat, options: FormatOptions, told: tuple[Any, Any], seen: ModelFormat | None
 ) -> None:
-    """Check that settings and the rows of `format_from` are what a student was trained in."""
-    require_same(student, known, tags, options, "tags")
-    require_same(student, known, prompt, options, "student_system_prompt")
+    """Check that the tags and prompt of settings, and the rows of `format_from`, are a student's own."""
+    require_same(student, known, told[0], options, "tags")
+    require_same(student, known, told[1], options, "student_system_prompt")
     if seen is not None:
         require_same(student, known, seen.tags, options, "format_from")
         require_same(student, known, seen.system_prompt, options, "format_from")

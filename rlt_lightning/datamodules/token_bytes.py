@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from rlt_lightning.types import InputError
 
 SPACE = "\u2581"  # "▁", a space in the names of tokens
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile(r"(<0x[0-9A-F]{2}>)")
 # Begins a name that no text has: a code point that is no character.
 HIDDEN = "\U0010ffff"
 REPLACEMENT = "\ufffd"
@@ -51,7 +51,7 @@ class PlainTokenizer:
     It differs from the tokenizer that it is made of where that one would change or interpret a text:
 
     - Added tokens are not recognised, whether they are called special or not: `<|im_end|>` or `<think>` in a
-      text become ordinary tokens that spell it. Those of white space only, as Gemma's, stay.
+      text become ordinary tokens that spell it. Gemma's, of white space only, stay.
     - Nothing is put before the text, and nothing is normalised, so that the tokens have exactly its bytes.
 
     Args:
@@ -120,10 +120,11 @@ class PlainTokenizer:
             if ends is not None and length in ends:
                 number = bisect_right(ends, length)
                 return ids[:number], ends[:number]
-        # The tokenizer takes some of the text for something else, as "<0x0A>" for a byte.
-        ids = [
-            i for character in text for i in self.tokenizer.encode(character, add_special_tokens=False).ids
-        ]
+        # A unigram tokenizer takes "<0x0A>" in a text for that byte.
+        ids = []
+        for place, part in enumerate(BYTE_TOKEN.split(text)):
+            for piece in part if place % 2 else [part]:
+                ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
         if (ends := self._ends(ids, text)) is not None:
             return ids, ends
         raise InputError(
@@ -159,15 +160,15 @@ class PlainTokenizer:
         return self._ends(ids, text) is not None
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self.added:
-            return self.added[token_id].encode()
-        name = self.tokenizer.id_to_token(token_id)
+        name = self.added.get(token_id) or self.tokenizer.id_to_token(token_id)
         if name is None:  # a row of the embedding that no token uses
             return b""
+        if self.is_byte_level and token_id in self.added:
+            return name.encode()
         if self.is_byte_level and all(character in BYTES for character in name):
             return bytes(BYTES[character] for character in name)
         if match := BYTE_TOKEN.fullmatch(name):
-            return bytes([int(match[1], 16)])
+            return bytes([int(match[1][3:5], 16)])
         return name.replace(SPACE, " ").encode()
 
     def _ends(self, token_ids: list[int], text: str) -> list[int] | None:
@@ -192,7 +193,8 @@ class PlainTokenizer:
 
 def plain(described: dict[str, Any]) -> dict[str, Any]:
     """Return a tokenizer's description, changed as `PlainTokenizer` says."""
-    controls = {token["content"] for token in described["added_tokens"] if not token["content"].isspace()}
+    stay = [token for token in described["added_tokens"] if token["content"].replace(SPACE, " ").isspace()]
+    controls = {token["content"] for token in described["added_tokens"] if token not in stay}
     model, pre_tokenizer = dict(described["model"]), described["pre_tokenizer"]
     model |= {"dropout": None, "unk_token": None} if model["type"] == "BPE" else {}
     # A control token that is also in the model's vocabulary keeps its number there, under another name.
@@ -213,7 +215,7 @@ def plain(described: dict[str, Any]) -> dict[str, Any]:
             part["add_prefix_space"] = False
     spaces = [part for part in parts_of(described["normalizer"]) if part.get("content") == SPACE]
     return described | {
-        "added_tokens": [token for token in described["added_tokens"] if token["content"].isspace()],
+        "added_tokens": stay,
         "normalizer": {"type": "Sequence", "normalizers": spaces} if spaces else None,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
