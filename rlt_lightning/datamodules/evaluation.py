@@ -9,7 +9,6 @@ from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import (
-from rlt_lightning.datamodules.settings import models_of
     SETS,
     Question,
     SetSettings,
@@ -25,6 +24,7 @@ from rlt_lightning.datamodules.format_choice import (
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.published import difference
+from rlt_lightning.datamodules.settings import models_of
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
 from rlt_lightning.models.announce import announce
