@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
     from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
     from rlt_lightning.engines import Sampling
-    from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
+    from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
     from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
@@ -27,6 +27,7 @@ __all__ = [
     "EvaluationDataModule",
     "EvaluationModule",
     "Explanation",
+    "OPDModule",
     "OptimizerConfig",
     "RLTModule",
     "RLTReward",
@@ -48,7 +49,7 @@ PLACES = {
     "callbacks": ("ResponseCallback", "RolloutCallback"),
     "datamodules": ("EvaluationDataModule", "StratosDataModule"),
     "engines": ("Sampling",),
-    "modules": ("EvaluationModule", "RLTModule", "SFTModule"),
+    "modules": ("EvaluationModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),
     "numerics": ("RLTReward",),
     "python": ("Explanation", "Score", "Teacher", "Trainer", "score"),

@@ -29,6 +29,7 @@ Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
   rlt predict --config generate                 stage 3: the trained teacher writes a distillation set
   rlt predict --config rank                     score your own explanations, and group them by reward
   rlt fit --config student_sft                  stage 4: a student learns from the set
+  rlt fit --config student_opd                  stage 4b: it learns on its own answers from a teacher
   rlt fit --config student_grpo                 traditional RL, by correct answers
   rlt test --config evaluate                    stage 5: accuracy on evaluation sets, next to the paper's
   rlt plan --config teacher_rlt                 the memory and time that `rlt fit` would need

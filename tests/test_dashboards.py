@@ -44,6 +44,9 @@ OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
     f"reward/{part}{name}" for part in ("", "val_") for name in ("correct", "formatted", "timed_out")
 }  # panels of SFT, of traditional RL and of EvaluateEvery
 OTHER_MODULES |= {metric.name for metric in metrics() if metric.table == "dynamic_sampling"}
+OTHER_MODULES |= {
+    name for m in metrics() if m.prefix == "distill" for name in (m.name, m.name.replace("/", "/val_"))
+}
 OTHER_MODULES |= {"reward/baseline", "reward/val_baseline"}  # of reward.baseline: empty
 OTHER_MODULES |= {"rollout/half_character_frac"}  # of a student with another tokenizer
 

@@ -52,8 +52,9 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     is_sft = settings["model"]["class_path"].endswith("SFTModule")
     if verb == "test":
         return [*TINY_EVALUATION, f"--model.pretrained={model}"]
-    if is_sft:
+    if "pretrained" in arguments:
         options = [*TINY, f"--model.pretrained={model}"]
+        options += [] if is_sft else [f"--model.teacher={model}"]
     else:
         options = [*TINY, f"--model.teacher={model}"]
         options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []

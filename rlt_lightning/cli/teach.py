@@ -211,7 +211,7 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} must be the config.yaml of a run of rlt fit, but is not. Name a model folder instead."
         ) from error
-    if task in ("student_sft", "student_rl"):
+    if task in ("student_sft", "student_rl", "student_opd"):
         raise InputError(
             f"{folder} has trained a student, which explains nothing (data.task {task}). Ask it: rlt chat "
             f"--model.path {folder / 'model'}"

@@ -1,4 +1,4 @@
-"""LightningModules: RLTModule (GRPO), SFTModule, EvaluationModule; and rewards that need only a text."""
+"""LightningModules: RLTModule (GRPO), SFTModule, OPDModule, EvaluationModule; rewards that need a text."""
 
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.opd import OPDModule

@@ -192,7 +192,7 @@ class OPDModule(SampledModule):
         if self.teacher_name is not None:
             teacher = self.load(self.teacher_name, self.teacher_dtype, "the teacher")
             self.teacher = FrozenModel(teacher, self.offload_frozen)
-        elif self.teacher_weights == "averaged" or (self.teacher_weights == "frozen" and self.lora is None):
+        elif self.copies_student:
             initial = self.load(self.pretrained, self.dtype_name, "the teacher: the student as it is now")
             self.reference = FrozenModel(initial, self.offload_frozen)
 
@@ -344,6 +344,12 @@ class OPDModule(SampledModule):
     def views(self) -> Any:
         """Return what the teacher sees, a TeacherViews."""
         return stratos_of(self.trainer).views
+
+    @property
+    def copies_student(self) -> bool:
+        """Return whether the teacher is a copy of the student; a frozen LoRA's teacher is its base."""
+        by_itself = self.teacher_weights == "averaged" or (self.teacher_weights == "frozen" and not self.lora)
+        return self.teacher_name is None and by_itself
 
     @property
     def is_own_teacher(self) -> bool:

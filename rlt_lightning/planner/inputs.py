@@ -107,12 +107,13 @@ class Step:
     spread_between: float = 0.0
     spread_within: float = 0.0
     balanced: bool = False  # whether ranks get equal tokens rather than equal numbers of problems
-    # Prompt and solution of each student with its own tokens, the longest and the mean; None: the teacher's.
-    student_prompts: tuple[tuple[int, int] | None, ...] = ()
+    # Prompts of each model that reads completions after another one than they were sampled from, the longest
+    # and the mean: a student with its own tokens, or the teacher of on-policy distillation. None: the same.
+    reader_prompts: tuple[tuple[int, int] | None, ...] = ()
 
-    def of_student(self, number: int) -> Step:
-        """Return the step with a student's prompts; its completions are as long as the teacher's."""
-        lengths = self.student_prompts[number] if self.student_prompts else None
+    def of_reader(self, number: int) -> Step:
+        """Return the step with a reader's prompts; its completions are as long as those sampled."""
+        lengths = self.reader_prompts[number] if self.reader_prompts else None
         if lengths is None:
             return self
         return replace(self, prompt_length=lengths[0], mean_prompt_length=lengths[1])
@@ -193,11 +194,19 @@ class Setup:
     verb: Verb = "fit"
     exact_kl: bool = False  # whether the teacher runs once more with each student
     loads_policy: bool = True  # False: only workers hold the model, which they load themselves
+    teacher: LanguageModel | None = None  # of on-policy distillation: it reads each row before the policy
+    is_own_teacher: bool = False  # whether that is the policy itself, without further weights
+    compares_words: bool = False  # whether the loss needs both models' logits at a time
 
     @property
     def trains(self) -> bool:
         """Return whether there are gradients and an optimizer; other runs only sample and score."""
         return self.verb == "fit"
+
+    @property
+    def copied_teacher(self) -> LanguageModel | None:
+        """Return the teacher of on-policy distillation, if it has weights beside the policy's."""
+        return None if self.is_own_teacher else self.teacher
 
     @property
     def copies_reference(self) -> bool:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from rlt_lightning.models.cpu_linear import packing_pays
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules.meter import GIB
+from rlt_lightning.planner.heads import gathered_head, head_backward, head_forward, head_grad
 from rlt_lightning.planner.inputs import LanguageModel, PlannedWorkers, Setup
 
 Sizes = dict[str, float]  # part -> bytes on one device
-HEAD_TILES = 4  # tiles of logits, and of what is computed from them, that the head holds at a time
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, weights, some in float64
 ASLEEP = 1.5 * GIB  # stated: what a sleeping vLLM worker keeps of a GPU
 # DeepSpeed's limits, in numbers of weights or gradients.
@@ -134,22 +134,6 @@ def step_workspace(setup: Setup) -> float:
     return own * setup.master_bytes
 
 
-def head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
-    """Return the hidden states of scored tokens, in fp32 on a CPU, and the tiles of logits."""
-    return num_scored * model.shape.hidden_size * 4 + HEAD_TILES * setup.logits_bytes
-
-
-def head_grad(setup: Setup) -> float:
-    """Return the whole gradient of the head's weight; the embedding's is as large."""
-    return setup.policy.shape.head_trained * setup.policy.product_bytes
-
-
-def head_backward(setup: Setup, num_scored: int) -> float:
-    """Return the forward's needs, the gradients of hidden states in fp32, and the weight's gradient."""
-    states = num_scored * setup.policy.shape.hidden_size * 4
-    return head_forward(setup, setup.policy, num_scored) + states + head_grad(setup)
-
-
 def kv_cache(setup: Setup) -> float:
     """Return keys and values while HFEngine samples, and what it needs to draw a token.
 
@@ -182,6 +166,7 @@ def lasting_parts(setup: Setup) -> Sizes:
         "policy weights": weights(setup, policy, frozen=False) if setup.loads_policy else 0.0,
         "reference weights": weights(setup, policy, frozen=True) if setup.copies_reference else 0.0,
         "student weights": sum((weights(setup, one, frozen=True) for one in setup.students), start=0.0),
+        "teacher weights": weights(setup, setup.copied_teacher, frozen=True) if setup.copied_teacher else 0.0,
         "optimizer states": optimizer_states(setup) if keeps_states else 0.0,
         "gradient buckets": buckets(setup) if keeps_gradients else 0.0,
     }
@@ -234,7 +219,7 @@ def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     returned = [returned_weights(setup, student) for student in setup.students]
     forwards = [
         {"student weights": lasting["student weights"] + own}
-        | forward_parts(replace(setup, step=setup.step.of_student(number)), student)
+        | forward_parts(replace(setup, step=setup.step.of_reader(number)), student)
         for number, (student, own) in enumerate(zip(setup.students, returned, strict=True))
     ]
     if setup.recompute_teacher:
@@ -261,11 +246,12 @@ def forward_parts(setup: Setup, model: LanguageModel) -> Sizes:
 
 
 def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
-    """Return what forward and backward need at their worst moment, which is one of three.
+    """Return what forward and backward need at their worst moment, which is one of four.
 
     1. The head's backward begins: all activations are kept.
     2. The last block's backward: its own needs are added.
     3. The embedding's backward, at the end: no activations, but one more whole gradient.
+    4. In on-policy distillation the teacher's forward, before the policy's.
 
     The first and largest row of a step creates its gradients during the backward, unless they have memory of
     their own. For the next row, which may be smaller, they exist already.
@@ -298,10 +284,16 @@ def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
                 "head": part * states,
             },
         ]
-    return max(moments, key=lambda parts: sum(parts.values())) | {
-        "half-precision copies": policy.activations.copies,
-        "gathered": gathered_bytes(setup, policy, backward=True),
-    }
+    gathered = gathered_bytes(setup, policy, backward=True) + gathered_head(setup)
+    if setup.teacher is not None:
+        reads = forward_parts(replace(setup, step=setup.step.of_reader(0)), setup.teacher)
+        gathered = max(gathered, reads["gathered"])
+        moments.append({"gradients": grads, "gradient buckets": sent} | reads)
+    found = max(moments, key=lambda parts: sum(parts.values()))
+    if setup.copied_teacher is not None:
+        returned = returned_weights(setup, setup.copied_teacher)
+        found = {"teacher weights": lasting["teacher weights"] + returned} | found
+    return found | {"half-precision copies": policy.activations.copies, "gathered": gathered}
 
 
 def step_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
@@ -364,8 +356,11 @@ def host_memory(setup: Setup) -> Sizes:
     if setup.offload_frozen:
         parts["student weights"] = float(sum(one.shape.weights * one.weight_bytes for one in students))
         parts["reference weights"] = setup.copies_reference * policy.shape.weights * policy.weight_bytes
+        if (teacher := setup.copied_teacher) is not None:
+            parts["teacher weights"] = float(teacher.shape.weights * teacher.weight_bytes)
     if setup.offload_parameters:
-        models = [policy, *([policy] if setup.copies_reference else []), *students]
+        frozen = [*([policy] if setup.copies_reference else []), *students]
+        models = [policy, *frozen, *([setup.copied_teacher] if setup.copied_teacher else [])]
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
     if setup.offload_optimizer and setup.trains:
         parts["optimizer states"] = optimizer_states(setup)

@@ -16,6 +16,7 @@ from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.sources import EMBEDDED, MemoryRows
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.planner.inputs import Step, Verb
 from rlt_lightning.planner.known import Models
 from rlt_lightning.planner.options import PlanOptions
@@ -48,8 +49,8 @@ class Lengths:
     mean_rest: int
     mean_solution: int
     spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
-    # Prompt and solution of each student with its own tokens, the longest and the mean; None: the teacher's.
-    students: tuple[tuple[int, int] | None, ...] = ()
+    # Of each model that reads completions after other prompts (`Step.reader_prompts`).
+    readers: tuple[tuple[int, int] | None, ...] = ()
 
 
 def read_step(
@@ -66,8 +67,9 @@ def read_step(
 
     Rows are read and tokenised only if they and the tokenizer are on this machine: nothing is downloaded.
     """
-    rlt = module if isinstance(module, RLTModule) else None
-    samples = rlt is not None and not scores_given(data)
+    sampled = module if isinstance(module, SampledModule) else None
+    scores = isinstance(module, RLTModule)
+    samples = sampled is not None and not scores_given(data)
     limit = rollouts.sampling.max_completion_length if samples else None
     missing = missing_inputs(data, models)
     if options.prompt_length is None and not missing:
@@ -82,13 +84,13 @@ def read_step(
         found = assumed_lengths(data, options, limit)
         given = options.prompt_length is not None
         source = "given" if given else f"assumed, for {missing[0]} is not on this machine"
-    lengths = with_options(found, options, rlt is not None)
+    lengths = with_options(found, options, scores)
     notes.append(
         f"prompts of up to {lengths.prompt} tokens, {lengths.mean_prompt} on average ({source}); "
         f"completions of up to {lengths.rest}, {lengths.mean_rest} on average"
     )
-    notes += student_notes(lengths, rlt)
-    prompts, group_size = sizes_of(verb, rlt, data, rollouts)
+    notes += reader_notes(lengths, module)
+    prompts, group_size = sizes_of(verb, sampled, data, rollouts)
     return Step(
         num_processes=num_processes,
         prompts=prompts,
@@ -99,19 +101,22 @@ def read_step(
         mean_completion_length=lengths.mean_rest,
         micro_batch_tokens=module.micro_batch_tokens,
         layout=module.layout,
-        mean_solution_length=lengths.mean_solution if rlt else 0,
-        spread_between=BETWEEN if rlt else 0.0,
-        spread_within=WITHIN if rlt else lengths.spread,
-        balanced=rlt is not None,
-        student_prompts=lengths.students,
+        mean_solution_length=lengths.mean_solution if scores else 0,
+        spread_between=BETWEEN if sampled else 0.0,
+        spread_within=WITHIN if sampled else lengths.spread,
+        balanced=sampled is not None,
+        reader_prompts=lengths.readers,
     )
 
 
-def student_notes(lengths: Lengths, rlt: RLTModule | None) -> list[str]:
-    """Return a line for each student that reads prompts in tokens of its own."""
-    names = rlt.students.names if rlt else ()
+def reader_notes(lengths: Lengths, module: PolicyModule) -> list[str]:
+    """Return a line for each model that reads completions after prompts of its own."""
+    if not isinstance(module, RLTModule):
+        read = "the teacher reads them after prompts with the solution, of up to {} tokens, {} on average"
+        return [read.format(*found) for found in lengths.readers if found is not None]
+    names = module.students.names
     notes = []
-    for name, found in zip(names, lengths.students, strict=False):
+    for name, found in zip(names, lengths.readers, strict=False):
         if found is not None:
             whose = "the student" if len(names) == 1 else f"the student {name}"
             notes.append(
@@ -123,7 +128,7 @@ def student_notes(lengths: Lengths, rlt: RLTModule | None) -> list[str]:
 
 def sizes_of(
     verb: Verb,
-    rlt: RLTModule | None,
+    sampled: SampledModule | None,
     data: StratosDataModule | EvaluationDataModule,
     rollouts: RolloutCallback,
 ) -> tuple[int, int]:
@@ -131,7 +136,7 @@ def sizes_of(
     if isinstance(data, EvaluationDataModule):
         return data.batch_size, rollouts.num_traces
     if verb == "fit":
-        return data.prompts_per_step, rlt.group_size if rlt else 1
+        return data.prompts_per_step, sampled.group_size if sampled else 1
     return data.val_batch_size, 1 if scores_given(data) else rollouts.num_traces
 
 
@@ -197,13 +202,17 @@ def lengths_of_rows(
         return Lengths(max(prompts), mean(prompts), max(rests), mean(rests), 0, spread_of(rests))
     prompts = items.numbers("teacher_prefix", "think_prefix").tolist()
     solution = mean(items.numbers("solution_ids").tolist())
-    own = tuple(
-        (int(fixed.max()), mean(fixed.tolist())) if isinstance(chat_format, RetellingFormat) else None
-        for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
-    )
+    if data.task == "student_opd":
+        views = items.numbers("teacher_view").tolist()
+        own: tuple[tuple[int, int] | None, ...] = ((max(views), mean(views)),)
+    else:
+        own = tuple(
+            (int(fixed.max()), mean(fixed.tolist())) if isinstance(chat_format, RetellingFormat) else None
+            for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
+        )
     sizes = max(prompts), mean(prompts)
     if limit is not None:
-        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, students=own)
+        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, readers=own)
     rests = items.numbers("completion_ids").tolist()
     return Lengths(*sizes, max(rests), mean(rests), solution, spread_of(rests), own)
 
@@ -225,7 +234,10 @@ def assumed_lengths(
     rest = limit or max(1, data.max_length - longest)
     average = round(MEAN_PROMPT_FRAC * longest)
     solution = round(SOLUTION_FRAC * average)
-    return Lengths(longest, average, rest, max(1, round(MEAN_FRAC * rest)), solution)
+    mean_rest = max(1, round(MEAN_FRAC * rest))
+    if data.task == "student_opd":  # only the teacher reads the solution
+        return Lengths(longest, average - solution, rest, mean_rest, 0, readers=((longest, average),))
+    return Lengths(longest, average, rest, mean_rest, solution)
 
 
 def with_options(found: Lengths, options: PlanOptions, samples: bool) -> Lengths:
@@ -242,7 +254,7 @@ def with_options(found: Lengths, options: PlanOptions, samples: bool) -> Lengths
         mean_rest=min(options.mean_completion_length or mean_rest, rest),
         mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
         spread=found.spread,
-        students=found.students,
+        readers=found.readers,
     )
 
 

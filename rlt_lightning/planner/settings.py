@@ -4,7 +4,7 @@ settings of trainer, module, data, rollouts
   ├─ verb_of ────────▶ fit, predict or test
   ├─ read_processes ─▶ Processes ─ read_device ─▶ Device
   ├─ read_step ──────▶ Step (rows on this machine are read and tokenised)
-  ├─ read_model ─────▶ LanguageModel, of policy and students (their shapes are traced, nothing is loaded)
+  ├─ read_model ─────▶ LanguageModel, of all models (their shapes are traced, nothing is loaded)
   └─ read_worker ────▶ PlannedWorkers
                           └──────────────────────▶ Setup
 """
@@ -23,10 +23,11 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.decoders import architecture_fault
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
-from rlt_lightning.modules import EvaluationModule, RLTModule
+from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.meter import flops
 from rlt_lightning.modules.optimizer import states_8bit_bytes
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.planner.inputs import LanguageModel, Setup, Step, Verb
@@ -130,16 +131,15 @@ def setup_of(
         notes=notes,
         verb=verb,
     )
-    if isinstance(module, RLTModule):
-        setup = with_rollouts(setup, module, rollouts, processes, models)
+    if isinstance(module, SampledModule):
+        worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
+        setup = with_rollouts(replace(setup, worker=worker), module, rollouts)
         notes += refill_notes(setup, rollouts)
-        if scores_given(data):
-            # Nobody has told the log-probs of given completions, so the teacher runs where they count.
-            asks_teacher = isinstance(module.reward, RLTReward)
-            setup = replace(setup, hf_sequences=0, recompute_teacher=asks_teacher)
-        else:
-            worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
-            setup = replace(setup, worker=worker)
+    if isinstance(module, RLTModule):
+        setup = with_students(setup, module, rollouts, processes, models)
+        setup = with_given(setup, module) if scores_given(data) else setup
+    if isinstance(module, OPDModule):
+        setup = with_teacher(setup, module, processes, models)
     return replace(setup, notes=[*model_notes(setup), *notes])
 
 
@@ -160,27 +160,54 @@ def read_callbacks(trainer: Any, notes: list[str]) -> str:
     return callbacks
 
 
-def with_rollouts(
+def with_rollouts(setup: Setup, module: SampledModule, rollouts: RolloutCallback) -> Setup:
+    """Add to a setup how completions are sampled."""
+    return replace(
+        setup,
+        asynchronous=rollouts.asynchronous and setup.trains,
+        offload_frozen=module.offload_frozen,
+        hf_sequences=rollouts.engine.describe().sequences_in_process,
+    )
+
+
+def with_students(
     setup: Setup, module: RLTModule, rollouts: RolloutCallback, processes: Processes, models: Models
 ) -> Setup:
-    """Add to a setup what reinforcement learning and predictions need: sampling and frozen models."""
+    """Add to a setup the frozen models of reinforcement learning and predictions, and when they score."""
     dtype = module.student_dtype
     students = tuple(
-        read_model(name, dtype, None, module, processes, setup.step.of_student(number), models)
+        read_model(name, dtype, None, module, processes, setup.step.of_reader(number), models)
         for number, name in enumerate(module.students.names)
     )
     outside = not rollouts.engine.in_process and not rollouts.engine.takes_turns
     return replace(
         setup,
-        asynchronous=rollouts.asynchronous and setup.trains,
         scores_early=outside and rollouts.score_early and setup.trains,
         students=students,
         exact_kl=isinstance(module.reward, RLTReward) and module.reward.kl_estimator == "exact",
         with_reference=bool(module.policy_loss.kl_coef) and setup.trains,
-        offload_frozen=module.offload_frozen,
-        hf_sequences=rollouts.engine.describe().sequences_in_process,
         recompute_teacher=recomputes_teacher(module, rollouts),
     )
+
+
+def with_given(setup: Setup, module: RLTModule) -> Setup:
+    """Return the setup of a run whose completions are given: nobody samples them.
+
+    Nobody has told their log-probs, so the teacher runs where these count.
+    """
+    asks_teacher = isinstance(module.reward, RLTReward)
+    return replace(setup, worker=None, hf_sequences=0, recompute_teacher=asks_teacher)
+
+
+def with_teacher(setup: Setup, module: OPDModule, processes: Processes, models: Models) -> Setup:
+    """Add to a setup the teacher of on-policy distillation: another model, a copy, or the policy itself."""
+    compares = module.estimator == "full"
+    if module.teacher_name is None and not module.copies_student:
+        return replace(setup, teacher=setup.policy, is_own_teacher=True, compares_words=compares)
+    name = module.teacher_name or module.pretrained
+    dtype = module.teacher_dtype if module.teacher_name else module.dtype_name
+    teacher = read_model(name, dtype, None, module, processes, setup.step.of_reader(0), models)
+    return replace(setup, teacher=teacher, compares_words=compares)
 
 
 def refill_notes(setup: Setup, rollouts: RolloutCallback) -> list[str]:
@@ -249,6 +276,7 @@ def read_model(
 def model_notes(setup: Setup) -> list[str]:
     """Return a line with the size of each model, for the page."""
     models = [("policy", setup.policy), *(("student", student) for student in setup.students)]
+    models += [("teacher", setup.copied_teacher)] if setup.copied_teacher else []
     return [f"{role} {model.name}, {model.shape.weights / 1e9:.3g} billion weights" for role, model in models]
 
 

@@ -130,7 +130,7 @@ def timings(setup: Setup) -> StepTime:
         passes += len(students) + of_teacher
         flops = of_teacher * forward
         for number, student in enumerate(students):
-            of_student = replace(setup, step=setup.step.of_student(number))
+            of_student = replace(setup, step=setup.step.of_reader(number))
             flops += forward_flops(of_student, student, setup.step.mean_solution_length)
         found.append(work("score", flops, score_reason(len(students), of_teacher)))
     if setup.with_reference:
@@ -139,7 +139,12 @@ def timings(setup: Setup) -> StepTime:
     if setup.trains:
         passes += 1
         repeated = setup.forwards_per_step + setup.checkpointing
-        found.append(work("train", repeated * forward, f"{repeated} forwards' worth"))
+        flops, reason = repeated * forward, f"{repeated} forwards' worth"
+        if setup.teacher is not None:
+            passes += 1
+            flops += forward_flops(replace(setup, step=setup.step.of_reader(0)), setup.teacher)
+            reason += " and the teacher's forward"
+        found.append(work("train", flops, reason))
     if setup.offload_optimizer and setup.trains:
         own = policy.shape.trained / setup.state_shards
         moved = own * (setup.grad_bytes + policy.weight_bytes) + own * 2 * 3 * setup.master_bytes

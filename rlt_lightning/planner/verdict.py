@@ -190,6 +190,10 @@ def remedies(setup: Setup, part: str) -> list[str]:
             (wide, "--model.student_dtype bfloat16"),
             (frozen, "--model.offload_frozen true"),
         ],
+        "teacher weights": [
+            (setup.teacher is not None and setup.teacher.weight_bytes > 2, "--model.teacher_dtype bfloat16"),
+            (frozen, "--model.offload_frozen true"),
+        ],
         "head": [(True, "a lower --model.head.logits_mib")],
         "kv cache": [(True, "a lower max_sequences of the engine, or vLLM workers")],
         "vLLM worker": [(True, "workers on other GPUs, or a lower --gpu-memory-utilization")],

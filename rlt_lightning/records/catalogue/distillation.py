@@ -39,6 +39,6 @@ DISTILLATION = (
         "part of answers in which the teacher judges nothing: they do not begin with a thought in tags",
         "near 0. Above 0.1: the student does not know its tags; fine-tune it on some traces first",
         "0 to 1",
-        section="Rollouts",
+        section="Length and form",
     ),
 )

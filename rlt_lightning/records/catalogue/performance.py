@@ -11,7 +11,7 @@ PERFORMANCE = (
         "seconds",
         "sampling; with vLLM workers, the wait for their completions while there is nothing to score",
         "usually the largest part; a fast engine shrinks it, `rollouts.asynchronous` hides it",
-        logged_by="RLT",
+        logged_by="RLT, OPD",
         drawn="stack",
     ),
     Metric(
@@ -21,7 +21,7 @@ PERFORMANCE = (
         "bringing the weights to the workers: their health check, the wait for lost workers if none is "
         "left, the push, the verification. About 0 with `HFEngine`",
         "grows with the model; jumps when a worker comes back. Large: see [pushing weights](weights.md)",
-        logged_by="RLT",
+        logged_by="RLT, OPD",
         drawn="stack",
     ),
     Metric(
@@ -40,7 +40,7 @@ PERFORMANCE = (
         "seconds",
         "the policy's forward, backward and optimizer step",
         "jumps: memory pressure, or another process on the device",
-        logged_by="both",
+        logged_by="all",
         drawn="stack",
     ),
     Metric(
@@ -73,7 +73,7 @@ PERFORMANCE = (
         "(off Linux, or where /proc is read-only: since the start of the run)",
         "near the device's memory: lower `HFEngine`'s `max_sequences`",
         section="Time and memory",
-        logged_by="RLT",
+        logged_by="RLT, OPD",
     ),
     Metric(
         "perf/push_peak_gib",
@@ -83,7 +83,7 @@ PERFORMANCE = (
         "above the other phases by more than two buckets: see [pushing weights](weights.md)",
         section="Time and memory",
         panel="perf/generate_peak_gib",
-        logged_by="RLT",
+        logged_by="RLT, OPD",
     ),
     Metric(
         "perf/score_peak_gib",
@@ -103,16 +103,17 @@ PERFORMANCE = (
         "near the device's memory: `model.gradient_checkpointing`, lower `model.micro_batch_tokens`",
         section="Time and memory",
         panel="perf/generate_peak_gib",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "perf/tokens_per_s",
         "Speed",
         "tokens/s",
-        "RLT: sampled tokens per second of all phases. SFT: tokens, prompts included, per second of training",
+        "RLT and OPD: sampled tokens per second of all phases. SFT: tokens, prompts included, per second of "
+        "training",
         "steady",
         section="Time and memory",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "perf/generate_tokens_per_s",
@@ -120,7 +121,7 @@ PERFORMANCE = (
         "tokens/s",
         "sampled tokens per second of the phase",
         "steady; with `rollouts.asynchronous` only the waiting time counts",
-        logged_by="RLT",
+        logged_by="RLT, OPD",
     ),
     Metric(
         "perf/score_tokens_per_s",
@@ -139,7 +140,7 @@ PERFORMANCE = (
         "backward both compute it",
         "steady",
         panel="perf/generate_tokens_per_s",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "perf/mfu",
@@ -150,7 +151,7 @@ PERFORMANCE = (
         "of `perf/peak_tflops`",
         "on a GPU 0.3 to 0.5 with long rows. Low: rows are short, raise `model.micro_batch_tokens`",
         "0 to 1, or above if the machine was busy when the peak was measured",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "perf/peak_tflops",
@@ -160,7 +161,7 @@ PERFORMANCE = (
         "precision, measured when the fit starts",
         "far below the card's data sheet: it is throttled or was shared when the fit started, and `perf/mfu` "
         "is then too high",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "perf/padding_frac",
@@ -170,7 +171,7 @@ PERFORMANCE = (
         "process with too few sequences runs one again with weight 0",
         "0. Above: a process has fewer sequences than others have rows, raise `model.micro_batch_tokens`",
         "0 to 1",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "perf/rank_imbalance",
@@ -182,7 +183,7 @@ PERFORMANCE = (
         "one is as long as many others together",
         "1 or above",
         panel="perf/padding_frac",
-        logged_by="RLT",
+        logged_by="RLT, OPD",
     ),
     Metric(
         "perf/shared_frac",
@@ -193,7 +194,7 @@ PERFORMANCE = (
         "`model.attn_implementation` says so, or the model fell back, see the warning at the start",
         "0 to 1",
         panel="perf/padding_frac",
-        logged_by="both",
+        logged_by="all",
     ),
 )
 DATA = (

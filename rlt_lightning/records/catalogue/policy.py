@@ -9,11 +9,12 @@ POLICY = (
         "policy/loss",
         "Loss",
         "nats",
-        "RLT: the loss of this step. SFT: mean −log p of a completion token",
-        "SFT: falls. RLT: says nothing about learning. On policy, with `GRPOLoss`, it is kl_coef · "
+        "RLT: the loss of this step. SFT: mean −log p of a completion token. OPD: `distill/divergence`, with "
+        "importance weights the weighted mean",
+        "SFT and OPD: falls. RLT: says nothing about learning. On policy, with `GRPOLoss`, it is kl_coef · "
         "`policy/kl_ref` up to rounding, since advantages sum to 0",
         section="Policy",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "policy/val_loss",
@@ -29,12 +30,13 @@ POLICY = (
         "policy/entropy",
         "Entropy",
         "nats",
-        "entropy of the next-token distribution at the sampling temperature, mean over sampled tokens",
+        "entropy of the next-token distribution at the sampling temperature, mean over sampled tokens; under "
+        "OPD over judged ones",
         "falls slowly. Near 0: sampling has collapsed, all completions of a group are alike. Near ln V: the "
         "model is broken",
         "0 to ln V",
         section="Policy",
-        logged_by="RLT",
+        logged_by="RLT, OPD with `estimator: sampled`",
     ),
     Metric(
         "policy/kl_ref",
@@ -73,7 +75,7 @@ POLICY = (
         "steady. Far above `max_grad_norm`: every step is clipped. Towards 0: nothing to learn from. NaN or "
         "infinite stops the run",
         section="Policy",
-        logged_by="both",
+        logged_by="all",
     ),
     Metric(
         "policy/lr",
@@ -82,7 +84,7 @@ POLICY = (
         "learning rate of this step",
         "follows the schedule. With `warmup_frac` above 0 the first step has 0",
         section="Policy",
-        logged_by="both",
+        logged_by="all",
     ),
 )
 ROLLOUT = (
