@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.numerics.balance import imbalance
+from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.planner import lengths, make_plan, memory, sampling, timing
@@ -319,6 +320,101 @@ def test_worker_holds_what_fits_beside_its_weights(monkeypatch: pytest.MonkeyPat
     copy = sampling.copy_of(setup)
     assert copy.weights_s == pytest.approx(200 / 16_000)
     assert copy.token_s == pytest.approx(24 / 16_000)
+
+
+TEACHER = replace(MODEL, shape=replace(SHAPE, hidden_size=6))
+DISTILLING = replace(
+    SETUP, students=(), with_reference=False, teacher=TEACHER, compares_words=True, recompute_teacher=False
+)
+
+
+def test_a_teacher_reads_each_row_before_the_policy() -> None:
+    assert [phase.name for phase in memory.phases(DISTILLING)] == ["generate", "train", "step", "checkpoint"]
+    train = {phase.name: phase for phase in memory.phases(DISTILLING)}["train"].device
+    alone = next(
+        phase.device for phase in memory.phases(replace(DISTILLING, teacher=None)) if phase.name == "train"
+    )
+    assert train["teacher weights"] == 400
+    # Hidden states of the 32 scored tokens of a row of 40, six numbers each, and three more tiles.
+    assert train["head"] - alone["head"] == 32 * 6 * 4 + 3 * 16
+    sampled = replace(DISTILLING, compares_words=False)
+    assert memory.head_backward(sampled, 32) == memory.head_backward(SETUP, 32)
+    of_itself = replace(DISTILLING, teacher=MODEL, is_own_teacher=True)
+    assert all(phase.device["teacher weights"] == 0 for phase in memory.phases(of_itself))
+
+
+def test_a_large_teacher_s_forward_may_be_the_peak() -> None:
+    large = replace(TEACHER, activations=replace(MODEL.activations, forward=10**5))
+    train = next(p for p in memory.phases(replace(DISTILLING, teacher=large)) if p.name == "train")
+    assert train.device["activations"] == 10**5
+    assert train.device["gradients"] == 400  # of rows before
+
+
+def test_a_teacher_is_sharded_and_may_wait_on_the_host() -> None:
+    sharded = on(DISTILLING, "fsdp2")
+    parts = next(p for p in memory.phases(sharded) if p.name == "train").device
+    assert parts["teacher weights"] == 400 / 4
+    # Its weights outside the blocks, 40 of 4 bytes, are whole while both heads meet.
+    assert parts["gathered"] == memory.gathered_bytes(sharded, MODEL, backward=True) + 160
+    offloaded = replace(DISTILLING, offload_frozen=True)
+    weights = {p.name: p.device["teacher weights"] for p in memory.phases(offloaded)}
+    assert weights == {"generate": 0, "train": 400, "step": 0, "checkpoint": 0}
+    assert memory.host_memory(offloaded)["teacher weights"] == 400
+    large = replace(DISTILLING, teacher=replace(TEACHER, shape=replace(SHAPE, weights=10**4)))
+    [problem] = make_plan(large).problems()
+    assert "--model.teacher_dtype bfloat16; --model.offload_frozen true" in problem
+
+
+def test_a_teacher_costs_one_forward_after_its_own_prompts() -> None:
+    step = replace(STEP, layout="packed", reader_prompts=((10, 6),))
+    setup = replace(DISTILLING, step=step)
+    own = timing.forward_flops(setup, MODEL)
+    teachers = timing.forward_flops(replace(setup, step=replace(step, mean_prompt_length=6)), TEACHER)
+    assert teachers > own
+    train = timing.timings(setup).sum_of("train")
+    assert train == pytest.approx((3 * own + teachers) / 0.5e6)
+    assert timing.timings(setup).sum_of("score", "reference") == 0
+
+
+def test_two_heads_need_what_their_trace_shows() -> None:
+    shape = replace(SHAPE, hidden_size=64, num_words=8192, head_trained=64 * 8192)
+    model = replace(MODEL, shape=shape)
+    setup = replace(DISTILLING, policy=model, teacher=model, logits_bytes=8 * 2**20)
+    states = 2 * 8192 * 64 * 4  # of both, were there before
+    for options in (Divergence(), Divergence("jsd"), Divergence(top_k=10)):
+        with FakeTensorMode():
+            heads = nn.Linear(64, 8192, bias=False), nn.Linear(64, 8192, bias=False).requires_grad_(False)
+            hidden = torch.empty(8192, 64, requires_grad=True), torch.empty(8192, 64)
+            with LiveBytes(nn.ModuleList(heads)) as live:
+                sides = hidden[0], Head(heads[0].weight), hidden[1], Head(heads[1].weight)
+                linear_divergence(*sides, options, logits_mib=8).sum().backward()
+        assert 0.7 < live.peak / (memory.head_backward(setup, 8192) - states) <= 1, options
+
+
+@pytest.mark.parametrize(
+    ("options", "role", "sampled"),
+    [
+        (["--model.teacher=miniature"], "teacher miniature", False),
+        ([], "teacher miniature", False),  # a copy of the student
+        (["--model.teacher_weights=live"], None, False),
+        (["--config=overlays/lora", "--model.estimator=sampled"], None, True),
+    ],
+)
+def test_on_policy_distillation_is_planned_with_its_teacher(
+    options: list[str], role: str | None, sampled: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    found = rlt("plan", "--config=miniature_opd", *options, f"--plan.json={file}")
+    assert found.returncode == 0, found.stderr
+    plan = json.loads(file.read_text())
+    assert list(plan["phases"]) == ["generate", "train", "step", "checkpoint"]
+    weights = plan["phases"]["train"]["device"]["teacher weights"]
+    assert weights == (0 if role is None else plan["phases"]["train"]["device"]["policy weights"])
+    assert ("  teacher miniature" in found.stdout) == (role is not None)
+    assert plan["setup"]["compares_words"] != sampled
+    # A view holds the solution, which the student does not see.
+    [[longest, _]] = plan["setup"]["step"]["reader_prompts"]
+    assert longest > plan["setup"]["step"]["prompt_length"]
 
 
 COPY = sampling.Copy(

@@ -405,10 +405,11 @@ def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(InputError, match=r"must have a model/, but has none. .* rlt export --ckpt_path"):
         settings_of(str(tmp_path))
-    settings["data"]["init_args"]["task"] = "student_rl"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    with pytest.raises(InputError, match=r"has trained a student, .* Ask it: rlt chat --model.path"):
-        settings_of(str(tmp_path))
+    for task in ("student_rl", "student_opd"):
+        settings["data"]["init_args"]["task"] = task
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+        with pytest.raises(InputError, match=r"has trained a student, .* Ask it: rlt chat --model.path"):
+            settings_of(str(tmp_path))
 
 
 def test_words_without_an_option_are_told_from_values() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlt_lightning.planner.inputs import LanguageModel, Setup
 
 HEAD_TILES = 4  # tiles of logits, and of what is computed from them, that the head holds at a time
+PAIR_TILES = 7  # the same for a divergence, where two halves are a tile; traced are 5 to 6.5
 
 
 def head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
@@ -20,13 +21,13 @@ def head_grad(setup: Setup) -> float:
 def head_backward(setup: Setup, num_scored: int) -> float:
     """Return the forward's needs, the gradients of hidden states in fp32, and the weight's gradient.
 
-    A divergence from a teacher keeps the teacher's hidden states too. Its tiles are those of both heads
-    together, so they take no more.
+    A divergence from a teacher keeps the teacher's hidden states too, and more tiles.
     """
-    states = num_scored * setup.policy.shape.hidden_size * 4
+    more = num_scored * setup.policy.shape.hidden_size * 4
     if setup.teacher is not None and setup.compares_words:
-        states += num_scored * setup.teacher.shape.hidden_size * 4
-    return head_forward(setup, setup.policy, num_scored) + states + head_grad(setup)
+        more += num_scored * setup.teacher.shape.hidden_size * 4
+        more += (PAIR_TILES - HEAD_TILES) * setup.logits_bytes
+    return head_forward(setup, setup.policy, num_scored) + more + head_grad(setup)
 
 
 def gathered_head(setup: Setup) -> float:
