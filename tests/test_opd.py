@@ -342,7 +342,7 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
 
 
 def test_hint_without_solution_is_refused() -> None:
-    with pytest.raises(InputError, match="lacks {solution}"):
+    with pytest.raises(InputError, match=r"lacks \{solution\}"):
         ViewOptions("hint", hint="{question}")
 
 
