@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Running, start
 from lightning.pytorch import Callback, Trainer
+from test_cli import metrics, weights
+from test_kills import kill, wait_for
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -232,10 +235,10 @@ def test_lora_base_is_the_frozen_student(miniature: str, tmp_path: Path) -> None
 
 def test_live_and_frozen_agree_until_the_first_step(miniature: str, tmp_path: Path) -> None:
     found = {}
-    for weights in ("frozen", "live"):
+    for kind in ("frozen", "live"):
         witness = Witness()
-        fit(tmp_path / weights, module(miniature, teacher_weights=weights), witness, view=HINT, steps=2)
-        found[weights] = [float(metrics["distill/divergence"]) for metrics in witness.metrics]
+        fit(tmp_path / kind, module(miniature, teacher_weights=kind), witness, view=HINT, steps=2)
+        found[kind] = [float(metrics["distill/divergence"]) for metrics in witness.metrics]
     assert found["live"][0] == pytest.approx(found["frozen"][0], abs=1e-6)
     assert found["live"][1] != pytest.approx(found["frozen"][1], rel=1e-3)
 
@@ -362,3 +365,48 @@ def test_another_tokenizer_trains_by_spans(miniature: str, tiny_model: str, tmp_
     [metrics] = witness.metrics
     assert math.isfinite(float(metrics["distill/divergence"]))
     assert float(metrics["distill/judged_tokens"]) > 0
+
+
+# Strategies and kills, by the command line
+
+
+def command(folder: Path, teacher: str, *options: str) -> Running:
+    words = ["fit", "--config=configs/miniature_opd.yaml", f"--model.teacher={teacher}"]
+    words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--data.token_cache=false"]
+    words += ["--rollouts.sampling.max_completion_length=24", "--ckpt_path=last", "--overwrite=true"]
+    return start(*words, *options, f"--output_dir={folder}", log=folder.with_suffix(".log"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_two_processes_equal_one(strategy: str, teacher: str, tmp_path: Path) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    chosen = {"ddp": "--trainer.strategy=ddp"}
+    two = chosen.get(strategy, f"--config=configs/overlays/{strategy}.yaml")
+    found = {}
+    for name, options in (("one", []), (strategy, [two, "--trainer.devices=2"])):
+        steps = ["--trainer.max_steps=2", "--checkpoint.every_n_train_steps=2"]
+        assert command(tmp_path / name, teacher, *options, *steps).wait() == 0
+        found[name] = metrics(tmp_path / name)
+    for step, figures in found["one"].items():
+        for name in ("policy/loss", "distill/divergence", "distill/judged_tokens", "policy/grad_norm"):
+            assert found[strategy][step][name] == pytest.approx(figures[name], rel=1e-4), (step, name)
+
+
+def test_killed_and_resumed_equals_not_stopping(tmp_path: Path) -> None:
+    # The averaged teacher must come back too.
+    own = ["--model.teacher_weights=averaged", "--trainer.max_steps=8", "--data.view.kind=hint"]
+    own += ["--trainer.callbacks=rlt_lightning.callbacks.ReferenceSync", "--checkpoint.every_n_train_steps=2"]
+    own += ["--trainer.callbacks.init_args.every_n_steps=3"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert command(whole, "null", *own).wait() == 0
+    run = command(killed, "null", *own)
+    saved = killed / "checkpoints"
+    wait_for(lambda: any(saved.glob("*000004*")), run, killed.with_suffix(".log"))
+    kill(run, "all")
+    assert not (killed / "model").exists()
+    assert command(killed, "null", *own).wait() == 0
+    assert metrics(killed) == metrics(whole)
+    theirs = weights(killed)
+    assert all(torch.equal(theirs[name], value) for name, value in weights(whole).items())
