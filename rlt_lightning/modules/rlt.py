@@ -42,13 +42,7 @@ from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.checked import get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import (
-    held_out_metrics,
-    mismatch_metrics,
-    reward_metrics,
-    rollout_metrics,
-    student_metrics,
-)
+from rlt_lightning.modules.logged import held_out_metrics, mismatch_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost, forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reading import Reading, read_all
@@ -63,7 +57,7 @@ from rlt_lightning.modules.scoring import (
 )
 from rlt_lightning.modules.shares import StepTotals, require_group
 from rlt_lightning.modules.students import Named, Students, ask_students
-from rlt_lightning.modules.text_reward import TextReward, judged, require_student
+from rlt_lightning.modules.text_reward import TextReward, judged
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -72,8 +66,6 @@ from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, 
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.records.catalogue import register
-from rlt_lightning.records.catalogue.rewards import of_student
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
@@ -83,7 +75,7 @@ class RLTModule(PolicyModule):
     Args:
         teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
         student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
-        students: Several of them, with weights or without, in place of `student`.
+        students: Several in its place, with weights or without.
         student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
@@ -159,10 +151,7 @@ class RLTModule(PolicyModule):
             kernels=kernels,
         )
         require_group(group_size)
-        self.students = Students.of(student, students, student_reduction)
-        require_student(reward, self.students.first)
-        if len(self.students.names) > 1:
-            register(*(metric for label in self.students.labels for metric in of_student(label)))
+        self.students = Students.of(student, students, student_reduction).ready_for(reward)
         self.group_size = group_size
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
@@ -170,11 +159,9 @@ class RLTModule(PolicyModule):
         self.importance_sampling = importance_sampling
         # RolloutCallback chooses for "auto", once it knows the engine.
         self.importance_weights = None if importance_sampling == "auto" else importance_sampling
-        self.mismatch_alarm = mismatch_alarm
-        self.max_staleness = max_staleness
+        self.mismatch_alarm, self.max_staleness = mismatch_alarm, max_staleness
         self.student_dtype: Dtype = student_dtype
-        self.teacher_log_probs = teacher_log_probs
-        self.offload_frozen = offload_frozen
+        self.teacher_log_probs, self.offload_frozen = teacher_log_probs, offload_frozen
         self.student_models: list[FrozenModel] = []
         # The initial teacher, which ReferenceSync moves towards the policy if it is used.
         self.reference: FrozenModel | None = None
@@ -192,8 +179,7 @@ class RLTModule(PolicyModule):
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
-        for name, chat_format in zip(self.students.names, data.readers.formats, strict=False):
-            require_scorable(self.reward, chat_format, name)
+        require_scorable(self.reward, data.readers.formats, self.students.names)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
@@ -230,17 +216,17 @@ class RLTModule(PolicyModule):
         facts["training"] |= {"reward": type(self.reward).__name__, "group size": self.group_size}
         if self.importance_weights is not None:
             facts["training"]["importance sampling"] = str(self.importance_weights)
-        if self.students.names:
-            facts["training"]["frozen student"] = self.students.in_words()
+        if students := self.students.in_words():
+            facts["training"]["frozen student"] = students
         return facts
 
     def recipe(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
-        if not self.students.names:
-            return {"model": self.pretrained, "reward": reward}
-        return {"teacher": self.pretrained, "student": self.students.in_words(), "reward": reward}
+        students = self.students.in_words()
+        models = {"teacher": self.pretrained, "student": students} if students else {"model": self.pretrained}
+        return models | {"reward": reward}
 
     def teardown(self, stage: str) -> None:
         """Close the reward; after an exception RolloutCallback does it."""
@@ -262,8 +248,7 @@ class RLTModule(PolicyModule):
             advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
             read = replace(rollouts, rollouts=share.rollouts)
             metrics = self.update_policy(read, advantages, reading.references, cost)
-        metrics |= reward_metrics(batch.scores.terms, self.group_size) | student_metrics(batch.scores)
-        metrics |= rollout_metrics(rollouts)
+        metrics |= reward_metrics(batch.scores, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         metrics["perf/rank_imbalance"] = imbalance(share.loads)
@@ -375,8 +360,6 @@ class RLTModule(PolicyModule):
 
     def token_scores(self, rollouts: Rollouts, cost: PhaseCost | None = None) -> list[TokenScores]:
         """Let each student read rollouts, of any problems; nothing if the reward asks no model."""
-        if not self.student_models:
-            return []
         return ask_students(self.student_models, partial(self.scorer, cost=cost), rollouts, self.device)
 
     def rewards(self, rollouts: Rollouts, scores: list[TokenScores]) -> Scores:
@@ -384,8 +367,7 @@ class RLTModule(PolicyModule):
         if isinstance(self.reward, TextReward):
             terms = judged(self.reward, rollouts.rollouts, stratos_of(self.trainer).format.tags)
             return Scores(terms.to(self.device), [], [], [])
-        scorer = self.scorer(self.student_models[0].run)
-        return self.students.rewards(scorer, rollouts.rollouts, scores)
+        return self.students.rewards(self.scorer(self.student_models[0].run), rollouts.rollouts, scores)
 
     def scorer(self, student: Callable[..., Any], cost: PhaseCost | None = None) -> StudentScorer:
         """Return what computes the RLT reward with the student."""
@@ -410,8 +392,7 @@ class RLTModule(PolicyModule):
             scores = self.score(rollouts)
             mismatch = engine_mismatch(self, rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        figures = held_out_metrics(scores.terms, rollouts) | student_metrics(scores, held_out=True)
-        self.validation.add(figures, len(rollouts.rollouts), largest)
+        self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score the rollouts, which may come with the data; a callback writes the batch's scores."""
