@@ -73,8 +73,6 @@ class RLTModule(SampledModule):
     Args:
         teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
         student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
-        students: Several in its place, with weights or without.
-        student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
             CorrectnessReward makes this traditional RL.
@@ -101,6 +99,8 @@ class RLTModule(SampledModule):
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
         kernels: Which fused kernels compute the same numbers faster.
+        students: Several in its place, with weights or without.
+        student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
 
     Raises:
         InputError: If group_size is below 2, since a group of one has no baseline.
@@ -110,8 +110,6 @@ class RLTModule(SampledModule):
         self,
         teacher: str = DEFAULT_MODEL,
         student: str | None = DEFAULT_MODEL,
-        students: Named | None = None,
-        student_reduction: Reduction = "mean",
         group_size: int = 8,
         reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,
@@ -133,6 +131,8 @@ class RLTModule(SampledModule):
         seed: int = 0,
         lora: LoRA | None = None,
         kernels: Kernels = Kernels(),
+        students: Named | None = None,
+        student_reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
             pretrained=teacher,
