@@ -115,25 +115,49 @@ def test_a_miniature_takes_steps_and_copies_leaps(name: str, monkeypatch: pytest
     assert found["leaps_copied"] > 0.95
 
 
+@pytest.mark.parametrize("name", ["miniature", "miniature-pieces"])
 @pytest.mark.parametrize("text", [QUESTION, "<think>\n\n漢字 é 😀 12\t\\frac{1}{2}", "a<b> </think>x"])
-def test_the_miniatures_tokenizer_keeps_any_text(text: str) -> None:
-    tokenizer = load_tokenizer("miniature")
+def test_the_miniatures_tokenizers_keep_any_text(text: str, name: str) -> None:
+    tokenizer = load_tokenizer(name)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_all_miniatures_have_one_tokenizer() -> None:
-    ids = [load_tokenizer(name)(QUESTION + "<think>\n 2 add")["input_ids"] for name in MINIATURES]
-    assert ids[0] == ids[1] == ids[2]
-    assert len(ids[0]) == 15
+def test_all_miniatures_but_one_have_one_tokenizer() -> None:
+    ids = {
+        name: load_tokenizer(name)(QUESTION + "<think>\n 2 add")["input_ids"]
+        for name in MINIATURES
+        if name != "miniature-pieces"
+    }
+    assert len(ids) == 3
+    assert all(some == ids["miniature"] for some in ids.values())
+    assert len(ids["miniature"]) == 15
+
+
+def test_the_miniature_in_pieces_divides_the_same_text_otherwise() -> None:
+    found = {}
+    for name in ("miniature", "miniature-pieces"):
+        tokenizer = load_tokenizer(name)
+        ids = tokenizer("start 2, times 7?6 times 7 is 2.\n</think>")["input_ids"]
+        found[name] = [tokenizer.decode([i]) for i in ids]
+    assert found["miniature"] == [
+        *("start", " 2", ",", " times", " 7", "?"),
+        *("6", " times", " 7", " is", " 2", ".", "\n", "</think>"),
+    ]
+    assert found["miniature-pieces"] == [
+        *("star", "t", " 2,", " time", "s", " 7?"),
+        *("6", " time", "s", " 7", " is", " 2.\n", "</think>"),
+    ]
 
 
 @pytest.mark.full
-def test_a_short_remake_takes_the_same_first_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "tokenizer"), [("miniature", "words"), ("miniature-pieces", "pieces")])
+def test_a_short_remake_takes_the_same_first_steps(name: str, tokenizer: str, tmp_path: Path) -> None:
     words = [sys.executable, FINDING / "make_miniature.py", "--output_dir", tmp_path, "--stop_after", "5"]
+    words += ["--tokenizer", tokenizer]
     subprocess.run(words, check=True, capture_output=True)
     losses = [
         [json.loads(line)["loss"] for line in (folder / "pretraining.jsonl").read_text().splitlines()[:5]]
-        for folder in (tmp_path, MINIATURES["miniature"])
+        for folder in (tmp_path, MINIATURES[name])
     ]
     # Sums in another order, on another processor, change the last digits.
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-3, rtol=0)

@@ -302,9 +302,16 @@ def test_answers_of_a_real_model_are_told_apart(miniature: str, tmp_path: Path) 
 # Early scoring, workers
 
 
-def test_groups_that_were_scored_early_are_dropped_too(tiny_model: str, tmp_path: Path, whole: Seen) -> None:
+@pytest.fixture(scope="module")
+def late(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """A run with an engine outside the process, whose completions are scored in the end."""
+    return fit(tiny_model, tmp_path_factory.mktemp("late"), engine=Outside(), score_early=False)[0]
+
+
+def test_groups_that_were_scored_early_are_dropped_too(
+    tiny_model: str, tmp_path: Path, whole: Seen, late: Seen
+) -> None:
     early, _ = fit(tiny_model, tmp_path / "early", engine=Outside())
-    late, _ = fit(tiny_model, tmp_path / "late", engine=Outside(), score_early=False)
     assert early.rows == late.rows == whole.rows
     assert early.counts == late.counts == whole.counts
     for name, tensor in early.weights.items():
@@ -325,9 +332,8 @@ class OnceBroken(Outside):
 
 
 def test_an_engine_that_fails_in_a_refill_leaves_a_checkpoint_to_go_on_from(
-    tiny_model: str, tmp_path: Path
+    tiny_model: str, tmp_path: Path, late: Seen
 ) -> None:
-    uninterrupted, _ = fit(tiny_model, tmp_path / "whole", engine=Outside(), score_early=False)
     stopped = Seen()
     with pytest.raises(EngineError, match="broken"):
         fit(tiny_model, tmp_path, engine=OnceBroken(), score_early=False, seen=stopped, every=100)
@@ -335,7 +341,7 @@ def test_an_engine_that_fails_in_a_refill_leaves_a_checkpoint_to_go_on_from(
     assert 0 < done < STEPS
     resume = tmp_path / "checkpoints" / f"step={done:06d}.ckpt"
     resumed, _ = fit(tiny_model, tmp_path, engine=Outside(), score_early=False, resume=resume)
-    assert_same(stopped, resumed, whole=uninterrupted)
+    assert_same(stopped, resumed, whole=late)
 
 
 def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from commands import rlt
 from lightning.pytorch import Callback, Trainer
 from tiny import CHAINS, SHORT
 from tokenizer_kinds import KINDS, kind_of_tokenizer
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
@@ -140,9 +141,11 @@ def rollouts_of(chat: RetellingFormat, number: int, seed: int = 0) -> list[Rollo
 
 
 def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature: float = 0.7) -> Tensor:
+    # Logits of 151,000 words only where they are read, which is what takes long.
+    given, keep = torch.tensor([prompt + scored]), len(scored) + 1
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + scored])).logits[0] / temperature
-    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        logits = model(input_ids=given, logits_to_keep=keep).logits[0] / temperature
+    rows = logits.log_softmax(-1)[:-1]
     return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)
 
 
@@ -220,6 +223,22 @@ def test_control_tokens_in_an_explanation_are_only_spelled(retelling: RetellingF
     assert (
         read.decode() == retelling.students_text.spellable(retelling.teachers_text.text_of(sampled)[0], [])[0]
     )
+
+
+def test_a_student_that_glues_the_separator_to_a_tag_is_refused(miniature: str) -> None:
+    gemma = kind_of_tokenizer("gemma")
+    described = json.loads(gemma.backend_tokenizer.to_str())
+    model = described["model"]
+    model["vocab"]["\n<"] = len(model["vocab"])
+    model["merges"].insert(0, ["\n", "<"])
+    glues = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token="<eos>", bos_token="<bos>"
+    )
+    glues.chat_template = gemma.chat_template
+    teacher = AutoTokenizer.from_pretrained(miniature)
+    RetellingFormat(teacher, gemma, "r1", "", "")
+    with pytest.raises(InputError, match="must divide the separator from the tag after it"):
+        RetellingFormat(teacher, glues, "r1", "", "")
 
 
 def test_half_a_character_at_the_end_counts_on_neither_side(retelling: RetellingFormat) -> None:

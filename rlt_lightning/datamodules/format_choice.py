@@ -50,6 +50,7 @@ class FormatOptions:
         format_from: Rows off which the student's tags and system prompt are read: a file, folder or hub id.
         force_format: Use these settings although a model was trained in others.
         group: What stands before the names of these settings on the command line.
+        written: The teacher's tags, if another student has decided them; no setting.
     """
 
     tags: str | TagStyle | None = None
@@ -58,6 +59,7 @@ class FormatOptions:
     format_from: str | None = None
     force_format: bool = False
     group: str = "--data."
+    written: TagStyle | None = None
 
     @staticmethod
     def of_settings(settings: Mapping[str, Any]) -> FormatOptions:
@@ -164,7 +166,8 @@ def choose_formats(
         InputError: See `choose_format`.
     """
     first = choose_format(options, teacher, students[0] if students else None, learns)
-    further = [choose_format(options, teacher, name, learns, first.tags) for name in students[1:]]
+    options = replace(options, written=first.tags)
+    further = [choose_format(options, teacher, name, learns) for name in students[1:]]
     return [first, *(replace(one, guessed=without_teacher(one.guessed)) for one in further)]
 
 
@@ -174,11 +177,7 @@ def without_teacher(guessed: dict[Role, str]) -> dict[Role, str]:
 
 
 def choose_format(
-    options: FormatOptions,
-    teacher: str | None,
-    student: str | None,
-    learns: bool = False,
-    written: TagStyle | None = None,
+    options: FormatOptions, teacher: str | None, student: str | None, learns: bool = False
 ) -> ChosenFormat:
     """Choose the format of a run.
 
@@ -187,7 +186,6 @@ def choose_format(
         teacher: Name of the model that explains; None if none does.
         student: Name of the model that answers, or that scores explanations; None if none does.
         learns: Whether the model is fine-tuned: it then may have been trained for the other role before.
-        written: The teacher's tags, if another student has decided them.
 
     Raises:
         InputError: If a setting contradicts what a model was trained in, or `format_from` shows no format.
@@ -199,7 +197,7 @@ def choose_format(
     seen = None if options.format_from is None else format_of_rows(options.format_from, options)
     taught = None if teacher is None else recorded_format(teacher, "teacher", options, learns)
     known = None if student is None else recorded_format(student, "student", options, learns)
-    tags = named or written or first_tags(taught, seen, known) or STRATOS
+    tags = named or options.written or first_tags(taught, seen, known) or STRATOS
     student_tags = own_named or first_tags(known, seen) or tags
     teachers = options.teacher_system_prompt
     told = options.student_system_prompt

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.formats import SENTINEL, ChatFormat, encode_pieces
 from rlt_lightning.datamodules.token_bytes import PlainTokenizer
 from rlt_lightning.numerics.spans import shared_spans
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Completion, Problem, Retold, Rollout, SFTExample
+from rlt_lightning.types import Completion, InputError, Problem, Retold, Rollout, SFTExample
 
 
 class RetellingFormat(ChatFormat):
@@ -31,8 +31,8 @@ class RetellingFormat(ChatFormat):
         student_tags: None: the same as the teacher's.
 
     Raises:
-        InputError: If the bytes of either tokenizer's tokens cannot be known, or a ChatFormat of either
-            cannot be made.
+        InputError: If the bytes of either tokenizer's tokens cannot be known, a ChatFormat of either cannot
+            be made, or the student's tokenizer glues the separator to the closing tag.
     """
 
     def __init__(
@@ -54,6 +54,13 @@ class RetellingFormat(ChatFormat):
         self.teachers_text = PlainTokenizer(tokenizer, "teacher")
         self.students_text = PlainTokenizer(student_tokenizer, "student")
         own = self.student_tags
+        before = SENTINEL + own.separator
+        _, closing = encode_pieces(student_tokenizer, [before, own.thought_close])
+        if b"".join(map(self.students_text.bytes_of, closing)) != own.thought_close.encode():
+            raise InputError(
+                "The student's tokenizer must divide the separator from the tag after it, but "
+                f"{own.separator!r} shares a token with {own.thought_close!r}. Set other data.student_tags."
+            )
         separator = own.separator if own.separator != self.tags.separator else ""
         self.after_explanation = separator + own.thought_close
 

@@ -81,8 +81,7 @@ class ExplanationScorer:
         chosen = choose_formats(options, teacher, names)
         self.readers = Readers(chosen, teacher, names, trust_remote_code)
         self.format, self.tokenizer = self.readers.formats[0], self.readers.formats[0].tokenizer
-        for name, chat_format in zip(names, self.readers.formats, strict=True):
-            require_scorable(reward, chat_format, name)
+        require_scorable(reward, self.readers.formats, names)
         self.readers.warn_of_guesses()
         self.items = ItemMaker(
             format=self.format,

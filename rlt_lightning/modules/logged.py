@@ -10,11 +10,12 @@ from rlt_lightning.modules.meter import GIB, PhaseCost
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.rewards import RLTRewardTerms
-from rlt_lightning.types import RewardTerms, Rollouts, Scores
+from rlt_lightning.types import Rollouts, Scores
 
 
-def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
+def reward_metrics(scores: Scores, group_size: int) -> dict[str, Any]:
     """Return means over the step's completions of the reward and its terms, raw and processed."""
+    terms = scores.terms
     groups = terms.reward.view(-1, group_size)  # (P, G)
     return {
         "reward/mean": terms.reward.mean(),
@@ -23,6 +24,7 @@ def reward_metrics(terms: RewardTerms, group_size: int) -> dict[str, Any]:
         "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
         **{f"reward/{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
         **{name: values.mean() for name, values in terms.details().items()},
+        **student_metrics(scores),
     }
 
 
@@ -59,12 +61,14 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def held_out_metrics(terms: RewardTerms, rollouts: Rollouts) -> dict[str, Any]:
+def held_out_metrics(scores: Scores, rollouts: Rollouts) -> dict[str, Any]:
     """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
+    terms = scores.terms
     lengths = rollout_metrics(rollouts)
     return {
         "reward/val_mean": terms.reward.mean(),
         **{f"reward/val_{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
+        **student_metrics(scores, held_out=True),
         "rollout/val_length_mean": lengths["rollout/length_mean"],
         "rollout/val_closed_frac": lengths["rollout/closed_frac"],
     }

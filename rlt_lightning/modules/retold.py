@@ -21,24 +21,29 @@ from rlt_lightning.types import InputError, Retold, Rollout
 announce_once = cache(announce)
 
 
-def require_scorable(reward: Reward, chat_format: ChatFormat, student: str | None) -> None:
-    """Check that a reward can be computed with this student, and say so if it reads explanations as text.
+def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Sequence[str]) -> None:
+    """Check that a reward can be computed with students, and name each that reads explanations as text.
+
+    Args:
+        reward: The reward.
+        formats: The format of each student; one also without a student.
+        students: Their names.
 
     Raises:
         InputError: If it sums over a vocabulary that the models do not share.
     """
-    if not isinstance(chat_format, RetellingFormat):
-        return
-    if isinstance(reward, RLTReward) and reward.kl_estimator == "exact":
-        raise InputError(
-            "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
-            f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare the "
-            "models on spans of text; or choose models of one family."
+    of_others = [s for s, own in zip(students, formats, strict=False) if isinstance(own, RetellingFormat)]
+    for student in of_others:
+        if isinstance(reward, RLTReward) and reward.kl_estimator == "exact":
+            raise InputError(
+                "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
+                f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare "
+                "the models on spans of text; or choose models of one family."
+            )
+        announce_once(
+            f"the student {student} reads every explanation as text, in tokens of its own: its tokenizer is "
+            "not the teacher's"
         )
-    announce_once(
-        f"the student {student} reads every explanation as text, in tokens of its own: its tokenizer is not "
-        "the teacher's"
-    )
 
 
 def require_room(student: Callable[..., Any], rows: list[Rollout], sequences: list[ScoredSequence]) -> None:

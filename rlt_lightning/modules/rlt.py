@@ -40,12 +40,7 @@ from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import (
-    held_out_metrics,
-    reward_metrics,
-    rollout_metrics,
-    student_metrics,
-)
+from rlt_lightning.modules.logged import held_out_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reading import read_all
@@ -60,7 +55,7 @@ from rlt_lightning.modules.scoring import (
 )
 from rlt_lightning.modules.shares import StepTotals, require_group
 from rlt_lightning.modules.students import Named, Students, ask_students
-from rlt_lightning.modules.text_reward import TextReward, judged, require_student
+from rlt_lightning.modules.text_reward import TextReward, judged
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -69,8 +64,6 @@ from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, 
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.records.catalogue import register
-from rlt_lightning.records.catalogue.rewards import of_student
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
@@ -80,8 +73,6 @@ class RLTModule(SampledModule):
     Args:
         teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
         student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
-        students: Several of them, with weights or without, in place of `student`.
-        student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
             CorrectnessReward makes this traditional RL.
@@ -108,6 +99,8 @@ class RLTModule(SampledModule):
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
         kernels: Which fused kernels compute the same numbers faster.
+        students: Several in its place, with weights or without.
+        student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
 
     Raises:
         InputError: If group_size is below 2, since a group of one has no baseline.
@@ -117,8 +110,6 @@ class RLTModule(SampledModule):
         self,
         teacher: str = DEFAULT_MODEL,
         student: str | None = DEFAULT_MODEL,
-        students: Named | None = None,
-        student_reduction: Reduction = "mean",
         group_size: int = 8,
         reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,
@@ -140,6 +131,8 @@ class RLTModule(SampledModule):
         seed: int = 0,
         lora: LoRA | None = None,
         kernels: Kernels = Kernels(),
+        students: Named | None = None,
+        student_reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
             pretrained=teacher,
@@ -161,10 +154,7 @@ class RLTModule(SampledModule):
             kernels=kernels,
         )
         require_group(group_size)
-        self.students = Students.of(student, students, student_reduction)
-        require_student(reward, self.students.first)
-        if len(self.students.names) > 1:
-            register(*(metric for label in self.students.labels for metric in of_student(label)))
+        self.students = Students.of(student, students, student_reduction).ready_for(reward)
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
@@ -183,8 +173,7 @@ class RLTModule(SampledModule):
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
-        for name, chat_format in zip(self.students.names, data.readers.formats, strict=False):
-            require_scorable(self.reward, chat_format, name)
+        require_scorable(self.reward, data.readers.formats, self.students.names)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
@@ -212,17 +201,17 @@ class RLTModule(SampledModule):
         """See `PolicyModule.facts`."""
         facts = super().facts()
         facts["training"]["reward"] = type(self.reward).__name__
-        if self.students.names:
-            facts["training"]["frozen student"] = self.students.in_words()
+        if students := self.students.in_words():
+            facts["training"]["frozen student"] = students
         return facts
 
     def recipe(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
-        if not self.students.names:
-            return {"model": self.pretrained, "reward": reward}
-        return {"teacher": self.pretrained, "student": self.students.in_words(), "reward": reward}
+        students = self.students.in_words()
+        models = {"teacher": self.pretrained, "student": students} if students else {"model": self.pretrained}
+        return models | {"reward": reward}
 
     def teardown(self, stage: str) -> None:
         """Close the reward; after an exception RolloutCallback does it."""
@@ -244,8 +233,7 @@ class RLTModule(SampledModule):
             advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
             read = replace(rollouts, rollouts=share.rollouts)
             metrics = self.update_policy(read, advantages, reading.references, cost)
-        metrics |= reward_metrics(batch.scores.terms, self.group_size) | student_metrics(batch.scores)
-        metrics |= rollout_metrics(rollouts)
+        metrics |= reward_metrics(batch.scores, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         metrics["perf/rank_imbalance"] = imbalance(share.loads)
@@ -320,8 +308,6 @@ class RLTModule(SampledModule):
 
         `known` has what each student has said of empty explanations already, (S,), by the problem's row.
         """
-        if not self.student_models:
-            return []
         scorer_of = partial(self.scorer, cost=cost)
         return ask_students(self.student_models, scorer_of, rollouts, self.device, known)
 
@@ -330,8 +316,7 @@ class RLTModule(SampledModule):
         if isinstance(self.reward, TextReward):
             terms = judged(self.reward, rollouts.rollouts, stratos_of(self.trainer).format.tags)
             return Scores(terms.to(self.device), [], [], [])
-        scorer = self.scorer(self.student_models[0].run)
-        return self.students.rewards(scorer, rollouts.rollouts, scores)
+        return self.students.rewards(self.scorer(self.student_models[0].run), rollouts.rollouts, scores)
 
     def scorer(
         self, student: Callable[..., Any], number: int = 0, cost: PhaseCost | None = None
@@ -359,8 +344,7 @@ class RLTModule(SampledModule):
             scores = self.score(rollouts)
             mismatch = engine_mismatch(self, rollouts)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        figures = held_out_metrics(scores.terms, rollouts) | student_metrics(scores, held_out=True)
-        self.validation.add(figures, len(rollouts.rollouts), largest)
+        self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Score the rollouts, which may come with the data; a callback writes the batch's scores."""

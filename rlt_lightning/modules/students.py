@@ -23,9 +23,12 @@ from torch import Tensor
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.scoring import StudentScorer, TokenScores, teacher_sequence, think_tokens
+from rlt_lightning.modules.text_reward import require_student
 from rlt_lightning.numerics.packing import Extent
-from rlt_lightning.numerics.rewards import RLTRewardTerms
+from rlt_lightning.numerics.rewards import Reward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction, combined_terms
+from rlt_lightning.records.catalogue import register
+from rlt_lightning.records.catalogue.rewards import of_student
 from rlt_lightning.types import InputError, Rollout, Rollouts, Scores
 
 # Names of students, with their weights or without.
@@ -87,6 +90,17 @@ class Students:
                 f"nothing, but model.students gives {weights}. List the names without weights, or set mean."
             )
         return cls(tuple(students), tuple(float(weights[name]) for name in students), reduction)
+
+    def ready_for(self, reward: Reward) -> Students:
+        """Return the students, and add the metrics of several to the catalogue.
+
+        Raises:
+            InputError: If a reward that asks models has none, or one that asks none has some.
+        """
+        require_student(reward, self.first)
+        if len(self.names) > 1:
+            register(*(metric for label in self.labels for metric in of_student(label)))
+        return self
 
     @property
     def first(self) -> str | None:
@@ -161,7 +175,7 @@ def ask_students(
     """Let each student read rollouts, one after the other; the teacher is asked once.
 
     Args:
-        students: The students.
+        students: The students; none if the reward asks no model.
         scorer_of: Returns the scorer that calls a student through its `run`; it also gets its number.
         rollouts: N rollouts.
         device: The device on which they read.
@@ -170,6 +184,8 @@ def ask_students(
     Returns:
         What each student said.
     """
+    if not students:
+        return []
     views = [
         replace(rollouts, rollouts=[row.read_by(number) for row in rollouts.rollouts])
         for number in range(len(students))
