@@ -1,4 +1,4 @@
-"""Three ways to teach, from the same problems: a teacher's traces, a teacher's judgement, or none but oneself.
+"""Three ways to teach, from the same problems: a teacher's traces, its judgement, or one's own.
 
     python examples/finding/ways.py --output_dir DIR               # make ways: two tasks, three seeds
     python examples/finding/ways.py --output_dir DIR --seeds 10    # others
@@ -15,7 +15,8 @@ optimizer steps, of as many turns, for the same problems:
     opd_live          towards itself as it is now, with the solution in view
     opd_NAME_wrong    controls: the teacher sees the solution of another problem
 
-Its folder gets `ways.json`, `ways.md` and `ways.svg`. Run it again after a crash: finished stages are skipped.
+Its folder gets `ways.json`, `ways.md` and `ways.svg`. Run it again after a crash: finished stages are
+skipped.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def collect(ones: list[Ways], arms: list[str]) -> dict[str, Any]:
             "thoughts": [thoughts(one, arm) for one in ones],
             "right_steps": [right_steps(one, arm) for one in ones],
         }
-        if arm != "base" and "base" in arms:
+        if arm != "base":
             found[arm]["standard_errors"] = [standard_errors(one, arm) for one in ones]
     costs = {name: cost(ones, stages) for name, stages in STAGES.items()}
     traces = {
@@ -178,10 +179,8 @@ def table(figures: dict[str, Any]) -> str:
         gain = errors = ""
         if "standard_errors" in found:
             mean, half = difference(arms, arm, "base")
-            gain, errors = (
-                f"{mean:+.1f} ± {half:.1f}",
-                ", ".join(f"{z:+.1f}" for z in found["standard_errors"]),
-            )
+            gain = f"{mean:+.1f} ± {half:.1f}"
+            errors = ", ".join(f"{error:+.1f}" for error in found["standard_errors"])
         cells = (NAMES[arm], plus_minus(found["accuracy"]), gain, errors, plus_minus(found["greedy"]))
         lines.append(f"| {' | '.join(cells)} | {kinds_text(mean_kinds(found['thoughts']))} |")
     return "\n".join(lines)
@@ -197,7 +196,8 @@ def contrasts(figures: dict[str, Any]) -> str:
         ("opd_warmup", "opd_self"),
         *((arm, f"{arm}_wrong") for arm in ("opd_rlt", "opd_warmup", "opd_self")),
     ]
-    lines = ["| minus | points (± 95 %, paired by seed) |", "|---|---|"]
+    how = "paired by seed" if len(arms["base"]["accuracy"]) > 1 else "over problems"
+    lines = [f"| difference | points (± 95 %, {how}) |", "|---|---|"]
     for arm, other in pairs:
         if {arm, other} <= arms.keys():
             mean, half = difference(arms, arm, other)
@@ -253,6 +253,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="stages side by side")
     options = parser.parse_args()
     arms, tasks = options.arms.split() or list(ARMS), options.tasks.split()
+    arms = list(dict.fromkeys(["base", *arms]))  # all are compared with it
     seeds = [int(word) for word in options.seeds.split() or "012"]
     try:
         if unknown := {*arms} - {*ARMS} | {*tasks} - {*TASKS}:
@@ -274,9 +275,8 @@ def run(folder: Path, seeds: list[int], arms: list[str], tasks: list[str], num_w
     stages.start()
     settings = {setting.name: setting for setting in (KNOWN, NEW)}
     ones = {task: [Ways(stages, settings[task], seed) for seed in seeds] for task in tasks}
-    in_turn = [
-        one for pair in zip(*ones.values(), strict=True) for one in pair
-    ]  # a seed of each task, the next
+    # A seed of each task, then the next seed.
+    in_turn = [one for pair in zip(*ones.values(), strict=True) for one in pair]
     with ThreadPoolExecutor(num_workers) as pool:
         list(pool.map(lambda one: one.run(arms), in_turn))
     found = {task: collect(some, arms) for task, some in ones.items()}
