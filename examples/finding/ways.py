@@ -27,16 +27,20 @@ import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from arms import Arms, Setting, kinds_of, read
 from figures import accuracy, difference, right_steps
+from make_miniature import Corpus
 from page import draw_accuracies, kinds_text, mean_kinds, plus_minus
 from stages import StageError, Stages
 
-from rlt_lightning.datamodules.chains import NEW_OPERATIONS
+from rlt_lightning.datamodules.chains import NEW_OPERATIONS, WORDING, chain_of
+from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
 
 KNOWN = Setting("known", student_lr=5e-4)
@@ -65,6 +69,8 @@ NAMES = {
     "opd_rlt_wrong": "control: RLT teacher, wrong solutions",
     "opd_self_wrong": "control: itself before training, wrong solutions",
 }
+TEACHERS = {"base": "the student before training", "warmup": "warm-up teacher", "rlt": "RLT teacher"}
+TEMPERATURE = 0.7  # of all sampling
 STAGES = {  # what is paid for, and the stages it is the mean of
     "warm-up of the teacher": ("warmup/teacher",),
     "RLT of the teacher": ("rlt/teacher",),
@@ -132,6 +138,32 @@ def standard_errors(one: Arms, arm: str) -> float:
     return (shares[0] - shares[1]) / math.sqrt(sum(p * (1 - p) for p in shares) / one.setting.num_test)
 
 
+@torch.no_grad()
+def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
+    """Return the probability that a teacher gives the last step's right number and the shown one, percent.
+
+    It reads right steps up to that number, and sees the right solution or, if `wrong`, another digit.
+    """
+    name = one.setting.base if teacher == "base" else str(one.teacher(teacher))
+    model, tokenizer = load_model(name), load_tokenizer(name)
+    corpus = Corpus(tokenizer, 0)
+    problems = [chain_of(row["question"]) for row in read(one.data("test"))]
+    right = [int(problem.answer) for problem in problems]
+    shown = [(digit + (1 + place % 9) * wrong) % 10 for place, digit in enumerate(right)]
+    examples = [
+        corpus.example(replace(problem, answer=str(digit)), WORDING.trace(problem.steps), as_teacher=True)
+        for problem, digit in zip(problems, shown, strict=True)
+    ]
+    ids, _ = corpus.batch(examples)
+    [equals] = tokenizer.encode(" is")
+    places = [row.nonzero()[-1, 0] for row in ids == equals]
+    logits = model(input_ids=ids).logits[torch.arange(len(ids)), torch.stack(places)]
+    digits = torch.tensor([tokenizer.encode(f" {digit}")[0] for digit in range(10)])
+    probs = (logits / TEMPERATURE).softmax(-1)[:, digits]  # (problems, 10)
+    found = {"right": torch.tensor(right), "shown": torch.tensor(shown)}
+    return {key: float(100 * probs.gather(1, some[:, None]).mean()) for key, some in found.items()}
+
+
 def cost(ones: list[Ways], stages: tuple[str, ...]) -> dict[str, float]:
     """Return the mean optimizer steps, sampled tokens and wall seconds of stages that have run."""
     folders = [one.folder / stage for one in ones for stage in stages if (one.folder / stage).exists()]
@@ -158,10 +190,19 @@ def collect(ones: list[Ways], arms: list[str]) -> dict[str, Any]:
         if arm != "base":
             found[arm]["standard_errors"] = [standard_errors(one, arm) for one in ones]
     costs = {name: cost(ones, stages) for name, stages in STAGES.items()}
+    teachers = ("base", *(arm for arm in ("warmup", "rlt") if {arm, f"opd_{arm}"} & {*arms}))
+    last = {
+        teacher: {
+            name: [last_step(one, teacher, wrong) for one in ones]
+            for name, wrong in (("right solution", False), ("wrong solution", True))
+        }
+        for teacher in teachers
+    }
     traces = {
         arm: [kinds_of(read(one.traces(arm))) for one in ones] for arm in ("warmup", "rlt") if arm in arms
     }
-    return {"arms": found, "traces": traces, "costs": {name: some for name, some in costs.items() if some}}
+    costs = {name: some for name, some in costs.items() if some}
+    return {"arms": found, "traces": traces, "last_step": last, "costs": costs}
 
 
 # Tables and picture
@@ -205,6 +246,23 @@ def contrasts(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def teacher_table(figures: dict[str, Any]) -> str:
+    """Return the Markdown table of what teachers write, and whether they use the solution that they see."""
+    lines = [
+        "| teacher | its traces: steps / filler / leap / wrong / other, % | last step: p(right number), % "
+        "| shown a wrong solution: p(right number), % | p(number shown), % |",
+        "|" + "---|" * 5,
+    ]
+    for teacher, found in figures["last_step"].items():
+        kinds = figures["traces"].get(teacher)
+        sound, misled = found["right solution"], found["wrong solution"]
+        values = [fmean(one["right"] for one in sound)]
+        values += [fmean(one[key] for one in misled) for key in ("right", "shown")]
+        cells = (TEACHERS[teacher], kinds_text(mean_kinds(kinds)) if kinds else "")
+        lines.append(f"| {' | '.join([*cells, *(f'{value:.1f}' for value in values)])} |")
+    return "\n".join(lines)
+
+
 def cost_table(figures: dict[str, Any]) -> str:
     """Return the Markdown table of what each stage takes."""
     lines = ["| stage | optimizer steps | sampled tokens | seconds |", "|---|---|---|---|"]
@@ -218,9 +276,8 @@ def page(figures: dict[str, Any]) -> str:
     """Return all tables as Markdown."""
     parts = []
     for task, found in figures["tasks"].items():
-        parts += [f"### {TASKS[task].capitalize()}", table(found), contrasts(found), cost_table(found)]
-        for arm, kinds in found["traces"].items():
-            parts.append(f"Traces of the {arm} teacher: {kinds_text(mean_kinds(kinds))}.")
+        tables = (table(found), contrasts(found), teacher_table(found), cost_table(found))
+        parts += [f"### {TASKS[task].capitalize()}", *tables]
     return "\n\n".join(parts) + "\n"
 
 
