@@ -18,8 +18,7 @@ setup: .venv/.installed
 setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
-# Options of the three findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
-# Options of the findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR.
+# Options of the findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
 quickstart: setup
 	$(RUN)/python examples/finding/finding.py --quick --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/quickstart)
