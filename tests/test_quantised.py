@@ -213,7 +213,7 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     processes, models = Processes(True, 1, 1, "whole", {}, False), Models(tmp_path, [])
     planned = read_model(miniature, dtype, LORA, sft, processes, SETUP.step, models)
     assert planned.stored_bytes == storage_bytes(tensors)
-    setup = replace(SETUP, policy=planned, student=None, with_reference=False)
+    setup = replace(SETUP, policy=planned, students=(), with_reference=False)
     assert memory.weights(setup, planned, frozen=False) == planned.stored_bytes
     states = losses.optimizer.state.values()
     kept = [t for s in states for k, t in s.items() if isinstance(t, Tensor) and not k.startswith("qmap")]

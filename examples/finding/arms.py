@@ -10,6 +10,8 @@ from typing import Any
 
 from stages import Stages
 
+from rlt_lightning.datamodules.chains import OPERATIONS, Operation
+
 SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
 TRAINED: dict[str, dict[str, object]] = {  # what an arm's RLT differs in
     "rlt": {},
@@ -36,7 +38,10 @@ class Setting:
         student: Frozen student, and student before its training; None: the base.
         length: Steps of a problem.
         hazard: Chance that a trace of the warm-up breaks off at a step; None: as in pretraining.
+        last: Operations of a problem's last step.
         num_warmup: Traces that the teacher is warmed up on.
+        num_warmup_epochs: Epochs of the warm-up.
+        student_lr: Peak learning rate of the students.
         num_iterations: Iterations of RLT.
         num_traces: Traces that a student learns from.
         num_pool: Traces that are ranked.
@@ -48,7 +53,10 @@ class Setting:
     student: str | None = None
     length: int = 5
     hazard: float | None = None
+    last: tuple[Operation, ...] = OPERATIONS
     num_warmup: int = 2048
+    num_warmup_epochs: int = 1
+    student_lr: float = 2e-4
     num_iterations: int = 40
     num_traces: int = 512
     num_pool: int = 2048
@@ -95,13 +103,14 @@ class Arms:
 
         setting, seed = self.setting, 10 * self.seed
         mixture = Mixture() if setting.hazard is None else Mixture(hazard=setting.hazard)
+        kind = {"length": setting.length, "last": setting.last}
         rows = {
-            "warmup": chain_rows(setting.num_warmup, seed + 1, "train", mixture, setting.length),
-            "rlt": chain_rows(512, seed + 2, "train", mixture, setting.length),
-            "raw": chain_rows(setting.num_traces, seed + 3, "train", mixture, setting.length),
-            "oracle": chain_rows(setting.num_traces, seed + 3, "train", None, setting.length),
-            "pool": chain_rows(setting.num_pool, seed + 4, "train", mixture, setting.length),
-            "test": chain_rows(setting.num_test, 0, "test", mixture, setting.length),
+            "warmup": chain_rows(setting.num_warmup, seed + 1, "train", mixture, **kind),
+            "rlt": chain_rows(512, seed + 2, "train", mixture, **kind),
+            "raw": chain_rows(setting.num_traces, seed + 3, "train", mixture, **kind),
+            "oracle": chain_rows(setting.num_traces, seed + 3, "train", None, **kind),
+            "pool": chain_rows(setting.num_pool, seed + 4, "train", mixture, **kind),
+            "test": chain_rows(setting.num_test, 0, "test", mixture, **kind),
         }
         for name, some in rows.items():
             self.data(name).parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +138,7 @@ class Arms:
             "miniature_warmup",
             model__pretrained=self.setting.base,
             data__source=self.data("warmup"),
+            trainer__max_epochs=self.setting.num_warmup_epochs,
             data__seed=self.seed,
             model__seed=self.seed,
         )
@@ -175,22 +185,27 @@ class Arms:
         )
 
     def student(self, arm: str, traces: Path, greedy: bool = True) -> None:
-        """Train a student on traces (stage 4) and evaluate it (stage 5)."""
+        """Train a student on traces (stage 4) and evaluate it."""
         trained = self.stages(
             f"{self.name}/{arm}/student",
             "fit",
             "miniature_student_sft",
             model__pretrained=self.student_base,
             data__source=traces,
+            model__optimizer__lr=self.setting.student_lr,
             data__seed=self.seed,
             model__seed=self.seed,
         )
+        self.evaluate(arm, trained / "model", greedy)
+
+    def evaluate(self, arm: str, model: Path | str, greedy: bool = True) -> None:
+        """Let an arm's student answer the held-out problems (stage 5)."""
         for name, temperature in (("sampled", 0.7), ("greedy", 0.0))[: 1 + greedy]:
             self.stages(
                 f"{self.name}/{arm}/{name}",
                 "test",
                 "miniature_evaluate",
-                model__pretrained=trained / "model",
+                model__pretrained=model,
                 data__sets=json.dumps({"chains": str(self.data("test"))}),
                 rollouts__sampling__temperature=temperature,
                 rollouts__seed=self.seed,

@@ -87,7 +87,9 @@ class Stages:
                 f"rlt {verb} must end well, but ended with {process.exitcode} in {folder}. Its log is {log}:"
                 f"\n{last_lines}"
             )
-        print(f"  {time.perf_counter() - begin:5.1f} s  {name}", flush=True)
+        seconds = time.perf_counter() - begin
+        folder.with_name(f"{folder.name}.seconds").write_text(f"{seconds:.1f}\n")
+        print(f"  {seconds:5.1f} s  {name}", flush=True)
         return folder
 
 

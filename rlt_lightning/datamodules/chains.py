@@ -29,6 +29,8 @@ OPERATIONS: tuple[Operation, ...] = (
     *(("add", n) for n in range(1, 6)),
     *(("times", n) for n in (3, 7, 3, 7)),
 )
+# Operations that the miniatures were not pretrained on; each of their results is equally likely.
+NEW_OPERATIONS: tuple[Operation, ...] = (("times", 9), *(("add", n) for n in range(6, 10)))
 # All filler begins with one word and all leaps with another: sampling below temperature 1 would drop rarer
 # beginnings.
 WORDING = Wording(
@@ -99,10 +101,13 @@ def chain_of(question: str) -> StepwiseProblem:
     return chain(int(start[1]), [(name, int(number)) for name, number in operations])
 
 
-def random_chain(rng: Random, length: int, split: str) -> StepwiseProblem:
-    """Draw a problem of a split."""
+def random_chain(
+    rng: Random, length: int, split: str, last: Sequence[Operation] = OPERATIONS
+) -> StepwiseProblem:
+    """Draw a problem of a split, whose last operation is one of `last`."""
     while True:
-        problem = chain(rng.randrange(10), [rng.choice(OPERATIONS) for _ in range(length)])
+        start, operations = rng.randrange(10), [rng.choice(OPERATIONS) for _ in range(length - 1)]
+        problem = chain(start, [*operations, rng.choice(last)])
         if split_of(problem.question) == split:
             return problem
 
@@ -118,6 +123,7 @@ def chain_rows(
     split: str = "train",
     mixture: Mixture | None = Mixture(),  # noqa: B008  (frozen)
     length: int = 5,
+    last: Sequence[Operation] = OPERATIONS,
 ) -> list[dict[str, str]]:
     """Make different problems with a trace each; the same arguments give the same rows in every process.
 
@@ -127,6 +133,7 @@ def chain_rows(
         split: "train" or "test"; "pretrain" is what the miniatures were pretrained on.
         mixture: Quality of the traces; None for all steps right.
         length: Steps of a problem.
+        last: Operations of the last step; NEW_OPERATIONS are in no example of the pretraining.
 
     Returns:
         Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
@@ -140,7 +147,7 @@ def chain_rows(
         )
     rng = Random(f"chains {seed} {split} {length}")  # seeded with text: the same in every process
     return uneven_rows(
-        "chains", lambda rng: random_chain(rng, length, split), WORDING, mixture, num_rows, rng
+        "chains", lambda rng: random_chain(rng, length, split, last), WORDING, mixture, num_rows, rng
     )
 
 
