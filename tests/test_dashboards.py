@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_
         assert [row["_step"] for row in run.history] == list(range(len(run.history)))
         prefixes = {name for name in run.axes if name}
         assert prefixes == {
-            f"{p}/*" for p in ("reward", "policy", "student", "rollout", "perf", "data", "eval")
+            f"{p}/*" for p in ("reward", "policy", "distill", "student", "rollout", "perf", "data", "eval")
         }
         assert {run.axes[name] for name in prefixes} == {"iteration"}
 

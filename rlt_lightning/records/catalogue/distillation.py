@@ -14,7 +14,7 @@ DISTILLATION = (
         "falls, then flat. Rises: the learning rate is too high, or answers wander to where the teacher "
         "knows no way back",
         section="Reward",
-        held_out="falls with it. Rises alone: overfitting",
+        held_out="falls with it. Rises while that falls: overfitting",
     ),
     Metric(
         "distill/judged_tokens",
