@@ -126,8 +126,8 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         return f"write data for students (docs/generating.md{which}):\n  {words}"
     if data.task in ("student_rl", "student_sft", "student_opd"):
         name = config_name("evaluate", on_cpu, config)
-        is_rl = data.task == "student_rl"
-        sampling = sampling_of(config) if is_rl else completion_length(config, name, model, examples)
+        samples = data.task != "student_sft"
+        sampling = sampling_of(config) if samples else completion_length(config, name, model, examples)
         options = {"model.pretrained": model, **sampling}
         return f"evaluate it (docs/evaluation.md):\n  {command('test', name, options, data, STUDENT_FORMAT)}"
     return None
