@@ -135,7 +135,7 @@ def test_entries_that_rlt_did_not_write_are_refused(text: str, tmp_path: Path) -
 
 def test_the_tables_of_the_page_are_those_of_the_catalogue() -> None:
     assert with_tables(PAGE) == PAGE, "run `python -m rlt_lightning.records.catalogue.page docs/metrics.md`"
-    assert PAGE.count("<!-- catalogue: ") == 12
+    assert PAGE.count("<!-- catalogue: ") == 13
     with pytest.raises(ValueError, match="has none for 'nothing'"):
         with_tables("<!-- catalogue: nothing -->\n<!-- end -->")
 

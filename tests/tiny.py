@@ -50,9 +50,10 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     """
     arguments = settings["model"].get("init_args", {})
     is_sft = settings["model"]["class_path"].endswith("SFTModule")
+    is_opd = settings["model"]["class_path"].endswith("OPDModule")
     if verb == "test":
         return [*TINY_EVALUATION, f"--model.pretrained={model}"]
-    if is_sft:
+    if is_sft or is_opd:
         options = [*TINY, f"--model.pretrained={model}"]
     else:
         options = [*TINY, f"--model.teacher={model}"]
