@@ -21,7 +21,7 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
+from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule, SFTModule
 from rlt_lightning.numerics import RLTReward
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
@@ -69,7 +69,7 @@ def first_row(path: Path) -> dict[str, object]:
 
 
 def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Path) -> None:
-    rlt, sft, answers, other = (tmp_path / name for name in ("rlt", "sft", "answers", "other"))
+    rlt, sft, answers, other, opd = (tmp_path / name for name in ("rlt", "sft", "answers", "other", "opd"))
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
     reward = RLTReward(baseline="empty")
     teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2, reward=reward)
@@ -84,15 +84,28 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     trainer(answers, questions, sampler, RolloutRecorder()).fit(student, own_answers)
     trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
 
-    sections = ("Columns", "reward/", "student/", "policy/", "rollout/", "perf/", "data/", "eval/")
-    found = logged(rlt) | logged(other) | logged(answers) | logged(sft)
+    distilled = StratosDataModule("chains", num_embedded_rows=6, val_rows=1, task="student_opd", **short)  # type: ignore[arg-type]
+    trainer(opd, rollouts, RolloutRecorder()).fit(OPDModule("miniature"), distilled)
+
+    sections = (
+        "Columns",
+        "reward/",
+        "student/",
+        "policy/",
+        "rollout/",
+        "perf/",
+        "data/",
+        "eval/",
+        "distill/",
+    )
+    found = logged(rlt) | logged(other) | logged(answers) | logged(sft) | logged(opd)
     named = names_of(*sections)
     found = {name.replace("eval/arithmetic", "eval/SET") for name in found}
     assert found - named == set(), "logged, but not in docs/metrics.md"
     assert named - found == set(), "in docs/metrics.md, but not logged"
     for prefix in sections[1:]:
         assert all(name.startswith(prefix) for name in names_of(prefix)), prefix
-    rows = [json.loads(line) for run in (rlt, answers) for line in (run / "rollouts.jsonl").open()]
+    rows = [json.loads(line) for run in (rlt, answers, opd) for line in (run / "rollouts.jsonl").open()]
     written = {name for row in rows for name in row}
     assert written == names_of("rollouts.jsonl")
 

@@ -391,5 +391,6 @@ class OPDModule(SampledModule):
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
         self.validation.add(figures, len(rows), {})
-        if judged := torch.cat(found).tolist():
-            self.validation.add({"distill/val_divergence": sum(judged) / len(judged)}, len(judged), {})
+        judged = torch.cat(found).tolist()
+        divergence = sum(judged) / max(1, len(judged))  # 0 if nothing is judged, as in training
+        self.validation.add({"distill/val_divergence": divergence}, len(judged), {})
