@@ -28,12 +28,14 @@ from rlt_lightning.callbacks import (
 from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
 from rlt_lightning.engines.base import Arrived
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
-from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.modules.scoring import TokenScores
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
@@ -126,10 +128,20 @@ class Early(Given):
         return groups
 
 
-class Counting(RLTModule):
+class Counted(SampledModule):
     """Keeps how many micro-batches its share makes, before ranks agree on how many they all run."""
 
     counts: ClassVar[list[int]] = []
+
+    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
+        if torch.is_grad_enabled():  # of the policy update
+            self.counts.append(len(micro_batches(extents, self.micro_batch_tokens, self.layout)))
+        return super().plan(extents, meeting)
+
+
+class Counting(Counted, RLTModule):
+    """RLT that tells when something was scored."""
+
     scored: ClassVar[Event] = Event()
 
     def token_scores(self, *arguments: Any) -> list[TokenScores]:
@@ -137,10 +149,9 @@ class Counting(RLTModule):
         self.scored.set()
         return found
 
-    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
-        if torch.is_grad_enabled():  # of the policy update
-            self.counts.append(len(micro_batches(extents, self.micro_batch_tokens, self.layout)))
-        return super().plan(extents, meeting)
+
+class Distilling(Counted, OPDModule):
+    """On-policy distillation, counted."""
 
 
 class Keep(Callback):
@@ -192,6 +203,7 @@ def run_job(
     rows: int = 8,
     baseline: Literal["none", "empty"] = "none",
     students: list[str] | None = None,
+    opd: dict[str, Any] | None = None,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -217,9 +229,10 @@ def run_job(
         rows: Of the data.
         baseline: Of the reward.
         students: In place of the one student; then the problems are short.
+        opd: Settings of on-policy distillation, with a hint, in place of RLT.
     """
     folder = Path(output)
-    Counting.counts.clear()
+    Counted.counts.clear()
     options = STRATEGIES[strategy.removesuffix("_bf16")]()
     if options["devices"] > 1:
         options["devices"] = world_size
@@ -232,7 +245,7 @@ def run_job(
             sampling=Sampling(max_completion_length=128),
             dynamic_sampling=DynamicSampling(dynamic) if dynamic else None,
         ),
-        ReferenceSync(every_n_steps=2),
+        *([ReferenceSync(every_n_steps=2)] if opd is None or "averaged" in opd.values() else []),
         Checkpoint(save_top_k=-1),
         Keep(folder, spoil),
     ]
@@ -251,18 +264,22 @@ def run_job(
         **options,
         precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
     )
-    module = Counting(
-        teacher=model,
-        student=None if students else model,
-        students=students,
+    shared: dict[str, Any] = dict(
         group_size=4,
-        reward=Parity() if dynamic else RLTReward(baseline=baseline),
         optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5, states=states),
         micro_batch_tokens=tokens,
         lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )
+    module: Counted
+    if opd is None:
+        reward = Parity() if dynamic else RLTReward(baseline=baseline)
+        student = None if students else model
+        module = Counting(teacher=model, student=student, students=students, reward=reward, **shared)
+    else:
+        module = Distilling(model, **opd, **shared)
     # A miniature has no room for long prompts.
     short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if students else {}
+    task: dict[str, Any] = {"task": "student_opd", "view": ViewOptions("hint")} if opd is not None else {}
     data = StratosDataModule(
         source="chains" if students else "arithmetic",
         num_embedded_rows=rows,
@@ -271,6 +288,7 @@ def run_job(
         prompts_per_step=prompts,
         output_dir=str(folder),
         **short,
+        **task,
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 

@@ -40,6 +40,7 @@ from rlt_lightning.callbacks.rollout_checks import (
     choose_weights,
     readers_of_run,
     require_gathering,
+    require_rewarded,
     require_room,
     require_trainable,
 )
@@ -206,6 +207,7 @@ class RolloutCallback(Callback):
         if not (stage == "predict" and data.task == "score"):  # which uses no engine
             require_gathering(self.engine, trainer)
         if stage == "fit":
+            require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for reader in readers_of_run(pl_module, data):

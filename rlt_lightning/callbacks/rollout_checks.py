@@ -30,6 +30,19 @@ FIXED = {
 }
 
 
+def require_rewarded(dynamic_sampling: object, module: SampledModule) -> None:
+    """Check that completions have rewards if problems are replaced by them.
+
+    Raises:
+        InputError: If they have none.
+    """
+    if dynamic_sampling is not None and not isinstance(module, RLTModule):
+        raise InputError(
+            "rollouts.dynamic_sampling replaces groups whose rewards are equal, but completions of "
+            f"{type(module).__name__} have no reward. Set it to null."
+        )
+
+
 def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: SampledModule) -> None:
     """Check that the module can train on completions that are sampled in this way.
 

@@ -372,7 +372,9 @@ class StratosDataModule(LightningDataModule):
     def _choose_formats(self) -> list[ChosenFormat]:
         tokenizer = require_model(self.tokenizer_name)
         if self.task == "student_opd":
-            [teacher] = self.student_names or (tokenizer,)
+            # With a hint a teacher answers as the student does, whatever it was trained for.
+            explains = self.student_names and self.view.kind == "explanation"
+            teacher = self.student_names[0] if explains else None
             return [choose_format(self.format_options, teacher, tokenizer)]
         learns = self.task in ("teacher_sft", "student_sft")
         if self.task in ("student_sft", "student_rl"):

@@ -119,7 +119,9 @@ class TeacherViews:
             num_teacher, num_student = (sum(span[side] for span in spans) for side in (0, 1))
             return Seen(start, num_student, token_ids[:num_teacher], spans) if spans else None
         if closes and self.closing is not None:
-            end, read = end + 1, [*read, self.closing[1]]
+            # Of a tag that is spelled in other tokens the teacher reads the first as it is.
+            first = ids[end]
+            end, read = end + 1, [*read, self.closing[1] if first == self.closing[0] else first]
         return Seen(start, end - start, read) if read else None
 
 

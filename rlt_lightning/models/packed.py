@@ -117,20 +117,21 @@ class ModelHead(NamedTuple):
         """Return what turns the layer's output into logits."""
         return logit_scale(self.model, self.temperature)
 
-    def run(self, function: Callable[[Head, Tensor], Any], hidden: Tensor) -> Any:
-        """Return `function(head, hidden)`, computed as the forward of the model's head.
+    def run(self, function: Callable[..., Any], *hidden: Tensor) -> Any:
+        """Return `function(head, *hidden)`, computed as the forward of the model's head.
 
         Calling the module, rather than reading its weight, lets whatever shards the weight (ZeRO-3, FSDP2)
         gather it before, and again before the backward pass: once each, however many blocks are computed.
+        ZeRO-3 frees it after the backward only if a tensor that gets a gradient is among `hidden`.
         """
         module, scale = self.module(), self.scale()
 
-        def forward(hidden: Tensor) -> Any:
-            return function(Head(module.weight, module.bias, scale), hidden)
+        def forward(*hidden: Tensor) -> Any:
+            return function(Head(module.weight, module.bias, scale), *hidden)
 
         module.forward = forward  # type: ignore[method-assign, assignment]
         try:
-            return module(hidden)
+            return module(*hidden)
         finally:
             del module.forward
 
@@ -177,16 +178,16 @@ def head_divergence(
     """
 
     def with_student(student_head: Head, student_hidden: Tensor) -> Tensor:
-        def with_teacher(teacher_head: Head, teacher_hidden: Tensor) -> Tensor:
+        def with_teacher(teacher_head: Head, teacher_hidden: Tensor, student_hidden: Tensor) -> Tensor:
             sides = student_hidden, student_head, teacher_hidden, teacher_head
             return linear_divergence(
                 *sides, divergence, exchanged, options.logits_mib, bool(options.compiled)
             )
 
         if teacher.module() is not student.module():
-            return teacher.run(with_teacher, teacher_hidden)
+            return teacher.run(with_teacher, teacher_hidden, student_hidden)
         # One module computes one forward at a time, and its weight is there already.
-        return with_teacher(student_head._replace(scale=teacher.scale()), teacher_hidden)
+        return with_teacher(student_head._replace(scale=teacher.scale()), teacher_hidden, student_hidden)
 
     return student.run(with_student, student_hidden)
 

@@ -21,12 +21,11 @@ def check_model(
     name: str,
     trained: bool = False,
     exact_kl: bool = False,
-    loss: Divergence | None = None,
 ) -> None:
     """Choose kernels and a layout in which a model is right, and name the kernels in the log.
 
     The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16. `exact_kl`
-    says whether the exact KL is computed with the model's head, and `loss` which divergence is minimised.
+    says whether the exact KL is computed with the model's head; the module, which divergence it minimises.
     """
     more = ""
     if trained and module.trainer.training and module.optimizer_config.states != "8bit":
@@ -36,6 +35,7 @@ def check_model(
         # All models share the options: once a check has failed, no head is compiled. A compiled head that
         # an earlier check has chosen is not what the user asked for, which would be an error if it failed.
         head = module.head if module.head.compiled is False else module.wanted_head
+        loss: Divergence | None = getattr(module, "head_loss", None)
         module.head = prepare_model(run, name, module.kernels, head, device, more, exact_kl, loss)
         chosen = module.attn_implementation is not None
         module.layout = verified_layout(run, name, module.layout, chosen)

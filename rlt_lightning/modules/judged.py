@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,20 +64,30 @@ def judged_extents(rows: list[Rollout]) -> list[Extent]:
     ]
 
 
-def judged_metrics(terms: JudgedTerms, rollouts: Rollouts) -> dict[str, Any]:
+def judged_metrics(
+    terms: JudgedTerms, rollouts: Rollouts, sum_over_ranks: Callable[..., list[float]]
+) -> dict[str, Any]:
     """Return how much of the answers the teacher could judge."""
-    sampled = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
+    own = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
+    judged, sampled = sum_over_ranks(float(terms.judged_tokens.sum()), own)
     return {
         "distill/judged_tokens": terms.judged_tokens.mean(),
-        "distill/judged_frac": terms.judged_tokens.sum() / sampled,
+        "distill/judged_frac": judged / sampled,
         "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
     }
 
 
 def require_options(
-    group_size: int, teacher: str | None, teacher_weights: str, estimator: str, divergence: Divergence
+    group_size: int,
+    teacher: str | None,
+    teacher_weights: str,
+    estimator: str,
+    divergence: Divergence,
+    weighted: bool,
 ) -> None:
-    """Check that settings do not contradict each other.
+    """Check that settings of `OPDModule` do not contradict each other.
+
+    `weighted` says whether importance weights were asked for.
 
     Raises:
         InputError: Naming them.
@@ -92,4 +103,9 @@ def require_options(
         raise InputError(
             "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
             f"{divergence}. Leave it out, or set the estimator to full."
+        )
+    if estimator == "full" and weighted:
+        raise InputError(
+            "model.importance_sampling weighs sampled tokens, but with model.estimator full the loss sums "
+            "over words. Leave it out, or set the estimator to sampled."
         )

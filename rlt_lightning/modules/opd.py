@@ -149,7 +149,8 @@ class OPDModule(SampledModule):
             lora=lora,
             kernels=kernels,
         )
-        require_options(group_size, teacher, teacher_weights, estimator, divergence)
+        weighted = importance_sampling not in (None, "auto")
+        require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted)
         self.teacher_name = teacher
         self.teacher_weights = teacher_weights
         self.divergence = divergence
@@ -162,11 +163,14 @@ class OPDModule(SampledModule):
         """Check, before any model is loaded, that data and settings fit."""
         super().setup(stage)
         data = stratos_of(self.trainer)
-        if data.task != "student_opd" or stage == "predict":
+        if data.task != "student_opd":
             raise InputError(
-                "OPDModule fits and validates with data.task student_opd, but the task is "
-                f"{data.task} and the stage {stage}. Set the task; to let the trained student answer, use "
-                "--config evaluate."
+                f"OPDModule needs data.task student_opd, but it is {data.task}. Set it, or another module."
+            )
+        if stage == "predict":
+            raise InputError(
+                "`rlt predict` scores or writes explanations, but OPDModule trains a student, which does "
+                "neither. To let the trained student answer, use `rlt test --config evaluate`."
             )
         if self.reference_moves != (self.teacher_weights == "averaged"):
             raise InputError(
@@ -179,6 +183,11 @@ class OPDModule(SampledModule):
                 f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
                 "spans of text."
             )
+
+    @property
+    def head_loss(self) -> Divergence | None:
+        """Return the divergence that is minimised through the head, for the check of its kernels."""
+        return self.divergence if self.estimator == "full" else None
 
     def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
         """See `SampledModule.frozen_readers`."""
@@ -228,7 +237,7 @@ class OPDModule(SampledModule):
             share.of_own(-sums / num_judged.clamp(min=1)), judged_tokens=share.of_own(num_judged)
         )
         batch.scores = Scores(terms, [], [], [])
-        metrics |= judged_metrics(terms, rollouts) | rollout_metrics(rollouts)
+        metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         metrics["perf/rank_imbalance"] = imbalance(share.loads)
@@ -382,11 +391,12 @@ class OPDModule(SampledModule):
             for micro_batch, _ in self.plan_forward(judged_extents(rows)):
                 packed = self.packed(sequences, micro_batch)
                 self.micro_batch_loss(rollouts, ask, found, micro_batch, packed, totals)
-        divergence = sum(float(values.sum()) for values in found) / max(1.0, totals.num_tokens)
         lengths = rollout_metrics(rollouts)
         figures = {
-            "distill/val_divergence": divergence,
             "rollout/val_length_mean": lengths["rollout/length_mean"],
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
         self.validation.add(figures, len(rows), {})
+        judged = torch.cat(found).tolist()
+        divergence = sum(judged) / max(1, len(judged))  # 0 if nothing is judged, as in training
+        self.validation.add({"distill/val_divergence": divergence}, len(judged), {})

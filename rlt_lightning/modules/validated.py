@@ -43,12 +43,12 @@ class Validation:
 
 
 def figures_of(batches: list[ValidatedBatch]) -> dict[str, float]:
-    """Return the weighted means and the largest values of all batches."""
-    total = sum(batch.count for batch in batches)
-    figures = {
-        name: sum(batch.means[name] * batch.count for batch in batches) / total
-        for name in (batches[0].means if batches else ())
-    }
+    """Return the weighted means, 0 over no rows or tokens, and the largest values of all batches."""
+    figures = {}
+    for name in dict.fromkeys(name for batch in batches for name in batch.means):
+        having = [batch for batch in batches if name in batch.means]
+        total = sum(batch.count for batch in having)
+        figures[name] = sum(batch.means[name] * batch.count for batch in having) / max(1, total)
     for batch in batches:
         for name, value in batch.largest.items():
             figures[name] = max(value, figures.get(name, value))
