@@ -408,7 +408,7 @@ def test_the_oldest_workspaces_has_the_same_panels(tmp_path: Path) -> None:
 
 
 def test_every_metric_of_the_page_is_in_one_panel_and_no_other() -> None:
-    sections = ("reward/", "student/", "policy/", "rollout/", "perf/", "data/")
+    sections = ("reward/", "student/", "policy/", "distill/", "rollout/", "perf/", "data/")
     figures = {name.replace("SET", name_of_set) for name in names_of("eval/") for name_of_set in SETS}
     overall = {f"eval/overall/{name}" for name in ("pass_at_1", "standard_error", "pass_at_k", "maj_at_k")}
     assert sorted(panel_metrics()) == sorted(names_of(*sections) | figures | overall)

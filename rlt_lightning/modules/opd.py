@@ -75,11 +75,9 @@ class OPDModule(SampledModule):
     Args:
         pretrained: The student, which is trained: local folder, hub id, miniature or smollm2-135m.
         teacher: Frozen model that judges, such as an RLT teacher; None: the student itself.
-        teacher_weights: Of the student as its own teacher: "frozen" as at the start, "live" as they are now,
-            or "averaged" as the callback ReferenceSync moves them.
+        teacher_weights: Of oneself as teacher: "frozen" at the start, "live", or "averaged" by ReferenceSync.
         divergence: Which divergence, over all words or the likeliest.
-        estimator: "full": the divergence over words. "sampled": reverse KL by the log-ratio of the sampled
-            tokens, as an advantage; a teacher with another tokenizer needs it.
+        estimator: "full": over words. "sampled": reverse KL by the log-ratio of sampled tokens, or spans.
         temperature: Divides the logits of both; None: the temperature of sampling.
         group_size: Answers per problem.
         optimizer: AdamW, its schedule and gradient clipping.
