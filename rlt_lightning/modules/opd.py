@@ -200,7 +200,7 @@ class OPDModule(SampledModule):
             teacher = self.load(self.teacher_name, self.teacher_dtype, "the teacher")
             self.teacher = FrozenModel(teacher, self.offload_frozen)
         elif self.copies_student:
-            initial = self.load(self.pretrained, self.dtype_name, "the teacher: the student as it is now")
+            initial = self.load(self.pretrained, self.dtype_name, "the teacher: the student at its start")
             self.reference = FrozenModel(initial, self.offload_frozen)
 
     def types(self) -> dict[str, str]:
