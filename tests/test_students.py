@@ -471,3 +471,25 @@ def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
     assert frozen(away, "train", "host") == frozen(both, "train")
     notes = " ".join(both["setup"]["notes"])
     assert "tokens of the student miniature-seed1's own" in notes
+
+
+def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
+    texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+    problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
+    reward, names = RLTReward(baseline="empty"), ["miniature", "miniature-seed1"]
+    [score] = python.Teacher("miniature", names, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+    for name, own in zip(names, score.by_student.values(), strict=True):
+        [by_itself] = python.Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+        assert own.r_ss == pytest.approx(by_itself.r_ss, abs=1e-5)
+        assert own.reward == pytest.approx(by_itself.reward, abs=1e-5)
+
+    several = [*BOTH, f"--model.students=[{', '.join(names)}]", "--model.reward.baseline=empty"]
+    text = verb("explain", "--config=rank", *several, "--explain.row=2")
+    number = r"(-?[\d.]+)"
+    line = rf"1 x \(mean {number} \+ 0.01 x min {number} - \({number} of an empty explanation\)\)"
+    line += r".*? ([+-][\d.]+) against"
+    found = [tuple(map(float, values)) for values in re.findall(line, text)]
+    assert len(found) == 2
+    assert found[0][2] != found[1][2]
+    for mean, smallest, baseline, gain in found:
+        assert mean + 0.01 * smallest - baseline == pytest.approx(gain, abs=2e-4)

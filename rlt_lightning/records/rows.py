@@ -52,7 +52,7 @@ def score_rows(scores: Scores) -> list[dict[str, float]]:
         columns |= {
             f"{name}/{label}": values.tolist()
             for name, values in one.terms.recorded().items()
-            if name in STUDENT_COLUMNS
+            if name in (*STUDENT_COLUMNS, "baseline")
         }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
