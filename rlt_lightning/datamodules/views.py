@@ -9,6 +9,7 @@ Scored are tokens that stand one below the other: of an explanation the thought 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -42,7 +43,7 @@ class ViewOptions:
         wrong_solutions: Show it the solution of another row: the control, in which it knows nothing.
 
     Raises:
-        InputError: If the hint lacks question or solution.
+        InputError: If the hint lacks question or solution, or is not used.
     """
 
     kind: View = "explanation"
@@ -54,6 +55,11 @@ class ViewOptions:
             raise InputError(
                 f"data.view.hint must hold {{question}} and {{solution}}, but lacks {', '.join(missing)}. "
                 "Add them."
+            )
+        if self.kind == "explanation" and self.hint != HINT:
+            raise InputError(
+                "data.view.hint is the question of the view hint, but data.view.kind is explanation. Set the "
+                "kind to hint, or leave the text out."
             )
 
 
@@ -93,8 +99,9 @@ class TeacherViews:
         if self.options.kind == "explanation":
             view = self.teacher.problem(row_number, texts.question, shown).teacher_prompt
         else:
-            asked = self.options.hint.replace("{question}", texts.question)
-            asked = asked.replace("{solution}", shown.strip())
+            # In one pass: a question may hold "{solution}", as in \\frac{solution}{2}.
+            given = {"{question}": texts.question, "{solution}": shown.strip()}
+            asked = re.sub("|".join(map(re.escape, given)), lambda name: given[name[0]], self.options.hint)
             view = encode(self.teacher.tokenizer, self.teacher.student_chat(asked, system))
         return replace(problem, teacher_view=view)
 

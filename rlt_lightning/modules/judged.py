@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.packing import Extent, ScoredSequence
+from rlt_lightning.numerics.packing import Extent, PackedSequences, ScoredSequence
+from rlt_lightning.numerics.spans import Span
 from rlt_lightning.types import InputError, RewardTerms, Rollout, Rollouts
 
 
@@ -55,6 +57,29 @@ def teacher_part(row: Rollout) -> ScoredSequence:
     return ScoredSequence(view, rest, [False] * len(view) + [bool(read)] * len(rest))
 
 
+def with_exchange(
+    teachers: PackedSequences, sampled: Tensor, exchanged: tuple[int, int] | None
+) -> PackedSequences:
+    """Return what the teacher reads, scored at the M sampled tokens as in `divergence` with `exchanged`.
+
+    A student that samples the teacher's own closing tag gets no credit for an end: the exchange holds for
+    each of both words, wherever it stands.
+    """
+    if exchanged is None:
+        return teachers
+    first, second = (sampled == word for word in exchanged)
+    targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
+    return replace(teachers, targets=targets)
+
+
+def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
+    """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
+    if spans is None:
+        return values
+    sizes = torch.tensor([span[1] for span in spans], dtype=torch.long)
+    return values / sizes.repeat_interleave(sizes).to(values)
+
+
 def judged_extents(rows: list[Rollout]) -> list[Extent]:
     """Return the lengths of what student and teacher read, whichever is longer."""
     pairs = [(student_part(row), teacher_part(row)) for row in rows]
@@ -84,6 +109,7 @@ def require_options(
     estimator: str,
     divergence: Divergence,
     weighted: bool,
+    temperature: float | None = None,
 ) -> None:
     """Check that settings of `OPDModule` do not contradict each other.
 
@@ -94,6 +120,11 @@ def require_options(
     """
     if group_size < 1:
         raise InputError(f"model.group_size must be at least 1, but is {group_size}. Raise it.")
+    if temperature is not None and temperature <= 0:
+        raise InputError(
+            f"model.temperature must be positive, but is {temperature}. Raise it, or leave it out for "
+            "that of sampling."
+        )
     if teacher is not None and teacher_weights != "frozen":
         raise InputError(
             f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "

@@ -40,9 +40,11 @@ from rlt_lightning.modules.judged import (
     judged_metrics,
     judged_part,
     num_judged,
+    per_token,
     require_options,
     student_part,
     teacher_part,
+    with_exchange,
 )
 from rlt_lightning.modules.logged import rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -51,12 +53,7 @@ from rlt_lightning.modules.shares import Share, StepTotals
 from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import (
-    Layout,
-    MicroBatch,
-    PackedSequences,
-    to_padded,
-)
+from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
@@ -148,7 +145,7 @@ class OPDModule(SampledModule):
             kernels=kernels,
         )
         weighted = importance_sampling not in (None, "auto")
-        require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted)
+        require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
         self.teacher_name = teacher
         self.teacher_weights = teacher_weights
         self.divergence = divergence
@@ -331,21 +328,22 @@ class OPDModule(SampledModule):
             stale: Whether older weights sampled them.
 
         Returns:
-            log p_S - log p_T of each judged token, or its span, nats; its loss, with gradient; the entropy
-            there, nats; (M,) each. And the engine's mismatch.
+            log p_S - log p_T of each judged token, or its part of that of its span, nats; its loss, with
+            gradient; the entropy there, nats; (M,) each. And the engine's mismatch.
         """
         with torch.no_grad():
-            theirs, _ = ask(log_probs_of, teachers, temperature, self.head)
+            read = with_exchange(teachers, packed.targets, self.views.exchanged)
+            theirs, _ = ask(log_probs_of, read, temperature, self.head)
         log_probs, entropy = self.run(log_probs_of, packed, temperature, self.head, True)  # (M,)
-        seen = [row.seen for row in rows if row.seen is not None]
-        spans = [span for one in seen for span in one.spans or ()]
-        advantages = sampled_advantages(log_probs, theirs, spans if self.views.plain else None)
+        found = [span for row in rows if row.seen is not None for span in row.seen.spans or ()]
+        spans = found if self.views.plain else None
+        advantages = sampled_advantages(log_probs, theirs, spans)
         padded, token_mask = to_padded(log_probs, [num_judged(row) for row in rows])  # (n, T)
         cut = [judged_part(row) for row in rows]
         old, weights, mismatch = self.engine_weights(cut, padded, token_mask, stale)
         ratio = (padded - (padded.detach() if old is None else old))[token_mask].exp()  # (M,)
         weight = ratio if weights is None else weights[token_mask] * ratio
-        return -advantages, -weight * advantages, entropy.detach(), mismatch
+        return -per_token(advantages, spans), -weight * advantages, entropy.detach(), mismatch
 
     @property
     def views(self) -> Any:

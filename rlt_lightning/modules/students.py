@@ -10,9 +10,9 @@ With offload_frozen one student at a time is on the device (`FrozenModel.on`).
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import isfinite
 from pathlib import PurePath
 from typing import Any
@@ -121,11 +121,11 @@ class Students:
             found = [re.sub(r"\W", "_", "_".join(part[-length:]), flags=re.ASCII) for part in parts]
             if len(set(found)) == len(set(self.names)):
                 break
-        seen: Counter[str] = Counter()
-        for i, label in enumerate(found):
-            seen[label] += 1
-            found[i] = label if seen[label] == 1 else f"{label}_{seen[label]}"
-        return found
+        labels: list[str] = []
+        for label in found:
+            numbered = (f"{label}_{number}" for number in count(2))
+            labels.append(label if label not in labels else next(n for n in numbered if n not in labels))
+        return labels
 
     def in_words(self) -> str:
         """Return names and weights, for people."""
