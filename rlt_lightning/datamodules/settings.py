@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.types import InputError
 
 
@@ -32,6 +33,11 @@ def require_settings(data: Any) -> None:
         raise InputError("data.source must name at least one source, but is an empty list. Name one.")
     if data.val_weights:
         raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
+    if data.task != "student_opd" and data.view != ViewOptions():
+        raise InputError(
+            f"data.view says what the teacher of student_opd sees, but data.task is {data.task}. Leave it "
+            "out, or set data.task to student_opd."
+        )
     if data.weights and data.order:
         raise InputError(
             "Sources may have weights, or data.order may be set, but not both: an order by difficulty "

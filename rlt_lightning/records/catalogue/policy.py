@@ -9,8 +9,8 @@ POLICY = (
         "policy/loss",
         "Loss",
         "nats",
-        "RLT: the loss of this step. SFT: mean −log p of a completion token. OPD: `distill/divergence`, with "
-        "importance weights the weighted mean",
+        "RLT: the loss of this step. SFT: mean −log p of a completion token. OPD: `distill/divergence`, but "
+        "with importance weights the weighted mean, and by spans of another tokenizer each token has its span's",
         "SFT and OPD: falls. RLT: says nothing about learning. On policy, with `GRPOLoss`, it is kl_coef · "
         "`policy/kl_ref` up to rounding, since advantages sum to 0",
         section="Policy",
