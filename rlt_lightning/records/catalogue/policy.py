@@ -10,7 +10,7 @@ POLICY = (
         "Loss",
         "nats",
         "RLT: the loss of this step. SFT: mean −log p of a completion token. OPD: `distill/divergence`, but "
-        "with importance weights the weighted mean, and by spans of another tokenizer each token has its span's",
+        "weighted by importance weights and, with another tokenizer, the whole span's at each of its tokens",
         "SFT and OPD: falls. RLT: says nothing about learning. On policy, with `GRPOLoss`, it is kl_coef · "
         "`policy/kl_ref` up to rounding, since advantages sum to 0",
         section="Policy",
