@@ -54,8 +54,8 @@ def test_the_comparison_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.Mo
     found = json.loads((tmp_path / "ways.json").read_text())["tasks"]["new"]
     assert list(found["arms"]) == arms
     cost = found["costs"]["on-policy training of a student"]
-    assert cost["optimizer_steps"] == 3  # three epochs of 16 problems
+    assert cost["optimizer_steps"] == 9  # nine epochs of 16 problems
     rows = read(tmp_path / "new/seed0/opd_self/student/rollouts.jsonl")
-    assert len(rows) == 48
+    assert len(rows) == 144
     assert (tmp_path / "ways.md").read_text().count("control: RLT teacher, wrong solutions") == 2
     assert "<svg" in (tmp_path / "ways.svg").read_text()

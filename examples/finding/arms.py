@@ -42,6 +42,7 @@ class Setting:
         num_warmup: Traces that the teacher is warmed up on.
         num_warmup_epochs: Epochs of the warm-up.
         student_lr: Peak learning rate of the students.
+        student_epochs: Epochs of the students.
         num_iterations: Iterations of RLT.
         num_traces: Traces that a student learns from.
         num_pool: Traces that are ranked.
@@ -57,6 +58,7 @@ class Setting:
     num_warmup: int = 2048
     num_warmup_epochs: int = 1
     student_lr: float = 2e-4
+    student_epochs: int = 3
     num_iterations: int = 40
     num_traces: int = 512
     num_pool: int = 2048
@@ -193,6 +195,7 @@ class Arms:
             model__pretrained=self.student_base,
             data__source=traces,
             model__optimizer__lr=self.setting.student_lr,
+            trainer__max_epochs=self.setting.student_epochs,
             data__seed=self.seed,
             model__seed=self.seed,
         )

@@ -44,7 +44,7 @@ from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
 
 KNOWN = Setting("known", student_lr=5e-4)
-NEW = Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3, student_lr=1e-3)
+NEW = Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3, student_lr=5e-4, student_epochs=9)
 TASKS = {"known": "every step is known", "new": "the last step is new"}
 WRONG: dict[str, object] = {"data__view__wrong_solutions": "true"}
 ON_POLICY: dict[str, tuple[str | None, dict[str, object]]] = {  # teacher (None: oneself) and options
@@ -70,6 +70,7 @@ NAMES = {
     "opd_self_wrong": "control: itself before training, wrong solutions",
 }
 TEACHERS = {"base": "the student before training", "warmup": "warm-up teacher", "rlt": "RLT teacher"}
+PROMPTS = 16  # of an optimizer step, as in SFT
 TEMPERATURE = 0.7  # of all sampling
 STAGES = {  # what is paid for, and the stages it is the mean of
     "warm-up of the teacher": ("warmup/teacher",),
@@ -86,17 +87,17 @@ class Ways(Arms):
     def arm(self, arm: str, samples: bool = False) -> None:
         """Train an arm's student and evaluate it."""
         if arm == "base":
-            self.evaluate(arm, self.setting.base)
+            self.evaluate(arm, self.student_base)
         elif arm in ON_POLICY:
             teacher, options = ON_POLICY[arm]
             trained = self.stages(
                 f"{self.name}/{arm}/student",
                 "fit",
                 "miniature_opd",
-                model__pretrained=self.setting.base,
+                model__pretrained=self.student_base,
                 model__optimizer__lr=self.setting.student_lr,
                 data__source=self.data("raw"),
-                trainer__max_steps=3 * self.setting.num_traces // 16,  # three epochs, as SFT
+                trainer__max_steps=self.setting.student_epochs * self.setting.num_traces // PROMPTS,
                 **({"model__teacher": self.teacher(teacher)} if teacher else {}),
                 **self.seeds,
                 **options,
