@@ -134,9 +134,14 @@ def thoughts(one: Arms, arm: str) -> dict[str, float]:
 
 
 def standard_errors(one: Arms, arm: str) -> float:
-    """Return by how many standard errors over problems one seed's student is better than before training."""
+    """Return by how many standard errors over problems one seed's student is better than before training.
+
+    Where both solve none or all, the error is 0: equal students then differ by 0, others by infinity.
+    """
     shares = [accuracy(one, name) / 100 for name in (arm, "base")]
-    return (shares[0] - shares[1]) / math.sqrt(sum(p * (1 - p) for p in shares) / one.setting.num_test)
+    error = math.sqrt(sum(p * (1 - p) for p in shares) / one.setting.num_test)
+    difference = shares[0] - shares[1]
+    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
 
 
 @torch.no_grad()
