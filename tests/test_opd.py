@@ -53,11 +53,8 @@ def data(folder: Path, view: ViewOptions = EXPLANATION, **options: Any) -> Strat
     return StratosDataModule(**settings)
 
 
-def fit(
-    folder: Path, opd: OPDModule, *callbacks: Callback, view: ViewOptions = EXPLANATION, steps: int = 1
-) -> None:
-    rollouts = RolloutCallback(sampling=Sampling(temperature=TEMPERATURE, max_completion_length=48))
-    trainer = Trainer(
+def trainer_of(folder: Path, *callbacks: Callback, steps: int = 1) -> Trainer:
+    return Trainer(
         default_root_dir=folder,
         accelerator="cpu",
         max_steps=steps,
@@ -67,8 +64,15 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[*callbacks, rollouts],
+        callbacks=list(callbacks),
     )
+
+
+def fit(
+    folder: Path, opd: OPDModule, *callbacks: Callback, view: ViewOptions = EXPLANATION, steps: int = 1
+) -> None:
+    rollouts = RolloutCallback(sampling=Sampling(temperature=TEMPERATURE, max_completion_length=48))
+    trainer = trainer_of(folder, *callbacks, rollouts, steps=steps)
     trainer.fit(opd, datamodule=data(folder, view))
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from commands import rlt
 from fake_worker import worker_of
-from lightning.pytorch import Callback, Trainer
 from ranks import run
-from test_opd import HINT, Witness, data, fit, module, teacher  # noqa: F401
+from test_opd import HINT, Witness, data, fit, module, teacher, trainer_of  # noqa: F401
 from test_strategies import full, largest_difference, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -180,21 +179,6 @@ def test_an_engine_outside_the_process(
     assert (opd.importance_weights is not None) == weighted
     assert all(float(step["policy/grad_norm"]) > 0 for step in witness.metrics)
     assert ("rollout/mismatch_mean" in witness.metrics[0]) == (estimator == "sampled")
-
-
-def trainer_of(folder: Path, *callbacks: Callback, steps: int = 1) -> Trainer:
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=list(callbacks),
-    )
 
 
 def test_a_compiled_head_is_checked_for_the_divergence(

@@ -331,12 +331,12 @@ DISTILLING = replace(
 def test_a_teacher_reads_each_row_before_the_policy() -> None:
     assert [phase.name for phase in memory.phases(DISTILLING)] == ["generate", "train", "step", "checkpoint"]
     train = {phase.name: phase for phase in memory.phases(DISTILLING)}["train"].device
-    alone = next(
+    single = next(
         phase.device for phase in memory.phases(replace(DISTILLING, teacher=None)) if phase.name == "train"
     )
     assert train["teacher weights"] == 400
     # Hidden states of the 32 scored tokens of a row of 40, six numbers each, and three more tiles.
-    assert train["head"] - alone["head"] == 32 * 6 * 4 + 3 * 16
+    assert train["head"] - single["head"] == 32 * 6 * 4 + 3 * 16
     sampled = replace(DISTILLING, compares_words=False)
     assert memory.head_backward(sampled, 32) == memory.head_backward(SETUP, 32)
     of_itself = replace(DISTILLING, teacher=MODEL, is_own_teacher=True)

@@ -234,10 +234,10 @@ def test_students_of_three_formats_score_as_each_does_by_itself(
     assert reads == [True, True, False]
     for name, own in zip(names, batch.scores.by_student.values(), strict=True):
         module = RLTModule(tiny_model, name, group_size=4, reward=RLTReward(score_given=True))
-        alone = fit(tmp_path, module, **prompts).batches[0].scores
-        assert alone is not None
-        torch.testing.assert_close(own.terms.reward, alone.terms.reward, atol=1e-5, rtol=1e-5)
-        assert own.think_tokens == alone.think_tokens
+        single = fit(tmp_path, module, **prompts).batches[0].scores
+        assert single is not None
+        torch.testing.assert_close(own.terms.reward, single.terms.reward, atol=1e-5, rtol=1e-5)
+        assert own.think_tokens == single.think_tokens
 
 
 class Visits(FrozenModel):
