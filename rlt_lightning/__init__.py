@@ -9,6 +9,8 @@ from collections.abc import MutableMapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlt_lightning.moved import install
+
 if TYPE_CHECKING:
     from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
     from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
@@ -41,6 +43,8 @@ __all__ = [
     "Trainer",
     "score",
 ]
+
+install()
 
 # In a notebook, tqdm asks for widgets when it is imported; our bars need none.
 warnings.filterwarnings("ignore", ".*IProgress not found.*")

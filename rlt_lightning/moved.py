@@ -1,0 +1,66 @@
+"""Where a module went that had another name in the last release: the old name works, with a warning.
+
+A class path in somebody's YAML, or an import in a script, keeps working for one release. Empty the table in
+the next one.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Old module → the modules that have its public names now. Without the package's name.
+MOVED: dict[str, tuple[str, ...]] = {}
+
+
+class MovedModule(ModuleType):
+    """Stands for a module that moved: looks each name up in the modules that have it now."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the old name stands for."""
+        # With the `__path__` of the new package, Python would load its files a second time.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        places = MOVED[self.__name__.removeprefix("rlt_lightning.")]
+        for place in places:
+            module = import_module(f"rlt_lightning.{place}")
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} moved to {', '.join(places)}, which has no {name!r}")
+
+
+class MovedFinder:
+    """Finds the modules of the table, after Python's own finders have found none of that name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to make a module that moved; None for every other."""
+        package, _, name = fullname.partition(".")
+        if package != "rlt_lightning" or name not in MOVED:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the stand-in, and say where its names are now."""
+        places = ", ".join(f"rlt_lightning.{place}" for place in MOVED[spec.name.partition(".")[2]])
+        warnings.warn(
+            f"{spec.name} has moved to {places}. The old name works in this release only: change it.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return MovedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are looked up when they are asked for."""
+
+
+def install() -> None:
+    """Let old names be imported; safe to call twice."""
+    if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.append(MovedFinder())

@@ -1,0 +1,33 @@
+"""Names that modules had in the last release."""
+
+import warnings
+from importlib import import_module
+
+import pytest
+
+from rlt_lightning import moved
+
+
+@pytest.mark.parametrize("old", moved.MOVED)
+def test_every_moved_module_leads_to_modules_that_exist(old: str):
+    with pytest.warns(FutureWarning, match="has moved to"):
+        module = moved.MovedFinder().create_module(moved.ModuleSpec(f"rlt_lightning.{old}", None))
+    assert [import_module(f"rlt_lightning.{place}") for place in moved.MOVED[old]]
+    with pytest.raises(AttributeError, match="which has no 'nonsense'"):
+        _ = module.nonsense
+
+
+def test_an_old_class_path_finds_its_class_and_warns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(moved.MOVED, "old_room.losses", ("numerics.rewards", "numerics.losses"))
+    monkeypatch.setitem(moved.MOVED, "old_room", ("numerics",))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = import_module("rlt_lightning.old_room.losses")
+    assert losses.GRPOLoss.__module__ == "rlt_lightning.numerics.losses"
+    said = "rlt_lightning.old_room.losses has moved to rlt_lightning.numerics.rewards, rlt_lightning.num"
+    assert said in str(caught[-1].message)
+
+
+def test_a_module_that_never_was_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        import_module("rlt_lightning.never")
