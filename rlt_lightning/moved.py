@@ -11,11 +11,32 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 # Old module → the modules that have its public names now. Without the package's name.
-MOVED: dict[str, tuple[str, ...]] = {}
+MOVED: dict[str, tuple[str, ...]] = {
+    "loggers": ("run.wandb_logger",),
+    "loggers.hub": ("hub.push",),
+    "loggers.hub_cards": ("hub.cards",),
+    "loggers.hub_client": ("hub.client",),
+}
+# Old package → new package, whose modules have kept their names, unless the table above has them.
+ROOMS = {
+    "records": "run",
+    "loggers": "run",
+    "planner": "plan",
+    "integrations": "scoring",
+}
+
+
+def new_places(name: str) -> tuple[str, ...]:
+    """Return the modules that have the public names of a module that moved; none if it has not."""
+    room, _, rest = name.partition(".")
+    if name in MOVED or room not in ROOMS:
+        return MOVED.get(name, ())
+    return (f"{ROOMS[room]}.{rest}" if rest else ROOMS[room],)
 
 
 class MovedModule(ModuleType):
@@ -26,7 +47,7 @@ class MovedModule(ModuleType):
         # With the `__path__` of the new package, Python would load its files a second time.
         if name.startswith("__"):
             raise AttributeError(name)
-        places = MOVED[self.__name__.removeprefix("rlt_lightning.")]
+        places = new_places(self.__name__.removeprefix("rlt_lightning."))
         for place in places:
             module = import_module(f"rlt_lightning.{place}")
             if hasattr(module, name):
@@ -42,13 +63,14 @@ class MovedFinder:
     ) -> ModuleSpec | None:
         """Return how to make a module that moved; None for every other."""
         package, _, name = fullname.partition(".")
-        if package != "rlt_lightning" or name not in MOVED:
+        places = new_places(name) if package == "rlt_lightning" else ()
+        if not places or find_spec(f"rlt_lightning.{places[0]}") is None:
             return None
         return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in, and say where its names are now."""
-        places = ", ".join(f"rlt_lightning.{place}" for place in MOVED[spec.name.partition(".")[2]])
+        places = ", ".join(f"rlt_lightning.{place}" for place in new_places(spec.name.partition(".")[2]))
         warnings.warn(
             f"{spec.name} has moved to {places}. The old name works in this release only: change it.",
             FutureWarning,

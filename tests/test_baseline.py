@@ -22,7 +22,6 @@ from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
-from rlt_lightning.integrations.scorer import ExplanationScorer
 from rlt_lightning.modules import scoring
 from rlt_lightning.modules.baseline import empty_rollout
 from rlt_lightning.modules.reading import Reading
@@ -37,6 +36,7 @@ from rlt_lightning.numerics.advantages import (
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.python.teacher import EXACT, Teacher
+from rlt_lightning.scoring.scorer import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import Problem, Rollout
 

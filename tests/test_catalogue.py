@@ -15,21 +15,21 @@ from test_explain import ROW
 
 from rlt_lightning.callbacks.alarms import WATCHED
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.loggers.workspace import line_panels
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.rewards import TAKEN_NAMES
-from rlt_lightning.records.catalogue import figures, metric_of, register, registry, reward_term
-from rlt_lightning.records.catalogue.evaluation import SET_TITLES
-from rlt_lightning.records.catalogue.page import table, with_tables
-from rlt_lightning.records.catalogue.registry import OURS
-from rlt_lightning.records.catalogue.saved import read_entries, write_entries
 from rlt_lightning.report.charts import curve_sections, group_charts
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.explain import explained
 from rlt_lightning.report.heat import Terminal
 from rlt_lightning.report.page import data_of
+from rlt_lightning.run.catalogue import figures, metric_of, register, registry, reward_term
+from rlt_lightning.run.catalogue.evaluation import SET_TITLES
+from rlt_lightning.run.catalogue.page import table, with_tables
+from rlt_lightning.run.catalogue.registry import OURS
+from rlt_lightning.run.catalogue.saved import read_entries, write_entries
+from rlt_lightning.run.workspace import line_panels
 from rlt_lightning.types import NO_TERM, InputError
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from rlt_lightning.numerics import RLTReward
-from rlt_lightning.records.catalogue import reward_term
+from rlt_lightning.run.catalogue import reward_term
 
 BREVITY = reward_term("brevity", "Brevity term", "−0.01 · words of the explanation", "rises towards 0")
 
@@ -134,7 +134,7 @@ def test_entries_that_rlt_did_not_write_are_refused(text: str, tmp_path: Path) -
 
 
 def test_the_tables_of_the_page_are_those_of_the_catalogue() -> None:
-    assert with_tables(PAGE) == PAGE, "run `python -m rlt_lightning.records.catalogue.page docs/metrics.md`"
+    assert with_tables(PAGE) == PAGE, "run `python -m rlt_lightning.run.catalogue.page docs/metrics.md`"
     assert PAGE.count("<!-- catalogue: ") == 13
     with pytest.raises(ValueError, match="has none for 'nothing'"):
         with_tables("<!-- catalogue: nothing -->\n<!-- end -->")

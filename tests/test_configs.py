@@ -22,7 +22,7 @@ from tiny import TINY, generates, tiny_options
 from rlt_lightning.cli.configs import copy_config, launch_line
 from rlt_lightning.cli.parser import with_config_files
 from rlt_lightning.engines import Launch
-from rlt_lightning.records.shipped import find_config, shipped
+from rlt_lightning.run.shipped import find_config, shipped
 from rlt_lightning.types import InputError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

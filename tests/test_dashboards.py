@@ -31,11 +31,11 @@ from wandb_run import install_oldest, oldest, runs_in
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.loggers.redaction import without_secrets
-from rlt_lightning.loggers.wandb_logger import WandbLogger
-from rlt_lightning.loggers.workspace import dashboard, workspace
-from rlt_lightning.records.catalogue import metrics
-from rlt_lightning.records.rows import evenly_spread
+from rlt_lightning.run.catalogue import metrics
+from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.rows import evenly_spread
+from rlt_lightning.run.wandb_logger import WandbLogger
+from rlt_lightning.run.workspace import dashboard, workspace
 from rlt_lightning.types import InputError
 
 OVERLAYS = [f"--config=configs/overlays/{name}.yaml" for name in ("wandb", "tensorboard")]
@@ -117,7 +117,7 @@ def test_iterations_that_a_killed_run_may_not_have_written_are_logged_again(
 
     rows = {step: {"perf/tokens_per_s": repr(step / 2), "reward/mean": "0.5"} for step in range(1, 60)}
     values = {step: {name: float(value) for name, value in row.items()} for step, row in rows.items()}
-    begin = "from rlt_lightning.loggers.wandb_logger import WandbLogger; logger = WandbLogger()"
+    begin = "from rlt_lightning.run.wandb_logger import WandbLogger; logger = WandbLogger()"
     log = f"rows = {rows}; logger.catch_up(rows)"
     kill = "import os; os.killpg(0, 9)"  # this process and wandb's
     killed = process(f"{begin}; {log}; {kill}")
@@ -284,7 +284,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pyt
 ACCOUNTS = """
 import json, os, sys, wandb
 from pathlib import Path
-from rlt_lightning.loggers.wandb_logger import WandbLogger
+from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
 def mode(offline=False, start=False, **environment):

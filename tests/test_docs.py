@@ -36,7 +36,7 @@ from tiny import TINY, tiny_options
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
 from rlt_lightning.cli.parser import bare_words
-from rlt_lightning.records.shipped import find_config
+from rlt_lightning.run.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]

@@ -30,13 +30,13 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
-from rlt_lightning.loggers.workspace import workspace
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.records.catalogue.evaluation import EVALUATION
 from rlt_lightning.report.charts import curve_sections
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
+from rlt_lightning.run.catalogue.evaluation import EVALUATION
+from rlt_lightning.run.workspace import workspace
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings(

@@ -38,11 +38,11 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import NonFiniteError
 from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.records.catalogue import metric_of, registry
 from rlt_lightning.report.charts import spread_of
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.page import data_of
+from rlt_lightning.run.catalogue import metric_of, registry
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 

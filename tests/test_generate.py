@@ -20,7 +20,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.records.data_card import histogram
+from rlt_lightning.run.data_card import histogram
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import Completion, InputError, SFTExample
 

@@ -20,9 +20,9 @@ from huggingface_hub.utils import close_session
 
 from rlt_lightning.checkpoints.card import inherited_header, model_card
 from rlt_lightning.cli.main import named_run
-from rlt_lightning.loggers.hub import push
-from rlt_lightning.loggers.hub_cards import complete_model_card, without_places
-from rlt_lightning.loggers.hub_client import PushError
+from rlt_lightning.hub.cards import complete_model_card, without_places
+from rlt_lightning.hub.client import PushError
+from rlt_lightning.hub.push import push
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError

@@ -11,7 +11,7 @@ import pytest
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import Reading, read_rows
-from rlt_lightning.records.data_card import EXPLANATIONS, data_card
+from rlt_lightning.run.data_card import EXPLANATIONS, data_card
 from rlt_lightning.types import InputError
 
 

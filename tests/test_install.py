@@ -12,7 +12,7 @@ import pytest
 from commands import ROOT
 from wheel import READS, build_wheel, fresh_environment
 
-from rlt_lightning.records.shipped import shipped
+from rlt_lightning.run.shipped import shipped
 
 pytestmark = pytest.mark.full
 Rlt = Callable[..., subprocess.CompletedProcess[str]]

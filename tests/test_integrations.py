@@ -19,9 +19,9 @@ import torch
 from commands import ROOT, python, rlt
 
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.integrations import trl, verl
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model
+from rlt_lightning.scoring import trl, verl
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlt_lightning.records.jsonl import append_rows, rewrite, whole_rows
+from rlt_lightning.run.jsonl import append_rows, rewrite, whole_rows
 from rlt_lightning.types import InputError
 
 

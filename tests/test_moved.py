@@ -8,11 +8,11 @@ import pytest
 from rlt_lightning import moved
 
 
-@pytest.mark.parametrize("old", moved.MOVED)
+@pytest.mark.parametrize("old", [*moved.MOVED, *moved.ROOMS, "records.rows"])
 def test_every_moved_module_leads_to_modules_that_exist(old: str):
     with pytest.warns(FutureWarning, match="has moved to"):
         module = moved.MovedFinder().create_module(moved.ModuleSpec(f"rlt_lightning.{old}", None))
-    assert [import_module(f"rlt_lightning.{place}") for place in moved.MOVED[old]]
+    assert [import_module(f"rlt_lightning.{place}") for place in moved.new_places(old)]
     with pytest.raises(AttributeError, match="which has no 'nonsense'"):
         _ = module.nonsense
 

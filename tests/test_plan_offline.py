@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT, python
 
-from rlt_lightning.planner.known import KNOWN, Models
-from rlt_lightning.planner.shapes import Shape
+from rlt_lightning.plan.known import KNOWN, Models
+from rlt_lightning.plan.shapes import Shape
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
@@ -18,7 +18,7 @@ from rlt_lightning.types import InputError
 PROGRAM = """
 import contextlib, io, json, socket, subprocess, sys, traceback
 import huggingface_hub.constants
-import rlt_lightning.planner.settings as settings
+import rlt_lightning.plan.settings as settings
 from rlt_lightning.cli.main import run
 
 huggingface_hub.constants.HF_HUB_OFFLINE = False

@@ -18,11 +18,11 @@ from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
-from rlt_lightning.planner import lengths, make_plan, memory, sampling, timing
-from rlt_lightning.planner.inputs import Device, LanguageModel, PlannedWorkers, Setup, Step
-from rlt_lightning.planner.processes import count_devices, sharding_named
-from rlt_lightning.planner.rows import BETWEEN, WITHIN
-from rlt_lightning.planner.shapes import Activations, LiveBytes, Shape, activations
+from rlt_lightning.plan import lengths, make_plan, memory, sampling, timing
+from rlt_lightning.plan.inputs import Device, LanguageModel, PlannedWorkers, Setup, Step
+from rlt_lightning.plan.processes import count_devices, sharding_named
+from rlt_lightning.plan.rows import BETWEEN, WITHIN
+from rlt_lightning.plan.shapes import Activations, LiveBytes, Shape, activations
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 

@@ -20,7 +20,10 @@ from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set, read
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.published import PUBLISHED, difference, known_by_number
 from rlt_lightning.pretrained import load_tokenizer
-from rlt_lightning.records.results import (
+from rlt_lightning.report.charts import evaluation_tables
+from rlt_lightning.report.collect import collect
+from rlt_lightning.report.completions import Bounds
+from rlt_lightning.run.results import (
     PAPER_ROWS,
     PAPER_SETS,
     PAPER_SOURCE,
@@ -28,9 +31,6 @@ from rlt_lightning.records.results import (
     paper_table,
     render,
 )
-from rlt_lightning.report.charts import evaluation_tables
-from rlt_lightning.report.collect import collect
-from rlt_lightning.report.completions import Bounds
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ import pytest
 from commands import rlt
 
 from rlt_lightning.numerics import RLTReward
-from rlt_lightning.records.ranking import comparison_page, equal_groups, write_groups
+from rlt_lightning.run.ranking import comparison_page, equal_groups, write_groups
 from rlt_lightning.types import InputError
 
 TERMS = RLTReward().columns()

@@ -26,7 +26,6 @@ from rlt_lightning.callbacks.rollout_checks import FIXED
 from rlt_lightning.datamodules import StratosDataModule, readers
 from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
-from rlt_lightning.integrations.scorer import ExplanationScorer
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scoring import StudentScorer, student_sequence
@@ -34,6 +33,7 @@ from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.pretrained import load_model
+from rlt_lightning.scoring.scorer import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
 

@@ -25,7 +25,6 @@ from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.integrations.scorer import ExplanationScorer
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules import rlt as rlt_module
@@ -35,7 +34,8 @@ from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combined_terms
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.records.catalogue import registry
+from rlt_lightning.run.catalogue import registry
+from rlt_lightning.scoring.scorer import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch, Scores

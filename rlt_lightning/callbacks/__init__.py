@@ -18,7 +18,7 @@ from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.callbacks.rollout import RolloutCallback
 
 # A logger: whoever builds a Trainer needs it together with the callbacks.
-from rlt_lightning.loggers.metrics_csv import MetricsCSV
+from rlt_lightning.run.metrics_csv import MetricsCSV
 
 __all__ = [
     "Alarms",

@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.loggers.redaction import without_secrets
-from rlt_lightning.loggers.wandb_logger import WandbLogger
+from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
 WATCHED = (

@@ -10,8 +10,8 @@ from typing import Any
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.modules.text_reward import CorrectnessTerms
-from rlt_lightning.records.jsonl import Row
-from rlt_lightning.records.rows import completion_columns, score_rows
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.rows import completion_columns, score_rows
 from rlt_lightning.types import Problem, PromptBatch
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged

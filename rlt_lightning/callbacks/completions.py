@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.loggers.wandb_logger import TABLE, WandbLogger
-from rlt_lightning.records.jsonl import Row, append_rows, keep_rows, rows_in
-from rlt_lightning.records.rows import evenly_spread, gather_rows, rollout_rows
+from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, rows_in
+from rlt_lightning.run.rows import evenly_spread, gather_rows, rollout_rows
+from rlt_lightning.run.wandb_logger import TABLE, WandbLogger
 from rlt_lightning.types import InputError, PromptBatch
 
 TEXTS = ("question", "solution", "explanation")

@@ -28,9 +28,9 @@ from rlt_lightning.datamodules.bad_rows import row_list
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward
-from rlt_lightning.records.data_card import ANSWERS, EXPLANATIONS, TABLE, data_card
-from rlt_lightning.records.jsonl import Row, append_rows, rewrite, rows_in, to_line
-from rlt_lightning.records.rows import completion_columns, resume_rows, score_rows
+from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, data_card
+from rlt_lightning.run.jsonl import Row, append_rows, rewrite, rows_in, to_line
+from rlt_lightning.run.rows import completion_columns, resume_rows, score_rows
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]

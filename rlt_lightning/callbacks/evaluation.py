@@ -15,8 +15,8 @@ from rlt_lightning.datamodules.evaluation import evaluation_of
 from rlt_lightning.datamodules.published import known_by_number
 from rlt_lightning.judging.questions import EvaluationBatch
 from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.records.jsonl import append_rows, keep_rows, rewrite
-from rlt_lightning.records.results import render, without_nan
+from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
+from rlt_lightning.run.results import render, without_nan
 
 
 class EvaluationWriter(Callback):

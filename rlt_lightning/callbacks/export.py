@@ -18,8 +18,8 @@ from rlt_lightning.checkpoints.export import (
 from rlt_lightning.checkpoints.folder import whole_or_absent
 from rlt_lightning.checkpoints.named import NamedCheckpoints
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.loggers.hub import push
-from rlt_lightning.loggers.hub_client import PushError, open_repository
+from rlt_lightning.hub.client import PushError, open_repository
+from rlt_lightning.hub.push import push
 from rlt_lightning.models.announce import announce_writing, weights_size
 from rlt_lightning.models.weights import trained
 from rlt_lightning.types import InputError

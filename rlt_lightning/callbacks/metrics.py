@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.loggers.metrics_csv import MetricsCSV
-from rlt_lightning.loggers.wandb_logger import WandbLogger
+from rlt_lightning.run.metrics_csv import MetricsCSV
+from rlt_lightning.run.wandb_logger import WandbLogger
 
 
 class MetricsResume(Callback):

@@ -13,9 +13,9 @@ from typing_extensions import override
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.records.jsonl import Row, append_rows, keep_rows, rows_in
-from rlt_lightning.records.ranking import equal_groups, write_comparison, write_groups
-from rlt_lightning.records.rows import gather_rows, resume_rows, rollout_rows, score_rows, token_columns
+from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, rows_in
+from rlt_lightning.run.ranking import equal_groups, write_comparison, write_groups
+from rlt_lightning.run.rows import gather_rows, resume_rows, rollout_rows, score_rows, token_columns
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 

@@ -18,9 +18,9 @@ from rlt_lightning.cli.parser import with_config_files
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, frozen_student
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.planner import PlanOptions, make_plan, plan_page, read_setup, write_json
-from rlt_lightning.records.jsonl import Row, append_rows
+from rlt_lightning.plan import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.report.explain import Explainer, ExplainOptions, row_to_score
+from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import as_list
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from rlt_lightning.records.shipped import find_config, shipped
+from rlt_lightning.run.shipped import find_config, shipped
 from rlt_lightning.types import InputError
 
 RUN = "# Run: "

@@ -15,9 +15,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from rlt_lightning.engines import EngineError
-from rlt_lightning.loggers.hub_client import PushError
+from rlt_lightning.hub.client import PushError
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.records.run_folder import remove_empty_folders
+from rlt_lightning.run.run_folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
 # The message of these says what to do in one line; a traceback would say nothing more.

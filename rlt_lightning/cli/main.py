@@ -28,17 +28,17 @@ from rlt_lightning.cli.parser import OneLineParser, bare_words, end_with_mistake
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.cli.teach import TeachCommandLine
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
-from rlt_lightning.loggers.hub import push
-from rlt_lightning.loggers.workspace import dashboard
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.surroundings import (
     TRAINER_DEFAULTS,
     global_rank,
     quiet_third_parties,
 )
-from rlt_lightning.records.run_folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.report import report
+from rlt_lightning.run.run_folder import FINISHED_ROWS, remove_empty_folders
+from rlt_lightning.run.workspace import dashboard
 from rlt_lightning.types import InputError
 
 # The verbs without a trainer.

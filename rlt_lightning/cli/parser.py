@@ -16,8 +16,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
 from rlt_lightning.engines import Engine
-from rlt_lightning.records.run_folder import remove_empty_folders
-from rlt_lightning.records.shipped import find_config
+from rlt_lightning.run.run_folder import remove_empty_folders
+from rlt_lightning.run.shipped import find_config
 from rlt_lightning.types import InputError
 
 # What may be meant as a config's name or file; anything else is YAML itself.

@@ -1,7 +1,7 @@
 """The life of `rlt fit|validate|predict|test`, in Lightning's command line.
 
 parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
-before_instantiate_classes    choose and make the run folder (records/run_folder.py)
+before_instantiate_classes    choose and make the run folder (run/run_folder.py)
 instantiate_trainer           add what every run has; watch the other processes (ranks.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
 after_fit, after_predict      say where everything is and what to do next (next_steps.py)
@@ -29,13 +29,13 @@ from rlt_lightning import __version__, callbacks
 from rlt_lightning.cli import next_steps, ranks, restarts
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.gpus import trainer_devices
-from rlt_lightning.loggers.redaction import without_secrets
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.surroundings import global_rank, require_known_strategy
 from rlt_lightning.python.trainer import TESTING, TRAINING, make_parts
-from rlt_lightning.records.catalogue.saved import write_entries
-from rlt_lightning.records.run_folder import choose_run_folder, open_run_folder, require_same_run
+from rlt_lightning.run.catalogue.saved import write_entries
+from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.run_folder import choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package
 

@@ -28,8 +28,8 @@ from rlt_lightning.datamodules.settings import models_of
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
 from rlt_lightning.models.announce import announce
-from rlt_lightning.records.jsonl import Row, whole_rows
-from rlt_lightning.records.results import unlike_published
+from rlt_lightning.run.jsonl import Row, whole_rows
+from rlt_lightning.run.results import unlike_published
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import InputError
 

@@ -12,7 +12,7 @@ from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.weights import Failures, WeightPush, on_each
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import gather_in_groups
-from rlt_lightning.records.run_folder import VERSION_FOLDER
+from rlt_lightning.run.run_folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 # The ranks that --max-lora-rank takes.

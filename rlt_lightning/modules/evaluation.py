@@ -18,7 +18,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, reported_k
 from rlt_lightning.pretrained import Dtype, load_model
-from rlt_lightning.records.jsonl import Row
+from rlt_lightning.run.jsonl import Row
 from rlt_lightning.strategies.sharding import sharding_of
 from rlt_lightning.types import InputError
 

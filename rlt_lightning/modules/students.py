@@ -27,8 +27,8 @@ from rlt_lightning.modules.text_reward import require_student
 from rlt_lightning.numerics.packing import Extent
 from rlt_lightning.numerics.rewards import Reward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction, combined_terms
-from rlt_lightning.records.catalogue import register
-from rlt_lightning.records.catalogue.rewards import of_student
+from rlt_lightning.run.catalogue import register
+from rlt_lightning.run.catalogue.rewards import of_student
 from rlt_lightning.types import InputError, Rollout, Rollouts, Scores
 
 # Names of students, with their weights or without.

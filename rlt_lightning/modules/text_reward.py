@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.rewards import TAKEN_NAMES, Reward, require_finite
-from rlt_lightning.records.catalogue.columns import COMPLETION
+from rlt_lightning.run.catalogue.columns import COMPLETION
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import NO_TERM, InputError, Problem, RewardTerms, Rollout
 

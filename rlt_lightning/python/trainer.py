@@ -24,15 +24,15 @@ from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
-from rlt_lightning.loggers.metrics_csv import MetricsCSV
 from rlt_lightning.python.surroundings import (
     TRAINER_DEFAULTS,
     global_rank,
     quiet_third_parties,
     require_known_strategy,
 )
-from rlt_lightning.records.catalogue.saved import write_entries
-from rlt_lightning.records.run_folder import (
+from rlt_lightning.run.catalogue.saved import write_entries
+from rlt_lightning.run.metrics_csv import MetricsCSV
+from rlt_lightning.run.run_folder import (
     choose_run_folder,
     lock_folder,
     open_run_folder,

@@ -1,6 +1,6 @@
 """The charts of runs as plain data: collect.py reads the runs, page.py calls, web/charts.js draws.
 
-Title, unit and caption of a metric's chart are its entry in records/catalogue/ (rewards.py, policy.py,
+Title, unit and caption of a metric's chart are its entry in run/catalogue/ (rewards.py, policy.py,
 performance.py). The other titles are here: Time of an iteration, Groups by reward, Accuracy, pass@j.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlt_lightning.loggers.metrics_csv import Curve
-from rlt_lightning.records.catalogue import Metric, base, figures, held_out, metric_of, metrics
-from rlt_lightning.records.results import HEADER, PAPER_SOURCE, comparable_sets, paper_table, result_row
 from rlt_lightning.report.collect import Run
 from rlt_lightning.report.completions import Spread
+from rlt_lightning.run.catalogue import Metric, base, figures, held_out, metric_of, metrics
+from rlt_lightning.run.metrics_csv import Curve
+from rlt_lightning.run.results import HEADER, PAPER_SOURCE, comparable_sets, paper_table, result_row
 
 Chart = dict[str, Any]
 OTHERS = "All other figures"

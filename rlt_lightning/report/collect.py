@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.loggers.metrics_csv import Curve, read_metrics
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.records.catalogue.saved import read_entries
-from rlt_lightning.records.jsonl import Row, rows_in
-from rlt_lightning.records.run_folder import flat, read_settings
 from rlt_lightning.report.completion_rows import COMPLETION_FILES
 from rlt_lightning.report.completions import Bounds, Completions, read_completions
+from rlt_lightning.run.catalogue.saved import read_entries
+from rlt_lightning.run.jsonl import Row, rows_in
+from rlt_lightning.run.metrics_csv import Curve, read_metrics
+from rlt_lightning.run.run_folder import flat, read_settings
 from rlt_lightning.types import InputError
 
 FILES = ("metrics.csv", *COMPLETION_FILES, "groups.json", "evaluation.json")

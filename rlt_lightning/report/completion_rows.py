@@ -11,9 +11,9 @@ from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.records.catalogue import figures
-from rlt_lightning.records.catalogue.columns import COMPLETION, TOKENS
-from rlt_lightning.records.jsonl import Row
+from rlt_lightning.run.catalogue import figures
+from rlt_lightning.run.catalogue.columns import COMPLETION, TOKENS
+from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import R1, STRATOS
 
 COMPLETION_FILES = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")

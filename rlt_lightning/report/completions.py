@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rlt_lightning.records.catalogue import figures
-from rlt_lightning.records.jsonl import Row
-from rlt_lightning.records.rows import evenly_spread
 from rlt_lightning.report.completion_rows import completion_of, figures_of, size_of, step_of, texts_of
+from rlt_lightning.run.catalogue import figures
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.rows import evenly_spread
 
 
 @dataclass(frozen=True)

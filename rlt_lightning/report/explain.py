@@ -16,8 +16,6 @@ from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.baseline import scores_of_nothing
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.records.jsonl import Row, rows_in
-from rlt_lightning.records.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.report.heat import (
     Terminal,
     caveats,
@@ -31,6 +29,8 @@ from rlt_lightning.report.heat import (
     this_terminal,
 )
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
+from rlt_lightning.run.jsonl import Row, rows_in
+from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, PromptBatch
 

@@ -15,8 +15,8 @@ from html import escape
 from rlt_lightning.chat.screen import has_styles
 from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.records.catalogue import metric_of
-from rlt_lightning.records.jsonl import Row
+from rlt_lightning.run.catalogue import metric_of
+from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import CONTROL_CODES
 
 # Terminal colours, from a token that the student expects to a token that surprises it most.

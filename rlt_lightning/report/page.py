@@ -11,11 +11,11 @@ from string import Template
 from typing import Any
 
 from rlt_lightning import __version__
-from rlt_lightning.records.catalogue import figures
-from rlt_lightning.records.jsonl import Row
 from rlt_lightning.report.charts import curve_sections, evaluation_charts, evaluation_tables, group_charts
 from rlt_lightning.report.collect import Run, collect
 from rlt_lightning.report.completions import AskedProblem, Bounds, read_completions
+from rlt_lightning.run.catalogue import figures
+from rlt_lightning.run.jsonl import Row
 from rlt_lightning.types import InputError
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite

@@ -14,9 +14,6 @@ from rlt_lightning.modules.baseline import scores_of_nothing
 from rlt_lightning.modules.students import Students
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.rewards import Reward, RLTReward
-from rlt_lightning.records.catalogue.columns import TAUGHT, TOKENS
-from rlt_lightning.records.jsonl import Row
-from rlt_lightning.records.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.report.heat import (
     CONTROLS,
     Terminal,
@@ -32,6 +29,9 @@ from rlt_lightning.report.heat import (
     term_lines,
     terms_in_words,
 )
+from rlt_lightning.run.catalogue.columns import TAUGHT, TOKENS
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import PromptBatch, RewardTerms, Rollout, Scores
 

@@ -29,11 +29,11 @@ from rlt_lightning.datamodules.sources import names_of
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.client import ADDRESS
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.records.jsonl import Row, append_rows, to_line
 from rlt_lightning.report.explain import read_row
 from rlt_lightning.report.heat import this_terminal
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.report.taught import Taught, lesson
+from rlt_lightning.run.jsonl import Row, append_rows, to_line
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch
 

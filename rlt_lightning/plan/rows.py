@@ -1,0 +1,263 @@
+"""Find the lengths of a step's sequences: of rows on this machine, else of the settings' limits."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import student_lengths
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.retelling import RetellingFormat
+from rlt_lightning.datamodules.sources import EMBEDDED, MemoryRows
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.sampled import SampledModule
+from rlt_lightning.plan.inputs import Step, Verb
+from rlt_lightning.plan.known import Models
+from rlt_lightning.plan.options import PlanOptions
+
+# Assumed where nothing better is known (docs/planning.md): means as parts of the longest, the solution as a
+# part of the prompt, and the spread of the logarithm of completions, between problems and within one.
+MEAN_FRAC, MEAN_PROMPT_FRAC, SOLUTION_FRAC = 0.3, 1 / 16, 0.5
+BETWEEN = WITHIN = 0.47
+# The longest question of an evaluation set that is not on this machine, and the mean.
+QUESTION, MEAN_QUESTION = 1024, 256
+# Questions of each evaluation set on this machine that are read: making many of Countdown takes a minute.
+FIRST_QUESTIONS = 64
+# Reads the rows of embedded sources where the model's own tokenizer is not on this machine.
+STAND_IN = "miniature"
+TOKENIZER_OF = "the tokenizer of "
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts, of what follows them, and of the solutions within the prompts.
+
+    Example:
+        `Lengths(512, 200, 16384, 5000, 90)`: prompts of up to 512 tokens and 200 on average, of which 90 are
+        the solution; completions of up to 16,384 tokens and 5,000 on average.
+    """
+
+    prompt: int
+    mean_prompt: int
+    rest: int
+    mean_rest: int
+    mean_solution: int
+    spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
+    # Of each model that reads completions after other prompts (`Step.reader_prompts`).
+    readers: tuple[tuple[int, int] | None, ...] = ()
+
+
+def read_step(
+    verb: Verb,
+    module: PolicyModule,
+    data: StratosDataModule | EvaluationDataModule,
+    rollouts: RolloutCallback,
+    options: PlanOptions,
+    num_processes: int,
+    models: Models,
+    notes: list[str],
+) -> Step:
+    """Return the sequences of one step or batch, and note where their lengths come from.
+
+    Rows are read and tokenised only if they and the tokenizer are on this machine: nothing is downloaded.
+    """
+    sampled = module if isinstance(module, SampledModule) else None
+    scores = isinstance(module, RLTModule)
+    samples = sampled is not None and not scores_given(data)
+    limit = rollouts.sampling.max_completion_length if samples else None
+    missing = missing_inputs(data, models)
+    if options.prompt_length is None and not missing:
+        found = lengths_of_rows(verb, data, models.folder, limit)
+        source = f"rows of {' and '.join(map(str, sources_of(data)))}"
+    elif options.prompt_length is None and can_stand_in(data, missing):
+        # Its vocabulary is small, so it makes more tokens, not fewer.
+        found = lengths_of_rows(verb, data, lambda _: STAND_IN, limit)
+        rows = " and ".join(map(str, sources_of(data)))
+        source = f"rows of {rows} in tokens of {STAND_IN}, for {missing[0]} is not on this machine"
+    else:
+        found = assumed_lengths(data, options, limit)
+        given = options.prompt_length is not None
+        source = "given" if given else f"assumed, for {missing[0]} is not on this machine"
+    lengths = with_options(found, options, scores)
+    notes.append(
+        f"prompts of up to {lengths.prompt} tokens, {lengths.mean_prompt} on average ({source}); "
+        f"completions of up to {lengths.rest}, {lengths.mean_rest} on average"
+    )
+    notes += reader_notes(lengths, module)
+    prompts, group_size = sizes_of(verb, sampled, data, rollouts)
+    return Step(
+        num_processes=num_processes,
+        prompts=prompts,
+        group_size=group_size,
+        prompt_length=lengths.prompt,
+        completion_length=lengths.rest,
+        mean_prompt_length=lengths.mean_prompt,
+        mean_completion_length=lengths.mean_rest,
+        micro_batch_tokens=module.micro_batch_tokens,
+        layout=module.layout,
+        mean_solution_length=lengths.mean_solution if scores else 0,
+        spread_between=BETWEEN if sampled else 0.0,
+        spread_within=WITHIN if sampled else lengths.spread,
+        balanced=sampled is not None,
+        reader_prompts=lengths.readers,
+    )
+
+
+def reader_notes(lengths: Lengths, module: PolicyModule) -> list[str]:
+    """Return a line for each model that reads completions after prompts of its own."""
+    if not isinstance(module, RLTModule):
+        read = "the teacher reads them after prompts with the solution, of up to {} tokens, {} on average"
+        return [read.format(*found) for found in lengths.readers if found is not None]
+    names = module.students.names
+    notes = []
+    for name, found in zip(names, lengths.readers, strict=False):
+        if found is not None:
+            whose = "the student" if len(names) == 1 else f"the student {name}"
+            notes.append(
+                f"prompts and solutions of up to {found[0]} tokens of {whose}'s own, {found[1]} on average; "
+                "completions as many as of the teacher"
+            )
+    return notes
+
+
+def sizes_of(
+    verb: Verb,
+    sampled: SampledModule | None,
+    data: StratosDataModule | EvaluationDataModule,
+    rollouts: RolloutCallback,
+) -> tuple[int, int]:
+    """Return the number of problems in a step or batch, and of completions of each."""
+    if isinstance(data, EvaluationDataModule):
+        return data.batch_size, rollouts.num_traces
+    if verb == "fit":
+        return data.prompts_per_step, sampled.group_size if sampled else 1
+    return data.val_batch_size, 1 if scores_given(data) else rollouts.num_traces
+
+
+def scores_given(data: StratosDataModule | EvaluationDataModule) -> bool:
+    """Return whether rows bring their completions, which are only scored."""
+    return isinstance(data, StratosDataModule) and data.task == "score"
+
+
+def sources_of(data: StratosDataModule | EvaluationDataModule) -> Sequence[str | MemoryRows]:
+    """Return where rows or questions come from."""
+    if isinstance(data, EvaluationDataModule):
+        return [spec.source for spec in data.specs.values()]
+    return data.sources
+
+
+def missing_inputs(data: StratosDataModule | EvaluationDataModule, models: Models) -> list[str]:
+    """Return what is not on this machine of that which decides lengths: sources and tokenizers."""
+    format_from = data.format_options.format_from
+    sources = [*sources_of(data), *([format_from] if format_from else [])]
+    paths = [source for source in sources if isinstance(source, str) and source not in EMBEDDED]
+    missing = [path for path in paths if not is_here(path)]
+    names = (data.tokenizer_name, *getattr(data, "student_names", ()))
+    tokenizers = [name for name in names if name]
+    return missing + [TOKENIZER_OF + name for name in tokenizers if not models.has_tokenizer(name)]
+
+
+def is_here(source: str) -> bool:
+    """Return whether a source is a file or a folder, which a configuration may follow."""
+    return any(Path(name).expanduser().exists() for name in (source, source.partition(":")[0]))
+
+
+def can_stand_in(data: StratosDataModule | EvaluationDataModule, missing: list[str]) -> bool:
+    """Tell whether the rows are embedded ones, and nothing but tokenizers is missing."""
+    embedded = all(source in EMBEDDED for source in sources_of(data))
+    return embedded and all(what.startswith(TOKENIZER_OF) for what in missing)
+
+
+def lengths_of_rows(
+    verb: Verb,
+    data: StratosDataModule | EvaluationDataModule,
+    folder: Callable[[str], str],
+    limit: int | None,
+) -> Lengths:
+    """Read and tokenise the rows; `limit` is that of completions, None where rows bring them."""
+    data = copy.copy(data)
+    data.output_dir = None
+    data.tokenizer_name = folder(str(data.tokenizer_name))
+    if isinstance(data, EvaluationDataModule):
+        data.max_rows = min(data.max_rows or FIRST_QUESTIONS, FIRST_QUESTIONS)
+        data.setup("test")
+        assert limit is not None
+        asked = [len(problem.prompt) for problem in data.problems]
+        return Lengths(max(asked), mean(asked), limit, max(1, round(MEAN_FRAC * limit)), 0)
+    if data.val_sources:
+        # These rows may be on the hub, and val_rows counts them.
+        data.val_sources, data.val_rows = [], 0
+    data.student_names = tuple(map(folder, data.student_names))
+    data.setup(verb)
+    items = data.all_items
+    if items.is_examples:
+        prompts = data.items.numbers("num_prompt").tolist()
+        rests = (data.items.numbers("token_ids") - prompts).tolist()
+        return Lengths(max(prompts), mean(prompts), max(rests), mean(rests), 0, spread_of(rests))
+    prompts = items.numbers("teacher_prefix", "think_prefix").tolist()
+    solution = mean(items.numbers("solution_ids").tolist())
+    if data.task == "student_opd":
+        views = items.numbers("teacher_view").tolist()
+        own: tuple[tuple[int, int] | None, ...] = ((max(views), mean(views)),)
+    else:
+        own = tuple(
+            (int(fixed.max()), mean(fixed.tolist())) if isinstance(chat_format, RetellingFormat) else None
+            for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
+        )
+    sizes = max(prompts), mean(prompts)
+    if limit is not None:
+        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, readers=own)
+    rests = items.numbers("completion_ids").tolist()
+    return Lengths(*sizes, max(rests), mean(rests), solution, spread_of(rests), own)
+
+
+def spread_of(lengths: Sequence[int]) -> float:
+    """Return the standard deviation of the logarithm of lengths."""
+    return statistics.pstdev([math.log(max(1, length)) for length in lengths])
+
+
+def assumed_lengths(
+    data: StratosDataModule | EvaluationDataModule, options: PlanOptions, limit: int | None
+) -> Lengths:
+    """Return lengths by the settings' limits."""
+    if isinstance(data, EvaluationDataModule):
+        assert limit is not None
+        longest = options.prompt_length or QUESTION
+        return Lengths(longest, min(MEAN_QUESTION, longest), limit, max(1, round(MEAN_FRAC * limit)), 0)
+    longest = options.prompt_length or (0 if limit is None else data.max_prompt_length)
+    rest = limit or max(1, data.max_length - longest)
+    average = round(MEAN_PROMPT_FRAC * longest)
+    solution = round(SOLUTION_FRAC * average)
+    mean_rest = max(1, round(MEAN_FRAC * rest))
+    if data.task == "student_opd":  # only the teacher reads the solution
+        return Lengths(longest, average - solution, rest, mean_rest, 0, readers=((longest, average),))
+    return Lengths(longest, average, rest, mean_rest, solution)
+
+
+def with_options(found: Lengths, options: PlanOptions, samples: bool) -> Lengths:
+    """Return the lengths, with the options' values where they are set."""
+    rest, mean_rest = found.rest, found.mean_rest
+    if options.completion_length is not None:
+        rest = options.completion_length
+        mean_rest = max(1, round(MEAN_FRAC * rest))
+    mean_prompt = min(options.mean_prompt_length or found.mean_prompt, found.prompt)
+    return Lengths(
+        prompt=found.prompt,
+        mean_prompt=mean_prompt,
+        rest=rest,
+        mean_rest=min(options.mean_completion_length or mean_rest, rest),
+        mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
+        spread=found.spread,
+        readers=found.readers,
+    )
+
+
+def mean(lengths: Sequence[int]) -> int:
+    """Return the mean, rounded to a whole number of tokens, at least 1."""
+    return max(1, round(sum(lengths) / len(lengths)))

@@ -1,0 +1,121 @@
+"""The results of an evaluation as tables, with the paper's results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rlt_lightning.run.catalogue.evaluation import SET_TITLES, TITLES
+
+PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
+PAPER_SOURCE = "Table 1 of arXiv:2506.08388, pass@1 in %, as published"
+# Model, size of its data, and percent for each set and their mean.
+PAPER_ROWS: tuple[tuple[str, str, tuple[float, float, float, float]], ...] = (
+    ("QwQ-32B", "N.A.", (50.00, 90.60, 54.50, 65.03)),
+    ("DeepSeek-R1", "800K+", (79.80, 97.30, 71.50, 82.87)),
+    ("Qwen2.5-7B-Instruct", "N.A.", (10.00, 74.20, 33.30, 39.17)),
+    ("Bespoke-7B-1K", "1K", (13.30, 80.00, 33.80, 42.37)),
+    ("RLT-7B-1K", "1K", (20.00, 80.40, 41.90, 47.43)),
+    ("Bespoke-7B", "17K", (20.00, 82.00, 37.80, 46.60)),
+    ("RLT-7B", "17K", (23.30, 82.80, 42.40, 49.50)),
+    ("Qwen2.5-32B-Instruct", "N.A.", (26.70, 84.00, 49.00, 53.23)),
+    ("s1-32B", "1K", (50.00, 92.60, 56.60, 66.40)),
+    ("s1-32B + budget forcing", "1K", (56.70, 93.00, 59.60, 69.77)),
+    ("Bespoke-32B-1K", "1K", (46.70, 92.60, 57.50, 65.60)),
+    ("RLT-32B-1K", "1K", (60.00, 94.00, 60.10, 71.37)),
+    ("Sky-T1-32B", "17K", (43.30, 82.40, 56.80, 60.83)),
+    ("Bespoke-32B", "17K", (63.30, 93.00, 58.10, 71.47)),
+    ("RLT-32B", "17K", (66.70, 93.40, 59.60, 73.23)),
+)
+PERCENTAGES = ("pass_at_k", "maj_at_k", "formatted_frac", "truncated_frac")
+HEADER = (
+    "set",
+    TITLES["num_problems"],
+    "k",
+    f"{TITLES['pass_at_1']}, % ± {TITLES['standard_error']}",
+    *(f"{TITLES[name]}, %" for name in PERCENTAGES),
+    TITLES["tokens_mean"],
+)
+
+
+def without_nan(value: Any) -> Any:
+    """Return plain data with None in place of NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: without_nan(item) for name, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def render(summary: dict[str, Any]) -> str:
+    """Return the results as a Markdown page, with the paper's for the sets that it has results of."""
+    name, sets = summary["model"] or summary["responses"], summary["sets"]
+    page = f"# Evaluation of {name}\n\n{markdown([HEADER, *map(result_row, sets.values())])}"
+    comparable = comparable_sets(summary)
+    if comparable:
+        page += f"\nBeside {PAPER_SOURCE}:\n\n{beside_paper(summary, name)}"
+    lines = [unlike_published(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
+    lines += [
+        f"{SET_TITLES[key]} is recognised only by the number of its rows."
+        for key in PAPER_SETS
+        if key in comparable and sets[key].get("known_by_number")
+    ]
+    return page + "".join(f"\n{line}\n" for line in lines)
+
+
+def comparable_sets(summary: dict[str, Any]) -> set[str]:
+    """Return the names of the evaluated sets that may stand beside the paper's."""
+    found = summary["sets"]
+    return {name for name in PAPER_SETS if name in found and not found[name].get("differs")}
+
+
+def unlike_published(name: str, difference: str) -> str:
+    """Say why a set under a known name has no place beside the paper's."""
+    return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
+
+
+def result_row(found: dict[str, Any]) -> tuple[str, ...]:
+    """Return one set's results, in the columns of `HEADER`."""
+    tokens = found.get("tokens_mean")
+    return (
+        found["title"],
+        str(found["num_problems"]),
+        str(found["num_samples"]),
+        accuracy(found),
+        *(percent(found.get(name)) for name in PERCENTAGES),
+        "" if tokens is None else f"{tokens:.0f}",
+    )
+
+
+def paper_table() -> list[tuple[str, ...]]:
+    """Return Table 1 of the paper as rows of text, the header first."""
+    header = ("model", "data", *(SET_TITLES[key] for key in PAPER_SETS), "overall")
+    rows = ((model, size, *(f"{value:.2f}" for value in values)) for model, size, values in PAPER_ROWS)
+    return [header, *rows]
+
+
+def beside_paper(summary: dict[str, Any], name: str) -> str:
+    """Return the paper's Table 1 with the run as its last row; sets that are other ones stay empty."""
+    header, *rows = paper_table()
+    comparable = comparable_sets(summary)
+    own = [accuracy(summary["sets"][key]) if key in comparable else "" for key in PAPER_SETS]
+    overall = accuracy(summary["overall"]) if comparable == set(summary["sets"]) == set(PAPER_SETS) else ""
+    return markdown([header, *rows, (f"**{name}**", "", *own, overall)])
+
+
+def accuracy(found: dict[str, Any]) -> str:
+    """Return pass@1 with its standard error, in percent."""
+    error = found["standard_error"]
+    return percent(found["pass_at_1"]) + ("" if error is None else f" ± {percent(error)}")
+
+
+def percent(value: float | None) -> str:
+    """Return a fraction as a percentage."""
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a Markdown table whose columns also line up in a terminal."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

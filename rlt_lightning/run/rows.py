@@ -1,0 +1,150 @@
+"""Rows of completions and scores, as JSON lines hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+
+from rlt_lightning.run.catalogue.rewards import OF_STUDENT, REWARD, STUDENT
+from rlt_lightning.run.jsonl import Row, rewrite, whole_rows
+from rlt_lightning.tags import decode_each
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
+
+T = TypeVar("T")
+# Columns of a completion that each of several students has: the others come from the text.
+STUDENT_COLUMNS = tuple(metric.column for metric in (*REWARD, *STUDENT) if metric.name in OF_STUDENT)
+
+
+def evenly_spread(items: list[T], number: int) -> list[T]:
+    """Return so many items at equal distances, whatever they hold; all of them if there are fewer."""
+    number = max(0, min(number, len(items)))
+    return [items[i * len(items) // number] for i in range(number)]
+
+
+def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
+    """Yield one JSON-ready row per completion."""
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
+        yield {
+            "row": rollout.problem.row,
+            "completion": i % batch.rollouts.group_size,
+            "policy_version": batch.rollouts.policy_version,
+            "question": rollout.problem.question,
+            "solution": rollout.problem.solution,
+            "explanation": rollout.text,
+            "finish_reason": rollout.completion.finish_reason,
+            "num_tokens": len(rollout.completion.token_ids),
+            "seed": rollout.completion.seed,
+            "worker": rollout.completion.worker,
+            **terms,
+        }
+
+
+def score_rows(scores: Scores) -> list[dict[str, float]]:
+    """Return the reward and its terms, one dictionary per rollout; NAME/LABEL is by one of the students."""
+    columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
+    for label, one in scores.by_student.items():
+        columns |= {
+            f"{name}/{label}": values.tolist()
+            for name, values in one.terms.recorded().items()
+            if name in (*STUDENT_COLUMNS, "baseline")
+        }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def completion_columns(rollout: Rollout, data: Any) -> Row:
+    """Return how a completion ended, and whether a student can learn from it in the format of the data."""
+    return {
+        "closed": rollout.closed,
+        "finish_reason": rollout.completion.finish_reason,
+        "num_tokens": len(rollout.completion.token_ids),
+        "student_tokens": data.student_length(rollout),
+        "fits": data.fits_student(rollout),
+        "seed": rollout.completion.seed,
+    }
+
+
+def token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequence[Any]) -> Row:
+    """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
+
+    Args:
+        rollout: A scored completion.
+        scores: Scores of its batch.
+        position: Its position in the batch.
+        formats: The format of each student, with the tokenizers of teacher and student.
+
+    Returns:
+        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, of the first
+        student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
+    """
+    columns = own_token_columns(rollout, scores, position, formats[0])
+    for number, (label, one) in enumerate(scores.by_student.items()):
+        own = own_token_columns(rollout.read_by(number), one, position, formats[number])
+        columns |= {f"{name}/{label}": values for name, values in own.items() if number}
+    return columns
+
+
+def own_token_columns(rollout: Rollout, scores: Scores, position: int, chat_format: Any) -> Row:
+    """Return the columns of `token_columns` for one student."""
+    columns: Row = {"thought_tokens": decode_each(chat_format.tokenizer, scores.think_tokens[position])}
+    columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
+    columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, rollout.problem.solution_ids)
+    values = scores.solution_log_probs[position].tolist()
+    columns["solution_log_probs"] = [round(value, 6) for value in values]
+    return columns
+
+
+def row_of_student(row: Row, label: str) -> Row:
+    """Return a scored row as one of several students sees it: its columns in place of the combined ones.
+
+    Without a label, or without columns of it, the row stays as it is.
+    """
+    end = f"/{label}"
+    return row | {name.removesuffix(end): value for name, value in row.items() if name.endswith(end)}
+
+
+def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
+    """Return the rows of all ranks on rank 0; on other ranks nothing."""
+    if trainer.world_size == 1:
+        return rows
+    gathered: list[list[Row]] | None = (
+        [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
+    )
+    torch.distributed.gather_object(rows, gathered, dst=0)
+    return [row for part in gathered or [] for row in part]
+
+
+def resume_rows(
+    path: Path, problems: Sequence[Problem], is_of: Callable[[Row, Problem], bool], rows_per_problem: int = 1
+) -> int:
+    """Keep the rows of the problems that an earlier run finished, and return how many problems these are.
+
+    Args:
+        path: JSONL file of that run, its rows in the order of the problems.
+        problems: All problems of this run.
+        is_of: Whether a row belongs to a problem.
+        rows_per_problem: A problem with fewer rows was not finished: its rows are dropped.
+
+    Raises:
+        InputError: If the rows belong to other problems.
+    """
+    lines: list[str] = []
+    belongs: list[bool] = []
+    for line, row in whole_rows(path):
+        position = len(lines) // rows_per_problem
+        belongs.append(position < len(problems) and is_of(row, problems[position]))
+        lines.append(line)
+    num_finished = len(lines) // rows_per_problem
+    if not all(belongs[: num_finished * rows_per_problem]):
+        raise InputError(
+            f"A resumed run must have the rows that it began with, but {path} has rows of other problems. "
+            "Restore data.source, or choose another --output_dir."
+        )
+    if path.exists():
+        rewrite(path, lines[: num_finished * rows_per_problem])
+    return num_finished
