@@ -50,13 +50,13 @@ PYTEST = $(RUN)/python -m pytest -n 2 --no-loadscope-reorder
 test: setup
 	$(PYTEST)
 
-# Further cases, the commands of docs/, and a real vLLM worker.
-test-all: setup setup-vllm
-	$(PYTEST) -m full
-
-# The part of it that runs the commands of docs/.
+# Commands, figures and links of the pages, the layout of the package, set-up scripts, the wheel.
 test-docs: setup
-	$(PYTEST) -m full tests/test_docs.py
+	$(PYTEST) -m docs
+
+# Further cases, and a real vLLM worker.
+test-all: setup setup-vllm
+	$(PYTEST) -m "full and not docs"
 
 # The part of it that runs every benchmark and the steps of the GPU ladder, at tiny size.
 test-benchmarks: setup

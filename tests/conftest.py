@@ -1,9 +1,10 @@
 """Fixtures: the real embedded model, and small real architectures that share its tokenizer.
 
-Three sets of tests, each with its own command:
+Four sets of tests, each with its own command:
 
     make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-all   full: further cases, the commands of docs/, what needs a real vLLM worker (mark vllm)
+    make test-docs  docs: commands, figures and links of the pages, the layout of the package, set-up scripts
+    make test-all   full: further cases, what needs a real vLLM worker (mark vllm)
     make prove      slow: learning, kills at random moments, two nodes
 """
 
@@ -33,7 +34,10 @@ SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_devices", "test_
 LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
 LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_cli", "test_docs")
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
-SETS = {"slow": "make prove", "full": "make test-all"}
+SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
+# Files about what people read, and about the project itself: their tests get the mark docs.
+ABOUT_DOCS = ("test_docs", "test_docs_metrics", "test_figures", "test_habits", "test_install", "test_layout")
+ABOUT_DOCS += ("test_setup_gpu", "test_site")
 
 
 # What is run, and what is left
@@ -54,11 +58,13 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with a real vLLM worker as full, and begin with the longest groups.
+    """Mark tests of pages as docs and those with a real vLLM worker as full; begin with the longest groups.
 
     Two processes then end at about the same time.
     """
     for item in items:
+        if item.path.stem in ABOUT_DOCS:
+            item.add_marker("docs")
         if item.get_closest_marker("vllm") and not item.get_closest_marker("slow"):
             item.add_marker("full")
         if item.get_closest_marker("gpu"):

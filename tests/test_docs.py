@@ -84,12 +84,11 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def blocks(language: str) -> pytest.MarkDecorator:
-    """Return a mark that gives a test each block of a language; `make test-all` runs those of docs/."""
+    """Return a mark that gives a test each block of a language."""
     found = [
         b for b in BLOCKS if b.language == language and (b.page, language) != ("docs/python.md", "python")
     ]
-    marks = {block: [pytest.mark.full] if "/" in block.page else [] for block in found}
-    cases = [pytest.param(block, marks=marks[block], id=f"{block.page}:{block.line}") for block in found]
+    cases = [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
     return pytest.mark.parametrize("block", cases)
 
 
@@ -279,7 +278,6 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
             check(arguments, files)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh"])
 def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,7 +295,6 @@ def test_the_stages_of_a_pipeline_are_right(
         check_rlt(words, tmp_path)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_within_the_text_are_right(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +376,6 @@ def documented(start: str, folder: Path) -> list[str]:
     raise AssertionError(f"{start} is not in the documentation")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("start", RUN)
 def test_a_documented_command_runs(
     start: str, runs: Path, rows: Path, tiny_model: str, tmp_path: Path
@@ -409,7 +405,6 @@ SMALL = {  # a stage of that page at tiny size, by verb and config
 }
 
 
-@pytest.mark.full
 def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
     files = page_files(NEW_TASK, tmp_path / "files")
     done = set()

@@ -14,7 +14,6 @@ from wheel import READS, build_wheel, fresh_environment
 
 from rlt_lightning.run.shipped import shipped
 
-pytestmark = pytest.mark.full
 Rlt = Callable[..., subprocess.CompletedProcess[str]]
 # What makes a proposed command tiny, by verb.
 TINY = {

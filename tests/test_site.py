@@ -45,7 +45,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.full  # `make docs` builds, too
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
     assert len(pages) > 20
