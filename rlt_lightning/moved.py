@@ -18,6 +18,9 @@ from typing import Any
 # Old module → the modules that have its public names now. Without the package's name.
 MOVED: dict[str, tuple[str, ...]] = {
     "loggers": ("run.wandb_logger",),
+    "records.catalogue": ("run.metrics",),
+    "records.catalogue.entry": ("run.metrics",),
+    "records.catalogue.registry": ("run.metrics",),
     "loggers.hub": ("hub.push",),
     "loggers.hub_cards": ("hub.cards",),
     "loggers.hub_client": ("hub.client",),

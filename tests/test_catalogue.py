@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from dataclasses import fields, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from browser import completion, write_metrics, write_rows
+from commands import ROOT
 from test_explain import ROW
 
 from rlt_lightning.callbacks.alarms import WATCHED
@@ -24,22 +26,33 @@ from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.explain import explained
 from rlt_lightning.report.heat import Terminal
 from rlt_lightning.report.page import data_of
-from rlt_lightning.run.catalogue import figures, metric_of, register, registry, reward_term
-from rlt_lightning.run.catalogue.evaluation import SET_TITLES
-from rlt_lightning.run.catalogue.page import table, with_tables
-from rlt_lightning.run.catalogue.registry import OURS
-from rlt_lightning.run.catalogue.saved import read_entries, write_entries
+from rlt_lightning.run import metrics as catalogue
+from rlt_lightning.run.metrics import (
+    OURS,
+    SET_TITLES,
+    find_metric,
+    label_columns,
+    read_entries,
+    register,
+    reward_term,
+    write_entries,
+)
 from rlt_lightning.run.workspace import line_panels
 from rlt_lightning.types import NO_TERM, InputError
 
-PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
+assert spec is not None
+assert spec.loader is not None
+metrics_page = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(metrics_page)
+PAGE = metrics_page.PAGE.read_text()
 PACKAGE = """
 from dataclasses import dataclass
 
 import torch
 
 from rlt_lightning.numerics import RLTReward
-from rlt_lightning.run.catalogue import reward_term
+from rlt_lightning.run.metrics import reward_term
 
 BREVITY = reward_term("brevity", "Brevity term", "−0.01 · words of the explanation", "rises towards 0")
 
@@ -63,12 +76,12 @@ def brief_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: brief\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[rlt_lightning.metrics]\nbrevity = brief:BREVITY\n")
-    monkeypatch.setattr(registry, "entries", {metric.name: metric for metric in OURS})
+    monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in OURS})
     monkeypatch.syspath_prepend(folder)
-    registry.load_installed.cache_clear()
+    catalogue.load_installed.cache_clear()
     yield importlib.import_module("brief").BriefReward
     del sys.modules["brief"]
-    registry.load_installed.cache_clear()
+    catalogue.load_installed.cache_clear()
 
 
 def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path) -> None:
@@ -101,9 +114,10 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     text = explained(ROW, ROW, {"solution": -1.0, "brevity": -0.25}, RLTReward(), top=1, terminal=Terminal())
     assert "  brevity   -0.2500  −0.01 · words of the explanation\n" in text
     row = "| `reward/brevity` | −0.01 · words of the explanation | nats | rises towards 0 |\n"
-    assert row in table("reward")
-    assert "| `brevity_reward` | value of this completion; the mean is `reward/brevity` |\n" in table(
-        "rollouts.jsonl"
+    assert row in metrics_page.write_table("reward")
+    assert (
+        "| `brevity_reward` | value of this completion; the mean is `reward/brevity` |\n"
+        in metrics_page.write_table("rollouts.jsonl")
     )
 
 
@@ -111,7 +125,7 @@ def test_a_run_folder_keeps_entries_that_are_not_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = {metric.name: metric for metric in OURS}
-    monkeypatch.setattr(registry, "entries", dict(ours))
+    monkeypatch.setattr(catalogue, "entries", dict(ours))
     write_entries(tmp_path)
     assert not list(tmp_path.iterdir())
     read_entries(tmp_path)
@@ -119,11 +133,11 @@ def test_a_run_folder_keeps_entries_that_are_not_ours(
     register(brevity)
     write_entries(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["catalogue.json"]
-    monkeypatch.setattr(registry, "entries", dict(ours))
-    assert "brevity_reward" not in figures()
+    monkeypatch.setattr(catalogue, "entries", dict(ours))
+    assert "brevity_reward" not in label_columns()
     read_entries(tmp_path)
-    assert metric_of("reward/brevity") == brevity
-    assert figures()["brevity_reward"] == "Brevity term"
+    assert find_metric("reward/brevity") == brevity
+    assert label_columns()["brevity_reward"] == "Brevity term"
 
 
 @pytest.mark.parametrize("text", ["[", "[3]", '[{"name": "reward/a"}]', '[{"nam": "reward/a"}]', "3"])
@@ -134,10 +148,10 @@ def test_entries_that_rlt_did_not_write_are_refused(text: str, tmp_path: Path) -
 
 
 def test_the_tables_of_the_page_are_those_of_the_catalogue() -> None:
-    assert with_tables(PAGE) == PAGE, "run `python -m rlt_lightning.run.catalogue.page docs/metrics.md`"
+    assert metrics_page.write_tables(PAGE) == PAGE, "run `python scripts/metrics_page.py`"
     assert PAGE.count("<!-- catalogue: ") == 13
     with pytest.raises(ValueError, match="has none for 'nothing'"):
-        with_tables("<!-- catalogue: nothing -->\n<!-- end -->")
+        metrics_page.write_tables("<!-- catalogue: nothing -->\n<!-- end -->")
 
 
 def test_a_term_may_have_no_name_of_a_metric() -> None:
@@ -146,13 +160,13 @@ def test_a_term_may_have_no_name_of_a_metric() -> None:
     columns = {metric.column.removesuffix("_reward") for metric in own} - {"", "reward"}
     assert names | columns == TAKEN_NAMES
     with pytest.raises(ValueError, match="'reward/kl' is in the catalogue already"):
-        register(replace(metric_of("reward/kl"), title="Mine"))
-    register(metric_of("reward/kl"))  # the same entry again changes nothing
+        register(replace(find_metric("reward/kl"), title="Mine"))
+    register(find_metric("reward/kl"))  # the same entry again changes nothing
 
 
 def test_names_that_code_uses_are_in_the_catalogue() -> None:
     names = {metric.name for metric in OURS}
     assert set(WATCHED) <= names
     terms = {field.name for field in fields(CorrectnessTerms) if field.metadata != NO_TERM}
-    assert {*RLTReward().columns(), *terms} <= figures().keys()
+    assert {*RLTReward().columns(), *terms} <= label_columns().keys()
     assert list(SETS) == list(SET_TITLES)

@@ -31,7 +31,7 @@ from wandb_run import install_oldest, oldest, runs_in
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.run.catalogue import metrics
+from rlt_lightning.run.metrics import list_metrics
 from rlt_lightning.run.redaction import without_secrets
 from rlt_lightning.run.rows import evenly_spread
 from rlt_lightning.run.wandb_logger import WandbLogger
@@ -43,9 +43,9 @@ COMPLETIONS = 3  # shown of each iteration's 8
 OTHER_MODULES = {"policy/val_loss", "perf/evaluate_s"} | {
     f"reward/{part}{name}" for part in ("", "val_") for name in ("correct", "formatted", "timed_out")
 }  # panels of SFT, of traditional RL and of EvaluateEvery
-OTHER_MODULES |= {metric.name for metric in metrics() if metric.table == "dynamic_sampling"}
+OTHER_MODULES |= {metric.name for metric in list_metrics() if metric.table == "dynamic_sampling"}
 OTHER_MODULES |= {
-    name for m in metrics() if m.prefix == "distill" for name in (m.name, m.name.replace("/", "/val_"))
+    name for m in list_metrics() if m.prefix == "distill" for name in (m.name, m.name.replace("/", "/val_"))
 }
 OTHER_MODULES |= {"reward/baseline", "reward/val_baseline"}  # of reward.baseline: empty
 OTHER_MODULES |= {"rollout/half_character_frac"}  # of a student with another tokenizer

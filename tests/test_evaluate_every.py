@@ -35,7 +35,7 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.report.charts import curve_sections
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
-from rlt_lightning.run.catalogue.evaluation import EVALUATION
+from rlt_lightning.run.metrics import EVALUATION
 from rlt_lightning.run.workspace import workspace
 from rlt_lightning.types import InputError
 

@@ -42,7 +42,8 @@ from rlt_lightning.report.charts import spread_of
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
 from rlt_lightning.report.page import data_of
-from rlt_lightning.run.catalogue import metric_of, registry
+from rlt_lightning.run import metrics as catalogue
+from rlt_lightning.run.metrics import find_metric
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -200,16 +201,18 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
         names = ("solution_log_prob_reward", "kl_reward", "format_reward", "repetition_reward")
         assert row["reward"] == pytest.approx(sum(row[name] for name in names), rel=1e-5)
 
-    monkeypatch.setattr(registry, "entries", {metric.name: metric for metric in registry.OURS})
-    assert metric_of("reward/repetition").title == "reward/repetition"  # this process never imported the file
+    monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
+    assert (
+        find_metric("reward/repetition").title == "reward/repetition"
+    )  # this process never imported the file
     trained = collect(folder, Bounds(100, 10**6))
-    assert spread_of(trained, metric_of("reward/repetition")).keys() == {1, 2}  # the band
+    assert spread_of(trained, find_metric("reward/repetition")).keys() == {1, 2}  # the band
     report: Any = data_of([trained])
     [chart] = [c for c in report["sections"][0]["charts"] if c["name"] == "reward/repetition"]
     assert (chart["title"], chart["unit"]) == ("Repetition term", "nats")
     assert chart["about"].startswith("−repetition_weight · fraction of the explanation")
     assert [series["label"] for series in chart["series"]] == ["", "held-out problems"]
-    monkeypatch.setattr(registry, "entries", {metric.name: metric for metric in registry.OURS})
+    monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
     completions: Any = data_of([collect(outside / "runs" / "scores", Bounds(100, 10**6))])["completions"]
     assert sorted(completions["terms"]["repetition_reward"]) == [-0.375, 0]
     assert completions["labels"]["repetition_reward"] == "Repetition term"

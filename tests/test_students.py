@@ -34,7 +34,7 @@ from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combined_terms
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.run.catalogue import registry
+from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.scoring.scorer import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import STRATOS
@@ -68,7 +68,7 @@ NAMES = (
 @pytest.fixture(autouse=True)
 def _own_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the entries of these students out of the pages that other tests of this process read."""
-    monkeypatch.setattr(registry, "entries", dict(registry.entries))
+    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
 def terms_of(solution: list[float], kl: list[float], closed: bool = True) -> RLTRewardTerms:

@@ -48,7 +48,7 @@ from rlt_lightning.judging.questions import EvaluationBatch, Response
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.evaluation import SetMetrics, figures_of, judged_records, metrics_of
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.run.catalogue.evaluation import EVALUATION, OVERALL_FIGURES
+from rlt_lightning.run.metrics import EVALUATION, OVERALL_FIGURES
 from rlt_lightning.run.results import accuracy
 from rlt_lightning.types import InputError, Problem, SFTExample
 

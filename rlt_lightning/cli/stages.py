@@ -33,7 +33,7 @@ from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.surroundings import global_rank, require_known_strategy
 from rlt_lightning.python.trainer import TESTING, TRAINING, make_parts
-from rlt_lightning.run.catalogue.saved import write_entries
+from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import without_secrets
 from rlt_lightning.run.run_folder import choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name

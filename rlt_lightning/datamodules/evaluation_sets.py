@@ -16,7 +16,7 @@ from rlt_lightning.judging.answers import (
     Reference,
     reference_answer,
 )
-from rlt_lightning.run.catalogue.evaluation import SET_TITLES
+from rlt_lightning.run.metrics import SET_TITLES
 from rlt_lightning.tags import holds_half_pair
 from rlt_lightning.types import InputError
 

@@ -22,7 +22,7 @@ from rlt_lightning.checkpoints.card import CARD, LICENCE, read_card
 from rlt_lightning.datamodules.sources import READERS, MemoryRows, sources_of
 from rlt_lightning.models.announce import announce
 from rlt_lightning.pretrained import load_format
-from rlt_lightning.run.catalogue import base, metric_of
+from rlt_lightning.run.metrics import find_metric, training_name
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.redaction import without_secrets
 from rlt_lightning.run.results import HEADER, markdown, result_row, unlike_published
@@ -167,14 +167,16 @@ def training_table(path: Path) -> str:
     """Return a Markdown table of what the training changed; empty if metrics.csv has nothing to show."""
     curves, _ = read_metrics(path)
     shown = {name: curve for name, curve in curves.items() if is_shown(name)}
-    rows = [(f"`{name}`", metric_of(base(name)).title, *ends(curve)) for name, curve in shown.items()]
+    rows = [
+        (f"`{name}`", find_metric(training_name(name)).title, *ends(curve)) for name, curve in shown.items()
+    ]
     return markdown([("metric", "", "first", "last"), *rows]).strip() if rows else ""
 
 
 def is_shown(name: str) -> bool:
     """Return whether a metric, of training or held out, is on a card: terms of the reward and a few more."""
-    is_term = name.startswith("reward/") and metric_of(base(name)).column
-    return bool(is_term) or base(name) in SHOWN or name.endswith("/pass_at_1")
+    is_term = name.startswith("reward/") and find_metric(training_name(name)).column
+    return bool(is_term) or training_name(name) in SHOWN or name.endswith("/pass_at_1")
 
 
 def ends(curve: Curve) -> tuple[str, str]:

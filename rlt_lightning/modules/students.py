@@ -27,8 +27,7 @@ from rlt_lightning.modules.text_reward import require_student
 from rlt_lightning.numerics.packing import Extent
 from rlt_lightning.numerics.rewards import Reward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction, combined_terms
-from rlt_lightning.run.catalogue import register
-from rlt_lightning.run.catalogue.rewards import of_student
+from rlt_lightning.run.metrics import build_student_metrics, register
 from rlt_lightning.types import InputError, Rollout, Rollouts, Scores
 
 # Names of students, with their weights or without.
@@ -99,7 +98,7 @@ class Students:
         """
         require_student(reward, self.first)
         if len(self.names) > 1:
-            register(*(metric for label in self.labels for metric in of_student(label)))
+            register(*(metric for label in self.labels for metric in build_student_metrics(label)))
         return self
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.rewards import TAKEN_NAMES, Reward, require_finite
-from rlt_lightning.run.catalogue.columns import COMPLETION
+from rlt_lightning.run.metrics import COLUMNS
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import NO_TERM, InputError, Problem, RewardTerms, Rollout
 
@@ -109,7 +109,7 @@ def judged(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> Rewar
     terms = reward(rollouts, tags)
     names = terms.recorded().keys() - {"reward"}
     taken = TAKEN_NAMES - {field.name for field in fields(CorrectnessTerms)}
-    if clashes := sorted(names & (taken | {column.name for column in COMPLETION})):
+    if clashes := sorted(names & (taken | {column.name for column in COLUMNS["completion"]})):
         raise InputError(
             f"The terms of {type(reward).__name__} must have names that no metric and no column of "
             f"rollouts.jsonl has, but have {', '.join(clashes)}. Choose others."

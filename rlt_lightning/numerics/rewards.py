@@ -8,7 +8,7 @@ To add a term inside this file, change these places:
     RLTReward            an option with its weight and its check; the sum in `__call__`; `columns`
     RLTRewardTerms       a field; `parts`, from which it is logged; `recorded`, its column in rollouts.jsonl
     TAKEN_NAMES          the name, so that no subclass takes it
-    run/catalogue/   an entry in rewards.py: title, unit, meaning, healthy values
+    run/metrics.yaml     an entry: title, unit, meaning, healthy values
 """
 
 from __future__ import annotations

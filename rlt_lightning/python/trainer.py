@@ -30,7 +30,7 @@ from rlt_lightning.python.surroundings import (
     quiet_third_parties,
     require_known_strategy,
 )
-from rlt_lightning.run.catalogue.saved import write_entries
+from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.run_folder import (
     choose_run_folder,

@@ -1,7 +1,7 @@
 """The charts of runs as plain data: collect.py reads the runs, page.py calls, web/charts.js draws.
 
-Title, unit and caption of a metric's chart are its entry in run/catalogue/ (rewards.py, policy.py,
-performance.py). The other titles are here: Time of an iteration, Groups by reward, Accuracy, pass@j.
+Title, unit and caption of a metric's chart are its entry in run/metrics.yaml.
+The other titles are here: Time of an iteration, Groups by reward, Accuracy, pass@j.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import Any
 
 from rlt_lightning.report.collect import Run
 from rlt_lightning.report.completions import Spread
-from rlt_lightning.run.catalogue import Metric, base, figures, held_out, metric_of, metrics
+from rlt_lightning.run.metrics import (
+    Metric,
+    find_metric,
+    label_columns,
+    list_metrics,
+    training_name,
+    validation_name,
+)
 from rlt_lightning.run.metrics_csv import Curve
 from rlt_lightning.run.results import HEADER, PAPER_SOURCE, comparable_sets, paper_table, result_row
 
@@ -26,20 +33,20 @@ ACCURACY = (
 
 def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     """Return charts of the metrics by iteration, in sections; none is empty."""
-    names = {base(name) for run in runs for name in run.metrics if not name.startswith("eval/")}
-    names |= {metric.name for metric in metrics() if any(spread_of(run, metric) for run in runs)}
+    names = {training_name(name) for run in runs for name in run.metrics if not name.startswith("eval/")}
+    names |= {metric.name for metric in list_metrics() if any(spread_of(run, metric) for run in runs)}
     # Terms that are not in the catalogue, of runs without metrics.csv.
     columns = {column for run in runs if not run.metrics for column in run.completions.spreads}
     names |= {
         f"reward/{column.removesuffix('_reward')}"
-        for column in columns - figures().keys()
+        for column in columns - label_columns().keys()
         if column.endswith("_reward")
     }
-    known = [metric for metric in metrics() if metric.name in names]
-    unknown = [metric_of(name) for name in sorted(names - {metric.name for metric in known})]
+    known = [metric for metric in list_metrics() if metric.name in names]
+    unknown = [find_metric(name) for name in sorted(names - {metric.name for metric in known})]
     shown = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
     sections: list[dict[str, Any]] = [{"title": "Accuracy while training", "charts": accuracy_curves(runs)}]
-    for title in dict.fromkeys(metric.section for metric in metrics() if metric.section):
+    for title in dict.fromkeys(metric.section for metric in list_metrics() if metric.section):
         charts = list(stacks(runs)) if title == "Time and memory" else []
         charts += [metric_chart(runs, metric) for metric in shown if metric.section == title]
         sections.append({"title": title, "charts": charts})
@@ -60,7 +67,7 @@ def accuracy_curves(runs: list[Run]) -> list[Chart]:
 
 def accuracy_curve(runs: list[Run], figure: str) -> Chart:
     """Return the chart of one figure of EvaluateEvery. The figures of `rlt test` have other charts."""
-    metric, series = metric_of(f"eval/SET/{figure}"), []
+    metric, series = find_metric(f"eval/SET/{figure}"), []
     scale = 100 if metric.unit == "fraction" else 1
     for number, run in enumerate(runs):
         of_fit = [name for name in run.metrics if name.startswith("eval/") and run.evaluation is None]
@@ -99,8 +106,8 @@ def metric_chart(runs: list[Run], metric: Metric) -> Chart:
             if name == "reward/mean":  # metrics.csv has its deviation for most steps
                 deviations |= dict(zip(*run.metrics.get("reward/std", ([], [])), strict=True))
             series.append({"run": number, "label": "", **banded(curve, deviations)})
-        if held_out(name) in run.metrics:
-            steps, values = run.metrics[held_out(name)]
+        if validation_name(name) in run.metrics:
+            steps, values = run.metrics[validation_name(name)]
             series.append({"run": number, "label": "held-out problems", "x": steps, "y": values})
     return {
         "kind": "lines",
@@ -143,7 +150,7 @@ def banded(curve: Curve, deviations: dict[int, float | None]) -> dict[str, Any]:
 
 def stacks(runs: list[Run]) -> Iterator[Chart]:
     """Yield a chart for each run: the time of an iteration by phase."""
-    phases = [metric for metric in metrics() if metric.drawn == "stack"]
+    phases = [metric for metric in list_metrics() if metric.drawn == "stack"]
     for number, run in enumerate(runs):
         found = {phase.title: run.metrics[phase.name] for phase in phases if phase.name in run.metrics}
         if found:
@@ -167,7 +174,7 @@ def group_charts(runs: list[Run]) -> list[Chart]:
     series = []
     for number, run in enumerate(runs):
         groups = [row["group"] for row in run.groups]
-        for name, label in figures().items():
+        for name, label in label_columns().items():
             values = [row.get(name) for row in run.groups]
             if not values or None in values or (name != "reward" and len(set(values)) == 1):
                 continue

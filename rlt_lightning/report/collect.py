@@ -11,8 +11,8 @@ from typing import Any
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.report.completion_rows import COMPLETION_FILES
 from rlt_lightning.report.completions import Bounds, Completions, read_completions
-from rlt_lightning.run.catalogue.saved import read_entries
 from rlt_lightning.run.jsonl import Row, rows_in
+from rlt_lightning.run.metrics import read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.run_folder import flat, read_settings
 from rlt_lightning.types import InputError

@@ -11,14 +11,15 @@ from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.run.catalogue import figures
-from rlt_lightning.run.catalogue.columns import COMPLETION, TOKENS
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.metrics import COLUMNS, label_columns
 from rlt_lightning.tags import R1, STRATOS
 
 COMPLETION_FILES = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")
-NO_FIGURES = {column.name for column in COMPLETION}  # numbers among them say where a row comes from
-TOKEN_COLUMNS = tuple(column.name for column in TOKENS)
+NO_FIGURES = {
+    column.name for column in COLUMNS["completion"]
+}  # numbers among them say where a row comes from
+TOKEN_COLUMNS = tuple(column.name for column in COLUMNS["tokens"])
 NUMBER_SIZE = 8  # characters of a token's figure on the page, about
 
 
@@ -49,7 +50,7 @@ def figures_of(row: Row, file: str) -> dict[str, float | None]:
 
     Rows of a predict run also hold the columns of the source, so only columns of the catalogue count there.
     """
-    ours = (name for name in row if name not in NO_FIGURES) if file == "rollouts.jsonl" else figures()
+    ours = (name for name in row if name not in NO_FIGURES) if file == "rollouts.jsonl" else label_columns()
     found = {name: float(row[name]) for name in ours if isinstance(row.get(name), (int, float))}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rlt_lightning.report.completion_rows import completion_of, figures_of, size_of, step_of, texts_of
-from rlt_lightning.run.catalogue import figures
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.metrics import label_columns
 from rlt_lightning.run.rows import evenly_spread
 
 
@@ -129,7 +129,7 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
             if step is not None and value is not None:
                 spreads[name][step].add(value)
     found.total = len(sizes)
-    order = list(figures())
+    order = list(label_columns())
     found.terms.sort(key=lambda name: order.index(name) if name in order else len(order))
     found.spreads = {name: dict(sorted(by_step.items())) for name, by_step in spreads.items()}
     chosen = choose(found.problems, owners, sizes, bounds)

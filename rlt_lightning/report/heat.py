@@ -15,8 +15,8 @@ from html import escape
 from rlt_lightning.chat.screen import has_styles
 from rlt_lightning.modules.students import Students
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.run.catalogue import metric_of
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.metrics import find_metric
 from rlt_lightning.tags import CONTROL_CODES
 
 # Terminal colours, from a token that the student expects to a token that surprises it most.
@@ -84,7 +84,7 @@ def term_lines(
     width = max(map(len, parts), default=4) + 2
     lines = [f"{'reward':<{width + 2}}{reward:+.4f}"]
     for name, value in parts.items():
-        words = made_of.get(name) or metric_of(f"reward/{name}").meaning
+        words = made_of.get(name) or find_metric(f"reward/{name}").meaning
         lines += hanging(f"  {name:<{width}}{value:+.4f}  ", words, terminal)
     return lines
 

@@ -14,8 +14,8 @@ from rlt_lightning import __version__
 from rlt_lightning.report.charts import curve_sections, evaluation_charts, evaluation_tables, group_charts
 from rlt_lightning.report.collect import Run, collect
 from rlt_lightning.report.completions import AskedProblem, Bounds, read_completions
-from rlt_lightning.run.catalogue import figures
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.metrics import label_columns
 from rlt_lightning.types import InputError
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
@@ -183,7 +183,7 @@ def differences(runs: list[Run]) -> list[list[str]]:
 def completions_of(runs: list[Run]) -> dict[str, Any] | None:
     """Return the completions of all runs by column, and their problems; None if there are none."""
     terms = list(dict.fromkeys(term for run in runs for term in run.completions.terms))
-    labels = figures()
+    labels = label_columns()
     data: dict[str, Any] = {"terms": {name: [] for name in terms}, "tokens": {}, "problems": []}
     data["labels"] = {name: labels[name] for name in terms if name in labels}
     columns = ("run", "problem", "step", "number", "column", "finish", "text")

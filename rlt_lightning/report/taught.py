@@ -29,8 +29,8 @@ from rlt_lightning.report.heat import (
     term_lines,
     terms_in_words,
 )
-from rlt_lightning.run.catalogue.columns import TAUGHT, TOKENS
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.metrics import COLUMNS
 from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import PromptBatch, RewardTerms, Rollout, Scores
@@ -92,7 +92,7 @@ class Taught:
 
     def json_rows(self, traces: Iterable[Row]) -> list[Row]:
         """Return the rows of traces.jsonl with the tokens and the student's view, as far as there are any."""
-        names = [column.name for column in (*TAUGHT, *TOKENS)]
+        names = [column.name for column in (*COLUMNS["taught"], *COLUMNS["tokens"])]
         found = []
         for trace, row in zip(traces, self.rows, strict=True):
             own = (name for base in names for name in row if base_of(name) == base)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlt_lightning.run.catalogue.evaluation import SET_TITLES, TITLES
+from rlt_lightning.run.metrics import EVALUATION, SET_TITLES
 
 PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
 PAPER_SOURCE = "Table 1 of arXiv:2506.08388, pass@1 in %, as published"
@@ -28,6 +28,7 @@ PAPER_ROWS: tuple[tuple[str, str, tuple[float, float, float, float]], ...] = (
     ("Bespoke-32B", "17K", (63.30, 93.00, 58.10, 71.47)),
     ("RLT-32B", "17K", (66.70, 93.40, 59.60, 73.23)),
 )
+TITLES = {metric.name.removeprefix("eval/SET/"): metric.title for metric in EVALUATION}
 PERCENTAGES = ("pass_at_k", "maj_at_k", "formatted_frac", "truncated_frac")
 HEADER = (
     "set",

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.run.catalogue.rewards import OF_STUDENT, REWARD, STUDENT
 from rlt_lightning.run.jsonl import Row, rewrite, whole_rows
+from rlt_lightning.run.metrics import OF_STUDENT, OURS
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
 # Columns of a completion that each of several students has: the others come from the text.
-STUDENT_COLUMNS = tuple(metric.column for metric in (*REWARD, *STUDENT) if metric.name in OF_STUDENT)
+STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
 
 
 def evenly_spread(items: list[T], number: int) -> list[T]:

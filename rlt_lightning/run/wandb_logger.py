@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.run import catalogue
+from rlt_lightning.run.metrics import list_metrics
 from rlt_lightning.run.redaction import without_secrets
 from rlt_lightning.types import InputError, missing_package
 
@@ -109,7 +109,7 @@ class WandbLogger(loggers.WandbLogger):
             ) from error
         self._id = run.id
         run.define_metric(ITERATION, hidden=True)
-        for prefix in dict.fromkeys(metric.prefix for metric in catalogue.metrics()):
+        for prefix in dict.fromkeys(metric.prefix for metric in list_metrics()):
             run.define_metric(f"{prefix}/*", step_metric=ITERATION)
         where = str(run.url) if mode == "online" else f"{mode} ({reason})"
         where += f"; upload: wandb sync {files}/offline-run-*-{run.id}" if mode == "offline" else ""

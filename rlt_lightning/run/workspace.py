@@ -6,9 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.run.catalogue import held_out, metrics
-from rlt_lightning.run.catalogue.evaluation import EVALUATION, OVERALL_FIGURES, SET_TITLES
-from rlt_lightning.run.catalogue.saved import read_entries
+from rlt_lightning.run.metrics import (
+    EVALUATION,
+    OVERALL_FIGURES,
+    SET_TITLES,
+    list_metrics,
+    read_entries,
+    validation_name,
+)
 from rlt_lightning.run.wandb_logger import ITERATION, TABLE, account
 from rlt_lightning.types import InputError, missing_package
 
@@ -40,10 +45,10 @@ def dashboard(
 def line_panels() -> dict[str, list[list[str]]]:
     """Return the metrics of every panel of lines, by prefix: metrics to be compared share a panel."""
     panels: dict[str, dict[str, list[str]]] = {}
-    for metric in metrics():
+    for metric in list_metrics():
         if metric.prefix != "eval" and metric.drawn != "stack":
             lines = panels.setdefault(metric.prefix, {}).setdefault(metric.panel or metric.name, [])
-            lines += [metric.name] if metric.held_out is None else [metric.name, held_out(metric.name)]
+            lines += [metric.name] if metric.held_out is None else [metric.name, validation_name(metric.name)]
     return {prefix: list(found.values()) for prefix, found in panels.items()}
 
 
@@ -60,7 +65,7 @@ def workspace(project: str, entity: str, name: str) -> Any:
         return wr.BarPlot(title=figure, metrics=[f"eval/{name}/{figure}" for name in sets])
 
     panels = {f"{prefix}/": [lines(names) for names in found] for prefix, found in line_panels().items()}
-    phases = [metric.name for metric in metrics() if metric.drawn == "stack"]
+    phases = [metric.name for metric in list_metrics() if metric.drawn == "stack"]
     panels["perf/"].insert(0, lines(phases, title="seconds of an iteration", plot_type="stacked-area"))
     # A fit with EvaluateEvery has curves of any set, `rlt test` has bars.
     evaluated = [metric.name.rpartition("/")[2] for metric in EVALUATION]

@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md: `python -m rlt_lightning.run.catalogue.page docs/metrics.md`.
+"""Write the tables of docs/metrics.md: `python scripts/metrics_page.py`.
 
 A table stands between two comments, and the text around it is written by hand:
 
@@ -10,24 +10,28 @@ A table stands between two comments, and the text around it is written by hand:
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlt_lightning.run.catalogue.columns import COMPLETION, RESPONSE, TOKENS
-from rlt_lightning.run.catalogue.entry import Column, Metric
-from rlt_lightning.run.catalogue.registry import held_out, metrics
-from rlt_lightning.run.catalogue.rewards import of_student
+from rlt_lightning.run.metrics import (
+    COLUMNS,
+    Column,
+    Metric,
+    build_student_metrics,
+    list_metrics,
+    validation_name,
+)
 
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 MARKED = re.compile(r"(<!-- catalogue: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def with_tables(text: str) -> str:
+def write_tables(text: str) -> str:
     """Return a page with every marked table as the catalogue gives it."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", text)
+    return MARKED.sub(lambda found: f"{found[1]}\n{write_table(found[2])}\n{found[3]}", text)
 
 
-def table(name: str) -> str:
+def write_table(name: str) -> str:
     """Return a table in Markdown.
 
     Args:
@@ -38,49 +42,56 @@ def table(name: str) -> str:
         ValueError: If there is no such table.
     """
     if name == "responses.jsonl":
-        return markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in RESPONSE))
+        return write_markdown(
+            ("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in COLUMNS["response"])
+        )
     if name == "rollouts.jsonl":
-        columns = (*COMPLETION, *figure_columns(), *TOKENS)
-        return markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in columns))
+        columns = (*COLUMNS["completion"], *list_figure_columns(), *COLUMNS["tokens"])
+        return write_markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in columns))
     if name == "students":
-        return metric_table(list(of_student("STUDENT")))
-    found = [metric for metric in metrics() if (metric.table or metric.prefix) == name]
+        return write_metric_table(list(build_student_metrics("STUDENT")))
+    found = [metric for metric in list_metrics() if (metric.table or metric.prefix) == name]
     if not found:
         raise ValueError(
             f"A table must have metrics, but the catalogue has none for {name!r}. Correct the mark."
         )
-    return metric_table(found)
+    return write_metric_table(found)
 
 
-def figure_columns() -> list[Column]:
+def write_column_table(columns: Iterable[Column]) -> str:
+    """Return a table of columns."""
+    return write_markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in columns))
+
+
+def list_figure_columns() -> list[Column]:
     """Return the columns of completions whose means are metrics."""
-    found = [metric for metric in metrics() if metric.column]
+    found = [metric for metric in list_metrics() if metric.column]
     return [
         Column(metric.column, f"value of this completion; the mean is `{metric.name}`") for metric in found
     ]
 
 
-def metric_table(found: list[Metric]) -> str:
+def write_metric_table(found: list[Metric]) -> str:
     """Return a table of metrics, those on held-out problems last."""
     says = any(metric.logged_by for metric in found)
-    rows = [row_of(metric, says) for metric in found]
+    rows = [write_row(metric, says) for metric in found]
     for metric in found:
         if metric.held_out is not None:
-            name, *logged, _, unit, _ = row_of(metric, says)
-            name = f"`{held_out(metric.name)}`"
+            name, *logged, _, unit, _ = write_row(metric, says)
+            name = f"`{validation_name(metric.name)}`"
             rows.append((name, *logged, f"`{metric.name}` on held-out problems", unit, metric.held_out))
     header = ("name", *(["logged by"] if says else []), "meaning", "unit", "healthy; what a bad value says")
-    return markdown(header, rows)
+    return write_markdown(header, rows)
 
 
-def row_of(metric: Metric, says_who: bool) -> tuple[str, ...]:
+def write_row(metric: Metric, says_who: bool) -> tuple[str, ...]:
     """Return the cells of a metric's row."""
     unit = ", ".join(filter(None, (metric.unit, metric.bounds)))
     logged = [metric.logged_by] if says_who else []
     return (f"`{metric.name}`", *logged, metric.meaning, unit, metric.healthy)
 
 
-def markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def write_markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [" | ".join(header), *(" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows)]
     lines = [f"| {line} |\n" for line in lines]
@@ -89,5 +100,4 @@ def markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(with_tables(path.read_text()))
+    PAGE.write_text(write_tables(PAGE.read_text()))
