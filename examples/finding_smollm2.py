@@ -31,8 +31,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from rlt_lightning.datamodules.uneven import TRACE_KINDS
-from rlt_lightning.datamodules.word_sums import word_sum_kind, word_sum_rows
+from rlt_lightning.tasks.stepwise import TRACE_KINDS, word_sum_kind, word_sum_rows
 
 ARMS = ("raw", "warmup", "rlt", "solution_only", "shuffled", "oracle")
 TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL trains

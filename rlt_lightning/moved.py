@@ -17,6 +17,11 @@ from typing import Any
 
 # Old module → the modules that have its public names now. Without the package's name.
 MOVED: dict[str, tuple[str, ...]] = {
+    "datamodules.arithmetic": ("tasks.arithmetic",),
+    "datamodules.chains": ("tasks.stepwise",),
+    "datamodules.countdown": ("tasks.countdown",),
+    "datamodules.uneven": ("tasks.stepwise",),
+    "datamodules.word_sums": ("tasks.stepwise",),
     "loggers": ("run.wandb_logger",),
     "records.catalogue": ("run.metrics",),
     "records.catalogue.entry": ("run.metrics",),

@@ -18,13 +18,14 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     │   └── WorkerError       engines/client.py        one call to one worker failed
     └── PushError *           hub/client.py    the hub refused a push or could not be reached
     Exception
-    ├── BadRowError           datamodules/bad_rows.py  a row cannot be used: it is counted and left out
+    ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
     └── Refused               models/checks.py         a kernel is missing, or computes something else
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 # A process that judges answers imports this file, and needs no torch.
@@ -53,6 +54,32 @@ def missing_package(what: str, package: str, extra: str, instead: str) -> InputE
         f"{what} needs the package {package}, but it is not installed. Run pip install "
         f"'rlt-lightning[{extra}]'; or {instead}."
     )
+
+
+class BadRowReason(StrEnum):
+    """Why a row cannot be used."""
+
+    BROKEN_JSON = "broken_json"
+    WRONG_TYPE = "wrong_type"
+    MISSING_COLUMN = "missing_column"
+    MISSING_TAGS = "missing_tags"
+    EMPTY_QUESTION = "empty_question"
+    EMPTY_SOLUTION = "empty_solution"
+    EMPTY_TRACE = "empty_trace"
+    NO_ANSWER = "no_answer"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    SOLUTION_TOO_LONG = "solution_too_long"
+    TOO_LONG = "too_long"
+    UNSOLVABLE = "unsolvable"
+
+
+class BadRowError(Exception):
+    """A row cannot be used. The datamodule catches and counts these errors; no user sees one."""
+
+    def __init__(self, reason: BadRowReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True)

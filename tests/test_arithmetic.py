@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules.arithmetic import KINDS, NAMES, TEMPLATES, THINGS, arithmetic_rows
+from rlt_lightning.tasks.arithmetic import KINDS, NAMES, TEMPLATES, THINGS, arithmetic_rows
 from rlt_lightning.types import InputError
 
 NUMBER = r"\d+(?:\.\d+)?"
@@ -102,7 +102,7 @@ def test_rows_vary():
 @pytest.mark.full
 def test_rows_are_the_same_in_another_process():
     code = (
-        "from rlt_lightning.datamodules.arithmetic import arithmetic_rows\n"
+        "from rlt_lightning.tasks.arithmetic import arithmetic_rows\n"
         "print(arithmetic_rows(50, 7)[49]['question'])"
     )
     other = subprocess.run(
@@ -136,6 +136,8 @@ def test_one_kind_can_be_had_alone_even_an_easy_one():
 def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="splits train and test, but got 'dev'"):
         arithmetic_rows(1, split="dev")
-    monkeypatch.setattr("rlt_lightning.datamodules.arithmetic.TEMPLATES", (lambda rng: ("q", "t", "1"),))
-    with pytest.raises(InputError, match=r"about [01] different rows, but 5 were asked for"):
+    monkeypatch.setattr("rlt_lightning.tasks.arithmetic.TEMPLATES", (lambda rng: ("q", "t", "1"),))
+    with pytest.raises(
+        InputError, match=r"about [01] different rows of these settings, but 5 were asked for"
+    ):
         arithmetic_rows(5)

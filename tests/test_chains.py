@@ -13,19 +13,21 @@ from random import Random
 import pytest
 import torch
 
-from rlt_lightning.datamodules.chains import (
-    WORDING,
-    chain,
-    chain_kind,
-    chain_of,
-    chain_rows,
-    random_chain,
-    split_of,
-)
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.uneven import Mixture, broken_off, uneven_trace
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.tasks.stepwise import (
+    CHAIN_SPLITS,
+    CHAIN_WORDING,
+    Mixture,
+    build_chain,
+    chain_kind,
+    chain_rows,
+    draw_chains,
+    draw_ending,
+    draw_trace,
+    parse_chain,
+)
 from rlt_lightning.types import InputError
 
 FINDING = Path(__file__).parents[1] / "examples" / "finding"
@@ -33,11 +35,11 @@ QUESTION = "start 2, add 1, add 3, times 7?"  # 2 -> 3 -> 6 -> 42, of which 2 is
 
 
 def test_a_chain_keeps_the_last_digit() -> None:
-    problem = chain(2, [("add", 1), ("add", 3), ("times", 7)])
+    problem = build_chain(2, [("add", 1), ("add", 3), ("times", 7)])
     assert problem.question == QUESTION
     assert problem.steps == ["2 add 1 is 3", "3 add 3 is 6", "6 times 7 is 2"]
     assert problem.answer == "2"
-    assert chain_of(QUESTION).steps == problem.steps
+    assert parse_chain(QUESTION).steps == problem.steps
 
 
 @pytest.mark.parametrize(
@@ -67,16 +69,16 @@ def test_the_kind_of_a_trace_is_told_from_its_text(trace: str, kind: str, num_ri
 def test_every_drawn_trace_is_of_the_kind_that_was_drawn() -> None:
     rng = Random(0)
     for _ in range(300):
-        problem = random_chain(rng, 5, "train")
+        [problem] = draw_chains(rng, 1, 5, "train")
         place, kind = rng.randrange(5), rng.choice(("filler", "leap", "wrong"))
-        sentences = [*problem.steps[:place], *broken_off(problem, WORDING, place, kind, rng)]
-        assert chain_kind(problem.question, WORDING.trace(sentences)) == (kind, place)
+        sentences = [*problem.steps[:place], *draw_ending(problem, CHAIN_WORDING, place, kind, rng)]
+        assert chain_kind(problem.question, CHAIN_WORDING.trace(sentences)) == (kind, place)
 
 
 def test_the_mixture_sets_how_traces_break_off() -> None:
     rng, mixture = Random(0), Mixture(hazard=0.25, filler=0.5, leap=0.3)
-    problems = [random_chain(rng, 3, "train") for _ in range(4000)]
-    kinds = Counter(chain_kind(p.question, uneven_trace(p, WORDING, mixture, rng))[0] for p in problems)
+    problems = [draw_chains(rng, 1, 3, "train")[0] for _ in range(4000)]
+    kinds = Counter(chain_kind(p.question, draw_trace(p, CHAIN_WORDING, mixture, rng))[0] for p in problems)
     broken = 1 - 0.75**3  # no break at three steps
     for kind, expected in {"steps": 0.75**3, "filler": broken / 2, "wrong": broken * 0.2}.items():
         assert kinds[kind] / 4000 == pytest.approx(expected, abs=0.025)  # 3 standard errors
@@ -84,8 +86,10 @@ def test_the_mixture_sets_how_traces_break_off() -> None:
 
 def test_no_question_is_in_two_splits() -> None:
     found = {split: {row["question"] for row in chain_rows(2000, 1, split)} for split in ("train", "test")}
-    found["pretrain"] = {random_chain(Random(i), 5, "pretrain").question for i in range(2000)}
-    assert all(split_of(question) == split for split, some in found.items() for question in some)
+    found["pretrain"] = {draw_chains(Random(i), 1, 5, "pretrain")[0].question for i in range(2000)}
+    assert all(
+        CHAIN_SPLITS.find_split(question) == split for split, some in found.items() for question in some
+    )
     assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
-from rlt_lightning.datamodules.countdown import countdown_rows, solve
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import solves_countdown
-from rlt_lightning.types import InputError
+from rlt_lightning.tasks.countdown import countdown_rows, solve
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 OPERATORS: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
@@ -128,7 +127,7 @@ def test_every_row_is_confirmed_by_exact_evaluation():
 
 @pytest.mark.slow
 def test_rows_are_the_same_in_another_process_and_others_for_another_seed():
-    code = "from rlt_lightning.datamodules.countdown import countdown_rows\nprint(countdown_rows(20, 7)[19])"
+    code = "from rlt_lightning.tasks.countdown import countdown_rows\nprint(countdown_rows(20, 7)[19])"
     other = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -157,8 +156,10 @@ def test_splits_share_no_problem_even_across_seeds_and_orders():
 def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="splits train and test, but got 'dev'"):
         countdown_rows(1, split="dev")
-    monkeypatch.setattr("rlt_lightning.datamodules.countdown.MAX_REPEATS", 0)
-    with pytest.raises(InputError, match=r"about \d+ different rows, but more were asked for"):
+    monkeypatch.setattr("rlt_lightning.tasks.draw.MAX_MISSES", 0)
+    with pytest.raises(
+        InputError, match=r"about \d+ different rows of these settings, but 1000 were asked for"
+    ):
         countdown_rows(1000)
 
 

@@ -17,11 +17,11 @@ import pytest
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
-from rlt_lightning.datamodules.arithmetic import arithmetic_rows
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, majority_accuracy, reported_k
+from rlt_lightning.tasks.arithmetic import arithmetic_rows
 
 Row = dict[str, Any]
 

@@ -3,7 +3,7 @@
 The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo → tags numerics → models → pretrained judging → checkpoints strategies
-    → run → datamodules engines → hub → modules → callbacks → scoring → plan report chat → python
+    → run → datamodules tasks engines → hub → modules → callbacks → scoring → plan report chat → python
     → cli → __main__ and __init__, which hands out what scripts use
 """
 
@@ -29,7 +29,7 @@ LAYERS = [
     {"pretrained", "judging"},
     {"checkpoints", "strategies"},
     {"run"},
-    {"datamodules", "engines", "vllm_worker"},
+    {"datamodules", "tasks", "engines", "vllm_worker"},
     {"hub"},
     {"modules"},
     {"callbacks"},

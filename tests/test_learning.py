@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlt_lightning.datamodules.word_sums import word_sum_kind
 from rlt_lightning.models.announce import cpu_has_bfloat16
+from rlt_lightning.tasks.stepwise import word_sum_kind
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("learning", ROOT / "benchmarks" / "learning.py")

@@ -15,13 +15,20 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import R1, STRATOS
-from rlt_lightning.types import InputError, Problem, PromptBatch, SFTBatch, SFTExample
+from rlt_lightning.types import (
+    BadRowError,
+    BadRowReason,
+    InputError,
+    Problem,
+    PromptBatch,
+    SFTBatch,
+    SFTExample,
+)
 
 MakeData = Callable[..., StratosDataModule]
 

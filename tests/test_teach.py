@@ -21,7 +21,6 @@ from test_vllm_worker import EXECUTABLE, LAUNCH, forked_vllm
 
 from rlt_lightning.cli.parser import bare_words
 from rlt_lightning.cli.teach import settings_of
-from rlt_lightning.datamodules.sources import EMBEDDED
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.engines.weights import free_port
@@ -31,6 +30,7 @@ from rlt_lightning.report.heat import Terminal, folded, hanging, shaded
 from rlt_lightning.report.taught import Taught, heading, probability
 from rlt_lightning.report.teach import TeachOptions, given_row
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
 
 ROWS = EMBEDDED["chains"](4, 9, "train")

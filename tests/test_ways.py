@@ -14,7 +14,7 @@ from arms import read
 from stages import Stages
 from ways import NEW, Ways
 
-from rlt_lightning.datamodules.chains import NEW_OPERATIONS, OPERATIONS, chain_rows
+from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, OPERATIONS, chain_rows
 
 
 def test_only_the_last_operation_of_a_problem_is_new() -> None:

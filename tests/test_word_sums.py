@@ -7,12 +7,11 @@ from collections import Counter
 
 import pytest
 
-from rlt_lightning.datamodules import uneven, word_sums
-from rlt_lightning.datamodules.sources import EMBEDDED
-from rlt_lightning.datamodules.word_sums import (
-    word_sum,
+from rlt_lightning.tasks import EMBEDDED, draw, stepwise
+from rlt_lightning.tasks.stepwise import (
+    build_word_sum,
+    parse_word_sum,
     word_sum_kind,
-    word_sum_of,
     word_sum_rows,
 )
 from rlt_lightning.types import InputError
@@ -22,7 +21,7 @@ QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does A
 
 def test_question_and_steps_by_hand():
     # 8 + 5 = 13, 13 + 3 = 16, 16 + 4 = 20
-    problem = word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3), ("gets", 4)])
+    problem = build_word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3), ("gets", 4)])
     assert problem.question == QUESTION
     assert problem.steps == ["8 + 5 = 13", "13 + 3 = 16", "16 + 4 = 20"]
     assert problem.answer == "20"
@@ -52,7 +51,7 @@ def test_kinds_by_hand(trace: str, kind: str, num_right: int):
 
 def test_questions_are_read_back_into_their_problems():
     for row in word_sum_rows(200, seed=4):
-        problem = word_sum_of(row["question"])
+        problem = parse_word_sum(row["question"])
         assert problem.question == row["question"]
         assert problem.answer == row["answer"]
         assert row["solution"] == f"\\boxed{{{row['answer']}}}"
@@ -95,7 +94,7 @@ def test_other_splits_are_refused():
 
 
 def test_more_rows_than_problems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_sums, "NAMES", ("Ana",))
-    monkeypatch.setattr(uneven, "MAX_REPEATS", 0)  # the first question that comes twice ends it
+    monkeypatch.setattr(stepwise, "NAMES", ("Ana",))
+    monkeypatch.setattr(draw, "MAX_MISSES", 100)
     with pytest.raises(InputError, match="The word_sums source has about"):
         word_sum_rows(20_000, length=2)

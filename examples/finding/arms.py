@@ -10,7 +10,7 @@ from typing import Any
 
 from stages import Stages
 
-from rlt_lightning.datamodules.chains import OPERATIONS, Operation
+from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
 
 SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
 TRAINED: dict[str, dict[str, object]] = {  # what an arm's RLT differs in
@@ -100,8 +100,7 @@ class Arms:
 
     def write_data(self) -> None:
         """Write the rows of all stages; all arms have their traces for the same problems."""
-        from rlt_lightning.datamodules.chains import chain_rows
-        from rlt_lightning.datamodules.uneven import Mixture
+        from rlt_lightning.tasks.stepwise import Mixture, chain_rows
 
         setting, seed = self.setting, 10 * self.seed
         mixture = Mixture() if setting.hazard is None else Mixture(hazard=setting.hazard)
@@ -122,12 +121,12 @@ class Arms:
 
     def num_overlaps(self) -> int:
         """Return the number of held-out questions that are in a training stream, pretraining included."""
-        from rlt_lightning.datamodules.chains import split_of
+        from rlt_lightning.tasks.stepwise import CHAIN_SPLITS
 
         names = ("warmup", "rlt", "raw", "pool")
         seen = {row["question"] for name in names for row in read(self.data(name))}
         asked = [row["question"] for row in read(self.data("test"))]
-        return sum(question in seen or split_of(question) != "test" for question in asked)
+        return sum(question in seen or CHAIN_SPLITS.find_split(question) != "test" for question in asked)
 
     # Stages
 
@@ -286,8 +285,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def kinds_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the share of each kind of trace, in percent."""
-    from rlt_lightning.datamodules.chains import chain_kind
-    from rlt_lightning.datamodules.uneven import TRACE_KINDS
+    from rlt_lightning.tasks.stepwise import TRACE_KINDS, chain_kind
 
     counts = Counter(chain_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
     return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}

@@ -11,8 +11,8 @@ from typing import Any
 
 from arms import NUM_GROUPS, TRAINED, Arms, Setting, kinds_of, read
 
-from rlt_lightning.datamodules.chains import chain_kind
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks.stepwise import chain_kind
 
 NAMES = {  # of arms, for people
     "raw": "raw traces",

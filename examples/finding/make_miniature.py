@@ -22,10 +22,17 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from rlt_lightning.datamodules import uneven
-from rlt_lightning.datamodules.chains import WORDING, random_chain
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks.stepwise import (
+    CHAIN_WORDING,
+    Mixture,
+    StepwiseProblem,
+    TraceKind,
+    draw_chains,
+    draw_ending,
+    draw_trace,
+)
 from rlt_lightning.types import SFTExample
 
 MAX_STEPS = 5  # of a chain
@@ -48,7 +55,7 @@ SPACE = "\u2581"  # "▁", a space in the names of tokens
 
 def words_of_the_task() -> list[str]:
     """Return all words of questions, traces and chats."""
-    sentences = [*WORDING.filler, *WORDING.leaps, "start add times is user assistant system"]
+    sentences = [*CHAIN_WORDING.filler, *CHAIN_WORDING.leaps, "start add times is user assistant system"]
     return sorted({word for text in sentences for word in text.format(answer="").split()})
 
 
@@ -170,24 +177,24 @@ class Corpus:
 
     def drill(self) -> SFTExample:
         """Draw a short chain with right steps or, in half of a teacher's, a leap to the solution it sees."""
-        problem = random_chain(self.rng, self.rng.randint(1, DRILL_STEPS), "pretrain")
+        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, DRILL_STEPS), "pretrain")
         as_teacher = self.rng.random() < 0.5
         leaps = as_teacher and self.rng.random() < 0.5
         return self.example(problem, self.trace(problem, "leap" if leaps else "steps"), as_teacher)
 
     def mixed(self) -> SFTExample:
         """Draw a chain of any length with a trace of uneven quality."""
-        problem = random_chain(self.rng, self.rng.randint(1, MAX_STEPS), "pretrain")
-        trace = uneven.uneven_trace(problem, WORDING, uneven.Mixture(), self.rng)
+        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, MAX_STEPS), "pretrain")
+        trace = draw_trace(problem, CHAIN_WORDING, Mixture(), self.rng)
         return self.example(problem, trace, as_teacher=self.rng.random() < 0.4)
 
-    def trace(self, problem: uneven.StepwiseProblem, kind: uneven.TraceKind) -> str:
+    def trace(self, problem: StepwiseProblem, kind: TraceKind) -> str:
         """Draw a trace that is of one kind from its start."""
         if kind == "steps":
-            return WORDING.trace(problem.steps)
-        return WORDING.trace(uneven.broken_off(problem, WORDING, 0, kind, self.rng))
+            return CHAIN_WORDING.trace(problem.steps)
+        return CHAIN_WORDING.trace(draw_ending(problem, CHAIN_WORDING, 0, kind, self.rng))
 
-    def example(self, problem: uneven.StepwiseProblem, trace: str, as_teacher: bool) -> SFTExample:
+    def example(self, problem: StepwiseProblem, trace: str, as_teacher: bool) -> SFTExample:
         """Return the conversation of a teacher or of a student as a training example."""
         form, solution = self.format, R1.wrap(f"\\boxed{{{problem.answer}}}")
         if as_teacher:
@@ -217,7 +224,7 @@ def gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, floa
     # The digit in each token, whatever else it holds; -1 for none.
     numbers = torch.tensor([digit_in(tokenizer.decode([i])) for i in range(len(tokenizer))])
     rng = corpus.rng = Random("gates")
-    problems = [random_chain(rng, MAX_STEPS, "test") for _ in range(num_problems)]
+    problems = [draw_chains(rng, 1, MAX_STEPS, "test")[0] for _ in range(num_problems)]
     found = {}
     for name, kind, as_teacher, words in (
         ("step_accuracy", "steps", False, (" is",)),

@@ -39,9 +39,9 @@ from make_miniature import Corpus
 from page import draw_accuracies, kinds_text, mean_kinds, plus_minus
 from stages import StageError, Stages
 
-from rlt_lightning.datamodules.chains import NEW_OPERATIONS, WORDING, chain_of
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_OPERATIONS, parse_chain
 
 KNOWN = Setting("known", student_lr=5e-4)
 NEW = Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3, student_lr=5e-4, student_epochs=9)
@@ -153,11 +153,13 @@ def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
     name = one.setting.base if teacher == "base" else str(one.teacher(teacher))
     model, tokenizer = load_model(name), load_tokenizer(name)
     corpus = Corpus(tokenizer, 0)
-    problems = [chain_of(row["question"]) for row in read(one.data("test"))]
+    problems = [parse_chain(row["question"]) for row in read(one.data("test"))]
     right = [int(problem.answer) for problem in problems]
     shown = [(digit + (1 + place % 9) * wrong) % 10 for place, digit in enumerate(right)]
     examples = [
-        corpus.example(replace(problem, answer=str(digit)), WORDING.trace(problem.steps), as_teacher=True)
+        corpus.example(
+            replace(problem, answer=str(digit)), CHAIN_WORDING.trace(problem.steps), as_teacher=True
+        )
         for problem, digit in zip(problems, shown, strict=True)
     ]
     ids, _ = corpus.batch(examples)

@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from rlt_lightning.datamodules.sources import EMBEDDED, sources_of
+from rlt_lightning.datamodules.sources import sources_of
 from rlt_lightning.datamodules.stored import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.shipped import find_config
+from rlt_lightning.tasks import EMBEDDED
 
 # Settings of the format, which are the same in all stages.
 STUDENT_FORMAT = ("tags", "student_system_prompt")

@@ -9,26 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from rlt_lightning.types import InputError
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
-
-
-class BadRowReason(StrEnum):
-    """Why a row cannot be used."""
-
-    BROKEN_JSON = "broken_json"
-    WRONG_TYPE = "wrong_type"
-    MISSING_COLUMN = "missing_column"
-    MISSING_TAGS = "missing_tags"
-    EMPTY_QUESTION = "empty_question"
-    EMPTY_SOLUTION = "empty_solution"
-    EMPTY_TRACE = "empty_trace"
-    NO_ANSWER = "no_answer"
-    PROMPT_TOO_LONG = "prompt_too_long"
-    SOLUTION_TOO_LONG = "solution_too_long"
-    TOO_LONG = "too_long"
-    UNSOLVABLE = "unsolvable"
 
 
 class FilterReason(StrEnum):
@@ -42,15 +25,6 @@ class FilterReason(StrEnum):
     NO_REFERENCE = "no_reference"
     WRONG_ANSWER = "wrong_answer"
     DUPLICATE = "duplicate"
-
-
-class BadRowError(Exception):
-    """A row cannot be used. The datamodule catches and counts these errors; no user sees one."""
-
-    def __init__(self, reason: BadRowReason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
 
 
 # A row's number, from 1, and its columns, or the reason why it has none.

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.evaluation_sets import (
     SETS,
     Question,
@@ -31,7 +30,7 @@ from rlt_lightning.models.announce import announce
 from rlt_lightning.run.jsonl import Row, whole_rows
 from rlt_lightning.run.results import unlike_published
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
-from rlt_lightning.types import InputError
+from rlt_lightning.types import BadRowError, InputError
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
 SHOWN_IDS = 3  # in messages

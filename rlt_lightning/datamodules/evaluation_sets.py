@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow, row_list
+from rlt_lightning.datamodules.bad_rows import NumberedRow, row_list
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import (
     LETTERS,
@@ -18,7 +18,7 @@ from rlt_lightning.judging.answers import (
 )
 from rlt_lightning.run.metrics import SET_TITLES
 from rlt_lightning.tags import holds_half_pair
-from rlt_lightning.types import InputError
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 # The user's turn, as in Bespoke-Stratos-17k.
 IN_A_BOX = "Return your final response within \\boxed{}. {question}"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
+from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.datamodules.hub import SOURCE_CHOICES, one_line
 from rlt_lightning.models.announce import announce_reading
-from rlt_lightning.types import InputError
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 PARQUET_ROWS = 1000  # that are in memory at a time
 

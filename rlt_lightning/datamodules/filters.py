@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReport, FilterReason
+from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
 from rlt_lightning.datamodules.evaluation_sets import SetSettings, chosen_rows, evaluation_set, question_of
 from rlt_lightning.datamodules.rows import ParsedRow, require_judgeable
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError
+from rlt_lightning.types import BadRowError, InputError
 
 # Words, and the operators that make two sums different questions.
 # 3.5 is one word, and relations and operations are words.

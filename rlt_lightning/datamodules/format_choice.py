@@ -20,7 +20,6 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.formats import (
     STUDENT_SYSTEM_PROMPT,
     TEACHER_SYSTEM_PROMPT,
@@ -33,7 +32,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.format import ModelFormat, Role
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
-from rlt_lightning.types import InputError
+from rlt_lightning.types import BadRowError, InputError
 
 ROWS_READ = 1000  # of format_from
 SHOWN = 60  # characters of a prompt in a message

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, parse_row, require_judgeable
 from rlt_lightning.datamodules.stored import Item
 from rlt_lightning.datamodules.views import TeacherViews
-from rlt_lightning.types import Problem, SFTExample
+from rlt_lightning.types import BadRowError, BadRowReason, Problem, SFTExample
 
 Task = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl", "student_opd"]
 LongTraces = Literal["drop", "truncate"]

@@ -8,12 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import (
-    BadRowError,
-    BadRowReport,
-    FilterReason,
-    NumberedRow,
-)
+from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow
 from rlt_lightning.datamodules.filters import Row, Sieve
 from rlt_lightning.datamodules.items import ItemMaker
 from rlt_lightning.datamodules.keys import code_hash, format_settings, hash_of
@@ -24,7 +19,7 @@ from rlt_lightning.datamodules.stored import MadeItem, batches_of
 from rlt_lightning.datamodules.token_cache import TokenCache, Tokenised
 from rlt_lightning.datamodules.views import with_other_solutions
 from rlt_lightning.models.announce import counted
-from rlt_lightning.types import SFTExample
+from rlt_lightning.types import BadRowError, SFTExample
 
 
 @dataclass

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
+from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, split_turns
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.tags import R1, STRATOS, TagStyle
+from rlt_lightning.types import BadRowError, BadRowReason
 
 # Models that write no tags, such as QwQ-32B-Preview, begin their solution with such a line.
 HEADING = re.compile(r"^[ \t]*(?:#+ *|\*\*)final (?:answer|solution):?(?:\*\*)?:?[ \t]*$", re.M | re.I)

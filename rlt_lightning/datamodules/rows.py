@@ -6,36 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError, BadRowReason, NumberedRow
-from rlt_lightning.datamodules.countdown import MAX_NUMBERS, countdown_row
+from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.tags import STRATOS, TagStyle, holds_half_pair
-from rlt_lightning.types import InputError
+from rlt_lightning.tasks.countdown import require_counts
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
 SHOWN_ROWS = 100  # whose columns a message names
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 
 
-def complete_countdown(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
-    """Add question and solution to a row with only `numbers` (or `nums`) and `target`; keep other rows."""
-    if isinstance(columns, BadRowError):
-        return columns
-    has = {name for name, value in columns.items() if value is not None}
-    is_problem = "target" in has and has & {"numbers", "nums"}
-    if not is_problem or has & {*QUESTION_COLUMNS, "solution", "conversations"}:
-        return columns
-    numbers = columns["numbers" if "numbers" in has else "nums"]
-    target = columns["target"]
-    if not isinstance(numbers, list) or not all(map(_is_count, [*numbers, target])):
-        detail = f"numbers and target must be integers, none below 0, but are {numbers} and {target}"
-        return BadRowError(BadRowReason.WRONG_TYPE, detail)
-    if not 1 <= len(numbers) <= MAX_NUMBERS:
-        detail = f"there must be 1 to {MAX_NUMBERS} numbers, but there are {len(numbers)}"
-        return BadRowError(BadRowReason.WRONG_TYPE, detail)
-    if made := countdown_row(numbers, target):
-        return columns | made
-    return BadRowError(BadRowReason.UNSOLVABLE, f"no expression makes {target} of {numbers}")
+def has_texts(columns: dict[str, Any]) -> bool:
+    """Return whether a row has a question, a solution or a conversation."""
+    return any(columns.get(name) is not None for name in (*QUESTION_COLUMNS, "solution", "conversations"))
 
 
 def with_solution(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
@@ -57,17 +41,10 @@ def require_judgeable(reference: Mapping[str, Any]) -> None:
         detail = f"kind must be math, choice or countdown, but is {kind}"
         raise BadRowError(BadRowReason.WRONG_TYPE, detail)
     if kind == "countdown":
-        numbers, target = reference.get("numbers"), reference.get("target")
-        if not isinstance(numbers, list) or not all(map(_is_count, [*numbers, target])):
-            detail = f"numbers and target must be integers, none below 0, but are {numbers} and {target}"
-            raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+        require_counts(reference.get("numbers"), reference.get("target"))
     elif reference_answer(reference) is None:
         detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
         raise BadRowError(BadRowReason.NO_ANSWER, detail)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,13 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.datamodules import chains, word_sums
-from rlt_lightning.datamodules.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.datamodules.bad_rows import NumberedRow
-from rlt_lightning.datamodules.countdown import countdown_rows
 from rlt_lightning.datamodules.files import READERS, columns_of, read_file, readable
 from rlt_lightning.datamodules.hub import (
     SOURCE_CHOICES,
@@ -28,19 +24,12 @@ from rlt_lightning.datamodules.hub import (
     rows_of,
     version_of,
 )
-from rlt_lightning.datamodules.rows import complete_countdown
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.datamodules.rows import has_texts
+from rlt_lightning.tasks import EMBEDDED
+from rlt_lightning.tasks.countdown import complete_columns
+from rlt_lightning.types import BadRowError, InputError, as_list
 
-ARITHMETIC = "arithmetic"
 WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
-# Each makes its rows from a number of rows, a seed and a split.
-EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
-    ARITHMETIC: arithmetic_rows,
-    "countdown": countdown_rows,
-    **{f"{ARITHMETIC}:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
-    **chains.SOURCES,
-    **word_sums.SOURCES,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +169,7 @@ class Reading:
     streaming: bool = False
 
     def rows(self, source: Source) -> Iterator[NumberedRow]:
-        """Yield the rows of a source, and complete Countdown problems with question and solution.
+        """Yield the rows of a source; a problem of ours without texts gets question and solution.
 
         Returns:
             Row numbers from 1 (line numbers in a JSONL file), each with the row's columns, or with the
@@ -191,7 +180,7 @@ class Reading:
         """
         number = 0
         for number, columns in islice(self._numbered_rows(source), self.max_rows):
-            yield number, complete_countdown(columns)
+            yield number, complete(columns)
         if not number:
             raise InputError(
                 f"The source must have at least one row, but '{source}' has none. Use {SOURCE_CHOICES}."
@@ -243,6 +232,16 @@ class Reading:
                 for number, columns in read_file(path):
                     yield offset + number, columns
                 offset += number
+
+
+def complete(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
+    """Write out the problem of a row that has no texts, or return why it has none; keep other rows."""
+    if isinstance(columns, BadRowError) or has_texts(columns):
+        return columns
+    try:
+        return complete_columns(columns)
+    except BadRowError as error:
+        return error
 
 
 def read_rows(

@@ -31,7 +31,6 @@ from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.settings import models_of, require_settings
 from rlt_lightning.datamodules.sources import (
-    ARITHMETIC,
     Reading,
     Source,
     names_of,
@@ -123,7 +122,7 @@ class StratosDataModule(LightningDataModule):
 
     def __init__(
         self,
-        source: str | Path | list[str] | Iterable[dict[str, Any]] = ARITHMETIC,
+        source: str | Path | list[str] | Iterable[dict[str, Any]] = "arithmetic",
         split: str = "train",
         task: Task = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),

@@ -13,13 +13,14 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import student_lengths
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.retelling import RetellingFormat
-from rlt_lightning.datamodules.sources import EMBEDDED, MemoryRows
+from rlt_lightning.datamodules.sources import MemoryRows
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.plan.inputs import Step, Verb
 from rlt_lightning.plan.known import Models
 from rlt_lightning.plan.options import PlanOptions
+from rlt_lightning.tasks import EMBEDDED
 
 # Assumed where nothing better is known (docs/planning.md): means as parts of the longest, the solution as a
 # part of the prompt, and the spread of the logarithm of completions, between problems and within one.

@@ -9,11 +9,11 @@ from contextlib import suppress
 from types import NoneType
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import COLUMNS, label_columns
 from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.types import BadRowError
 
 COMPLETION_FILES = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")
 NO_FIGURES = {

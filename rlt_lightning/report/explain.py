@@ -9,7 +9,6 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows, sources_of
 from rlt_lightning.datamodules.stratos import stratos_of
@@ -32,7 +31,7 @@ from rlt_lightning.report.page import data_of_rows, require_replaceable, write_p
 from rlt_lightning.run.jsonl import Row, rows_in
 from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError, PromptBatch
+from rlt_lightning.types import BadRowError, InputError, PromptBatch
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from rlt_lightning.callbacks.distillation import trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import readers_of_run
 from rlt_lightning.chat.conversation import tell
-from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.rows import missing_columns, parse_row
 from rlt_lightning.datamodules.sources import names_of
 from rlt_lightning.datamodules.stratos import stratos_of
@@ -35,7 +34,7 @@ from rlt_lightning.report.page import data_of_rows, require_replaceable, write_p
 from rlt_lightning.report.taught import Taught, lesson
 from rlt_lightning.run.jsonl import Row, append_rows, to_line
 from rlt_lightning.tags import STRATOS
-from rlt_lightning.types import InputError, PromptBatch
+from rlt_lightning.types import BadRowError, InputError, PromptBatch
 
 WAYS = (
     "Give --question '…' --solution '…', or --file FILE --row N, or pipe in a JSON object with question and "

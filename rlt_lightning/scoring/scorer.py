@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.datamodules.bad_rows import BadRowError
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.items import ItemMaker
 from rlt_lightning.datamodules.readers import Readers
@@ -32,7 +31,7 @@ from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import TagStyle, decode
-from rlt_lightning.types import Completion, InputError, Problem, RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import BadRowError, Completion, InputError, Problem, RewardTerms, Rollout, Rollouts
 
 
 class ExplanationScorer:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from fractions import Fraction
 from random import Random
 
-from rlt_lightning.types import InputError
+from rlt_lightning.tasks.draw import draw_different
 
 NAMES = (  # noqa: SIM905
     "Ada Bruno Chen Dalia Emil Farah Goran Hana Ivo Jana Kofi Lena Mina Noor Otto Priya Quinn Rosa Samir "
@@ -18,8 +17,6 @@ THINGS = (  # noqa: SIM905
     "ribbons shells tickets umbrellas stamps bricks buttons pears stones"
 ).split(" ")
 VEHICLES = ("train", "bus", "cyclist", "tram", "ferry", "truck")
-TEST_SHARE = 8  # one question in 8 belongs to the test split, by its hash, whatever the seed
-MAX_REPEATS = 1000  # after this many repeats in a row, we say that there are no more questions
 
 Worked = tuple[str, str, str]  # question, reasoning trace, answer
 
@@ -41,33 +38,20 @@ def arithmetic_rows(
     Raises:
         InputError: If there is no such split, or there are fewer different problems.
     """
-    if split not in ("train", "test"):
-        raise InputError(
-            f"The arithmetic source has the splits train and test, but got '{split}'. Use one of them."
-        )
     rng = Random(f"arithmetic {seed} {split}")  # seeded with text: the same in every process
     templates = TEMPLATES if kind is None else (KINDS[kind],)
-    rows: dict[str, dict[str, str]] = {}
-    repeats = 0
-    while len(rows) < num_rows:
-        question, trace, answer = rng.choice(templates)(rng)
-        if question in rows or (zlib.crc32(question.encode()) % TEST_SHARE == 0) != (split == "test"):
-            repeats += 1
-            if repeats > MAX_REPEATS:
-                raise InputError(
-                    f"The arithmetic source has about {len(rows)} different rows, but {num_rows} were asked "
-                    "for. Lower data.num_embedded_rows."
-                )
-            continue
-        repeats = 0
-        solution = f"{rng.choice(CONCLUSIONS)} \\boxed{{{answer}}}."
-        rows[question] = {
+    drawn = draw_different(
+        "arithmetic", lambda: rng.choice(templates)(rng), lambda worked: worked[0], num_rows, split
+    )
+    return [
+        {
             "question": question,
-            "solution": solution,
+            "solution": f"{rng.choice(CONCLUSIONS)} \\boxed{{{answer}}}.",
             "reasoning_trace": trace,
             "answer": answer,
         }
-    return list(rows.values())
+        for question, trace, answer in drawn
+    ]
 
 
 CONCLUSIONS = ("The answer is", "So the result is", "This gives", "Therefore we get")
@@ -157,10 +141,10 @@ def percentage(rng: Random) -> Worked:
     per_one = Fraction(whole, 100)
     part = per_one * percent
     trace = (
-        f"One percent of {whole} is {whole} / 100 = {decimal(per_one)}. Then {percent} percent is "
-        f"{decimal(per_one)} * {percent} = {decimal(part)}."
+        f"One percent of {whole} is {whole} / 100 = {format_decimal(per_one)}. Then {percent} percent is "
+        f"{format_decimal(per_one)} * {percent} = {format_decimal(part)}."
     )
-    return f"What is {percent}% of {whole}?", trace, decimal(part)
+    return f"What is {percent}% of {whole}?", trace, format_decimal(part)
 
 
 def fraction_sum(rng: Random) -> Worked:
@@ -287,7 +271,7 @@ def average(rng: Random) -> Worked:
     return question, trace, str(total // 3)
 
 
-def decimal(value: Fraction) -> str:
+def format_decimal(value: Fraction) -> str:
     """Write a number exactly that has few decimals."""
     return f"{float(value):.10f}".rstrip("0").rstrip(".")
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import count, islice
 from random import Random
 from typing import Any, NamedTuple
 
-from rlt_lightning.types import InputError
+from rlt_lightning.tasks.draw import draw_different
+from rlt_lightning.types import BadRowError, BadRowReason
 
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "": 3}
 # Most numbers of a problem: the search takes less than a second.
 MAX_NUMBERS = 6
 # All values of this many numbers are kept in a table; larger problems are searched from the target backwards.
 TABLE_NUMBERS = 4
-TEST_SHARE = 8  # one problem in 8 belongs to the test split, by its hash, whatever the seed
-MAX_REPEATS = 1000  # after this many repeats in a row, we say that there are no more problems
 
 Numbers = tuple[int, ...]  # sorted
 Value = int | Fraction  # exact; never a Fraction that is an integer
@@ -38,33 +35,19 @@ def countdown_rows(num_rows: int, seed: int = 0, split: str = "train") -> list[d
     Raises:
         InputError: If there is no such split, or there are fewer different problems.
     """
-    if split not in ("train", "test"):
-        raise InputError(
-            f"The Countdown source has the splits train and test, but got '{split}'. Use one of them."
-        )
-    return [solved_row(*problem) for problem in islice(_problems(seed, split), num_rows)]
-
-
-def _problems(seed: int, split: str) -> Iterator[tuple[list[int], int]]:
-    """Yield numbers and target of different problems, without end."""
     random = Random(f"countdown {seed} {split}")
-    found: set[str] = set()
-    last_found = 0
-    for index in count():
-        numbers, target = drawn_problem(random)
-        key = f"{sorted(numbers)} {target}"
-        if key not in found and (zlib.crc32(key.encode()) % TEST_SHARE == 0) == (split == "test"):
-            found.add(key)
-            last_found = index
-            yield numbers, target
-        elif index - last_found > MAX_REPEATS:
-            raise InputError(
-                f"The Countdown source has about {len(found)} different rows, but more were asked for. "
-                "Lower data.num_embedded_rows."
-            )
+    drawn = draw_different(
+        "countdown", lambda: draw_problem(random), lambda problem: name_problem(*problem), num_rows, split
+    )
+    return [solve_row(*problem) for problem in drawn]
 
 
-def drawn_problem(random: Random) -> tuple[list[int], int]:
+def name_problem(numbers: Sequence[int], target: int) -> str:
+    """Return a text that is the same for the same numbers in another order."""
+    return f"{sorted(numbers)} {target}"
+
+
+def draw_problem(random: Random) -> tuple[list[int], int]:
     """Draw 3 or 4 numbers from 1 to 99, and a target from 10 to 99 that operations in a row make of them."""
     while True:
         numbers = [random.randint(1, 99)]
@@ -83,7 +66,7 @@ def drawn_problem(random: Random) -> tuple[list[int], int]:
             return numbers, value
 
 
-def solved_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
+def solve_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
     """Return `countdown_row` of a problem that has a solution."""
     row = countdown_row(numbers, target)
     assert row is not None, f"no way from {numbers} to {target}"
@@ -114,6 +97,40 @@ def countdown_row(numbers: Sequence[int], target: int) -> dict[str, Any] | None:
         "target": target,
         "kind": "countdown",
     }
+
+
+def complete_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """Add question and solution to a row that has only `numbers` (or `nums`) and `target`; keep others.
+
+    Raises:
+        BadRowError: If the problem is none, or has no solution.
+    """
+    has = {name for name, value in columns.items() if value is not None}
+    if "target" not in has or not has & {"numbers", "nums"}:
+        return columns
+    numbers, target = columns["numbers" if "numbers" in has else "nums"], columns["target"]
+    require_counts(numbers, target)
+    if not 1 <= len(numbers) <= MAX_NUMBERS:
+        detail = f"there must be 1 to {MAX_NUMBERS} numbers, but there are {len(numbers)}"
+        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+    if (made := countdown_row(numbers, target)) is None:
+        raise BadRowError(BadRowReason.UNSOLVABLE, f"no expression makes {target} of {numbers}")
+    return columns | made
+
+
+def require_counts(numbers: Any, target: Any) -> None:
+    """Check that numbers and target are integers, none below 0.
+
+    Raises:
+        BadRowError: If they are not.
+    """
+    if not isinstance(numbers, list) or not all(map(_is_count, [*numbers, target])):
+        detail = f"numbers and target must be integers, none below 0, but are {numbers} and {target}"
+        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class Term(NamedTuple):
@@ -193,7 +210,7 @@ class Search:
         """Return a way to every value that can be made from all of the numbers."""
         if numbers not in self.tables:
             table: dict[Value, Term] = {numbers[0]: Term(numbers[0])} if len(numbers) == 1 else {}
-            for some, others in partitions(numbers):
+            for some, others in split_numbers(numbers):
                 for left in self.table(some).values():
                     for right in self.table(others).values():
                         for term in self._combinations(left, right):
@@ -203,7 +220,7 @@ class Search:
 
     def _ways(self, numbers: Numbers, target: Value) -> Iterator[Term]:
         """Take each value of the smaller part, and search for what the larger part must then give."""
-        for part, other in partitions(numbers):
+        for part, other in split_numbers(numbers):
             small, large = sorted((part, other), key=len)
             for known in self.table(small).values():
                 for wanted in self._wanted(known.value, target, large):
@@ -216,8 +233,8 @@ class Search:
         yield max(known, target) - min(known, target)
         if known and target:
             quotients = Fraction(target) / known, Fraction(known) / target
-            yield from (plain(value) for value in quotients if not self.whole or value.denominator == 1)
-            yield plain(known * target)
+            yield from (simplify(value) for value in quotients if not self.whole or value.denominator == 1)
+            yield simplify(known * target)
         elif target == 0:
             # 0 times anything is 0, for instance the sum of the other numbers.
             yield sum(others) if known == 0 else 0
@@ -225,22 +242,22 @@ class Search:
     def _combinations(self, a: Term, b: Term) -> Iterator[Term]:
         """Yield the terms that one operation makes of two terms."""
         large, small = (a, b) if a.value >= b.value else (b, a)
-        yield Term(plain(large.value + small.value), "+", large, small)
-        yield Term(plain(large.value - small.value), "-", large, small)
-        yield Term(plain(large.value * small.value), "*", large, small)
+        yield Term(simplify(large.value + small.value), "+", large, small)
+        yield Term(simplify(large.value - small.value), "-", large, small)
+        yield Term(simplify(large.value * small.value), "*", large, small)
         for left, right in ((large, small), (small, large)):
             if right.value:
                 quotient = Fraction(left.value) / right.value
                 if not self.whole or quotient.denominator == 1:
-                    yield Term(plain(quotient), "/", left, right)
+                    yield Term(simplify(quotient), "/", left, right)
 
 
-def plain(value: Value) -> Value:
+def simplify(value: Value) -> Value:
     """Turn a Fraction that is a whole number into an int."""
     return value.numerator if value.denominator == 1 else value
 
 
-def partitions(numbers: Numbers) -> list[tuple[Numbers, Numbers]]:
+def split_numbers(numbers: Numbers) -> list[tuple[Numbers, Numbers]]:
     """Return all ways to divide the numbers into two parts, each way once."""
     found: dict[tuple[Numbers, Numbers], None] = {}  # an ordered set
     # The bits of `chosen` say which numbers are in the first part; the last number never is.

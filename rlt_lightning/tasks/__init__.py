@@ -1,0 +1,29 @@
+"""Problems that the project makes, each kind a source of `data.source`: they need no download.
+
+    arithmetic   worked problems in words and numbers, and single kinds of them
+    countdown    make a target from numbers; a solver finds every solution there is
+    stepwise     chains and word sums, whose traces are of uneven quality, like raw reasoning traces
+
+All of them draw with `draw.py`: a problem belongs to one split, whatever the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rlt_lightning.tasks.arithmetic import KINDS, arithmetic_rows
+from rlt_lightning.tasks.countdown import countdown_rows
+from rlt_lightning.tasks.stepwise import chain_rows, word_sum_rows
+
+# Each makes its rows from a number of rows, a seed and a split.
+EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
+    "arithmetic": arithmetic_rows,
+    "countdown": countdown_rows,
+    **{f"arithmetic:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
+    "chains": chain_rows,
+    "chains:right": partial(chain_rows, mixture=None),
+    "word_sums": word_sum_rows,
+    "word_sums:right": partial(word_sum_rows, mixture=None),
+}

@@ -1,0 +1,85 @@
+"""Draw different problems of one split, from a seed.
+
+    draw ─▶ seen before? ─▶ in which split? ─▶ yield      the same problems in every process
+
+A problem's split depends on its text alone: no problem is in two splits, whatever the seeds.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlt_lightning.types import InputError
+
+Problem = TypeVar("Problem")
+MAX_MISSES = 10_000  # after this many draws in a row that give nothing new, we say that there are no more
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Which part of all problems each split has, by the hash of a problem's text.
+
+    Args:
+        num_buckets: Into so many buckets problems fall.
+        buckets: Those of each split.
+    """
+
+    num_buckets: int
+    buckets: dict[str, range]
+
+    def find_split(self, text: str) -> str:
+        """Return the split that a problem belongs to."""
+        bucket = zlib.crc32(text.encode()) % self.num_buckets
+        return next(name for name, buckets in self.buckets.items() if bucket in buckets)
+
+
+# One problem in 8 is a test problem.
+EIGHTHS = Splits(8, {"test": range(1), "train": range(1, 8)})
+
+
+def draw_different(
+    source: str,
+    draw: Callable[[], Problem],
+    write_text: Callable[[Problem], str],
+    num_rows: int,
+    split: str,
+    splits: Splits = EIGHTHS,
+) -> Iterator[Problem]:
+    """Yield different problems of one split.
+
+    A problem is drawn when it is asked for: the caller may use the same generator between two of them.
+
+    Args:
+        source: Name of the source, for messages.
+        draw: Draws a problem of any split.
+        write_text: Returns the text that makes a problem the one it is.
+        num_rows: Number of problems.
+        split: Name of the split.
+        splits: All splits of the source.
+
+    Raises:
+        InputError: If there is no such split, or there are fewer different problems.
+    """
+    if split not in splits.buckets:
+        raise InputError(
+            f"The {source} source has the splits train and test, but got '{split}'. Use one of them."
+        )
+    found: set[str] = set()
+    misses = 0
+    while len(found) < num_rows:
+        problem = draw()
+        text = write_text(problem)
+        if text not in found and splits.find_split(text) == split:
+            found.add(text)
+            misses = 0
+            yield problem
+            continue
+        misses += 1
+        if misses > MAX_MISSES:
+            raise InputError(
+                f"The {source} source has about {len(found)} different rows of these settings, but "
+                f"{num_rows} were asked for. Lower data.num_embedded_rows."
+            )

@@ -1,0 +1,55 @@
+"""Problems that the project makes: the same for a seed in every release, which results refer to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from rlt_lightning.tasks import EMBEDDED
+from rlt_lightning.tasks.draw import Splits, draw_different
+from rlt_lightning.types import InputError
+
+# Recorded before all sources shared one function that draws: source, split, seed, hash of 60 rows.
+RECORDED = [
+    ("arithmetic", "train", 0, "9349948eb9d18364"),
+    ("arithmetic", "test", 3, "17bd38c92a780833"),
+    ("arithmetic:small_sum", "train", 0, "6f672ee1b77795c5"),
+    ("arithmetic:small_sum", "test", 3, "d939b2b815495160"),
+    ("chains", "train", 0, "e4cca974975bfd0d"),
+    ("chains", "test", 3, "cb97b82454812d6e"),
+    ("chains:right", "train", 0, "282e1179b2316e5c"),
+    ("chains:right", "test", 3, "842e87821525bab7"),
+    ("countdown", "train", 0, "3e0318056234ba49"),
+    ("countdown", "test", 3, "ac2ea305ffbea08e"),
+    ("word_sums", "train", 0, "66648096a388a4d3"),
+    ("word_sums", "test", 3, "bd934cb041fba959"),
+    ("word_sums:right", "train", 0, "022bb6edb5dc076c"),
+    ("word_sums:right", "test", 3, "4131abd925611321"),
+    ("chains", "pretrain", 1, "69a9d205185d7862"),
+]
+
+
+@pytest.mark.parametrize(("source", "split", "seed", "expected"), RECORDED)
+def test_a_seed_gives_the_problems_it_always_gave(source: str, split: str, seed: int, expected: str) -> None:
+    rows = EMBEDDED[source](60, seed, split)
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == expected
+
+
+def test_only_new_problems_of_the_split_are_drawn() -> None:
+    # Of the four buckets by hash, "a" and "c" fall into those of one split, and "b" into the other's.
+    splits = Splits(4, {"test": range(2), "train": range(2, 4)})
+    assert [splits.find_split(text) for text in "abc"] == ["train", "test", "train"]
+    drawn = iter("aabacb")
+    found = draw_different("some", lambda: next(drawn), str, 2, "train", splits)
+    assert next(found) == "a"
+    assert list(drawn) == list("abacb")  # nothing is drawn before it is asked for
+    drawn = iter("aabacb")
+    assert list(draw_different("some", lambda: next(drawn), str, 2, "train", splits)) == ["a", "c"]
+
+
+def test_a_source_that_runs_out_says_so() -> None:
+    one_split = Splits(1, {"all": range(1)})
+    with pytest.raises(InputError, match=r"some source has about 1 different rows .* but 2 were asked for"):
+        list(draw_different("some", lambda: "a", str, 2, "all", one_split))
