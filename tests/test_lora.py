@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.models.lora import LoRA, add_adapter, merged_weights, without_adapter
+from rlt_lightning.models.lora import LoRA, MergedWeight, add_adapter, merged_weights, without_adapter
 from rlt_lightning.models.weights import stored_once, trained, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
@@ -94,6 +94,25 @@ def test_an_empty_model_gets_the_values_of_a_loaded_one(tiny_model: str) -> None
     add_adapter(other_seed, LORA, seed=4)
     a = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert not torch.equal(trained(loaded)[a], trained(other_seed)[a])
+
+
+def test_an_adapter_is_drawn_in_main_memory_under_any_default_device(tiny_model: str) -> None:
+    expected = load_model(tiny_model)
+    add_adapter(expected, LORA, seed=0)
+    model, read = empty_model(tiny_model)
+    # Lightning calls configure_model with the GPU as the default device, which refuses a CPU's generator.
+    with torch.device("meta"):
+        read = add_adapter(model, LORA, 0, read)
+        drawn = {name: read(name) for name in trained(model)}
+    for name, tensor in trained(expected).items():
+        assert drawn[name].device.type == "cpu"
+        assert torch.equal(drawn[name], tensor), name
+
+
+def test_a_weight_is_merged_where_it_is_stored() -> None:
+    # At the end of a run W is read from files into main memory, while A and B are on the GPU.
+    w, a, b = torch.ones(3, 3, device="meta"), torch.ones(2, 3), torch.ones(3, 2)
+    assert MergedWeight(w, a, b, 1.0, transposed=False).full_tensor().device == w.device
 
 
 def test_merged_weights_compute_the_same_and_without_the_adapter_the_base_does(tiny_model: str) -> None:

@@ -86,12 +86,15 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         if name not in shapes:
             assert read is not None
             return read(unadapted_name(name))
-        if ".lora_B." in name:
-            return torch.zeros(shapes[name])
-        # Like peft: Kaiming uniform with a = sqrt(5).
-        bound = 1 / sqrt(shapes[name][1])
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        return torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)
+        # On the CPU, whose generator draws the same on every machine: Lightning makes the GPU the default
+        # device while a module loads its models.
+        value = torch.zeros(shapes[name], device="cpu")
+        if ".lora_A." in name:
+            # Like peft: Kaiming uniform with a = sqrt(5).
+            bound = 1 / sqrt(shapes[name][1])
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            value.uniform_(-bound, bound, generator=generator)
+        return value
 
     if not empty:
         with torch.no_grad():
@@ -172,9 +175,13 @@ class MergedWeight:
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """Compute the weight, in fp32; where weights are sharded, all ranks must call this together."""
+        """Compute the weight, in fp32; where weights are sharded, all ranks must call this together.
+
+        It is computed where W is: W read from files, for a folder, is in main memory, while A and B are on
+        the GPU. The CPU then computes what `rlt export` computes.
+        """
         with whole_tensors([self.weight, self.a, self.b]) as [weight, a, b]:
-            update = self.scale * (b.float() @ a.float())
+            update = self.scale * (b.to(weight.device).float() @ a.to(weight.device).float())
             return (weight.float() + (update.T if self.transposed else update)).to(weight.dtype)
 
 
