@@ -86,7 +86,9 @@ def load_model(
     trust_remote_code: bool = False,
     role: str = "",
 ) -> Any:
-    """Load a causal language model on CPU, in evaluation mode.
+    """Load a causal language model in evaluation mode, on the default device.
+
+    Lightning makes the GPU the default device inside `configure_model`; elsewhere it is the CPU.
 
     Args:
         name: Local folder, hub id, miniature or smollm2-135m.

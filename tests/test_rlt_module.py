@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -305,6 +306,28 @@ def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tin
     stays.place(device, whole)
     with stays.on(torch.device("cpu")):
         assert devices() == {name}
+
+
+def test_offloaded_models_are_loaded_into_main_memory(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning makes the root device the default one while models are loaded; here it is cpu:0, not cpu.
+    defaults: dict[str, torch.device] = {}
+    load = RLTModule.load
+
+    def watched(self: Any, name: str, dtype: Any, role: str = "", *options: Any) -> Any:
+        defaults[role] = torch.get_default_device()
+        return load(self, name, dtype, role, *options)
+
+    monkeypatch.setattr(RLTModule, "load", watched)
+    rlt = module(tiny_model, offload_frozen=True, policy_loss=GRPOLoss(kl_coef=0.1))
+    strategy = SingleDeviceStrategy(torch.device("cpu", 0))
+    trainer(tmp_path, rollout_callback(), strategy=strategy).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert defaults == {
+        "the trained model": torch.device("cpu", 0),
+        "the frozen student": torch.device("cpu"),
+        "the reference of the KL penalty": torch.device("cpu"),
+    }
 
 
 def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) -> None:

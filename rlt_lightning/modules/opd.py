@@ -194,11 +194,10 @@ class OPDModule(SampledModule):
             return
         super().configure_model()
         if self.teacher_name is not None:
-            teacher = self.load(self.teacher_name, self.teacher_dtype, "the teacher")
-            self.teacher = FrozenModel(teacher, self.offload_frozen)
+            self.teacher = self.load_frozen(self.teacher_name, self.teacher_dtype, "the teacher")
         elif self.copies_student:
-            initial = self.load(self.pretrained, self.dtype_name, "the teacher: the student at its start")
-            self.reference = FrozenModel(initial, self.offload_frozen)
+            role = "the teacher: the student at its start"
+            self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
 
     def types(self) -> dict[str, str]:
         """Add the teacher's type."""

@@ -181,13 +181,12 @@ class RLTModule(SampledModule):
             return
         super().configure_model()
         for name in self.students.names:
-            student = self.load(name, self.student_dtype, "the frozen student")
-            self.student_models.append(FrozenModel(student, self.offload_frozen))
+            self.student_models.append(self.load_frozen(name, self.student_dtype, "the frozen student"))
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.trainer.training and self.policy_loss.kl_coef and not is_base:
-            reference = self.load(self.pretrained, self.dtype_name, "the reference of the KL penalty")
-            self.reference = FrozenModel(reference, self.offload_frozen)
+            role = "the reference of the KL penalty"
+            self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
 
     def types(self) -> dict[str, str]:
         """Add the student's type."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from rlt_lightning.modules.scoring import sampled_log_probs
 from rlt_lightning.modules.shares import StepTotals
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
+from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 # loss_of(micro_batch, packed, totals) returns a micro-batch's loss, its metrics, and the engine's mismatch.
@@ -73,6 +75,12 @@ class SampledModule(PolicyModule):
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
                 "--config overlays/cpu_offload keeps shards in main memory."
             )
+
+    def load_frozen(self, name: str, dtype: Dtype, role: str) -> FrozenModel:
+        """Load a model that is only read: on the default device, or in main memory if it is offloaded."""
+        # Lightning makes the GPU the default device inside configure_model, and the GPU may lack the memory.
+        with torch.device("cpu") if self.offload_frozen else nullcontext():
+            return FrozenModel(self.load(name, dtype, role), self.offload_frozen)
 
     @torch.no_grad()
     def get_ready(self) -> None:
