@@ -29,7 +29,7 @@ import torch
 import yaml
 from side_by_side import CPU, alternate, benchmark_parser, finish, measure, read_options
 
-from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
+from rlt_lightning.engines import HFEngine, Launch, NoPush, SampleRequest, Sampling, VLLMEngine, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
@@ -78,7 +78,8 @@ class Sides:
     def sample(self, name: str, sequences: int) -> list[list[int]]:
         """Let an engine sample."""
         sampling = Sampling(**SAMPLING, max_completion_length=self.length)
-        [group] = self.engines[name].generate([self.prompt], sampling, sequences, "", [0])
+        requests = [SampleRequest(self.prompt, seed=0, num_completions=sequences)]
+        [group] = sample_all(self.engines[name], requests, sampling, stop="")
         return [completion.token_ids for completion in group]
 
     def transformers(self, sequences: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ import torch
 from side_by_side import CPU, alternate, bars, benchmark_parser, finish, measure, read_options
 from torch import Tensor
 
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.modules.scoring import StudentScorer
 from rlt_lightning.numerics import RLTReward
@@ -50,7 +50,8 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int) -> 
     tokenizer.eos_token = model.generation_config.eos_token_id = None  # all completions of full length
     engine.start(model, tokenizer, Path())
     sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
-    [completions] = engine.generate([problem.teacher_prompt], sampling, num_completions, "</never>", [0])
+    requests = [SampleRequest(problem.teacher_prompt, seed=0, num_completions=num_completions)]
+    [completions] = sample_all(engine, requests, sampling, "</never>")
     rollouts = [
         Rollout(problem, c, num_body=length, num_think=length, text="text", closed=True) for c in completions
     ]

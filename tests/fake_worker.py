@@ -295,10 +295,10 @@ class FakeWorker:
             Thread(target=self.close).start()
         if fault in ("die", "drop"):
             raise Dropped
-        choices = [self.choice(body, number) for number in range(body["n"])]
+        choices = [self.choice(body)]
         first = choices[0]
         if fault == "choices":
-            del choices[-1]
+            choices.clear()
         elif fault == "nan":
             first["logprobs"]["token_logprobs"][0] = float("nan")
         elif fault == "lengths":
@@ -307,12 +307,12 @@ class FakeWorker:
             first["finish_reason"] = "abort"
         else:
             self.delivered.append(prompt)
-        return {"choices": choices[::-1]}  # order is by index, not by place
+        return {"choices": choices}
 
-    def choice(self, body: JSON, number: int) -> JSON:
-        choice = made_up(body["prompt"], body["seed"] + number, body["max_tokens"], self.endings)
+    def choice(self, body: JSON) -> JSON:
+        choice = made_up(body["prompt"], body["seed"], body["max_tokens"], self.endings)
         ending = choice.pop("ending")
-        choice["index"] = number
+        choice["index"] = 0
         choice["finish_reason"] = "length" if ending == "length" else "stop"
         choice["stop_reason"] = {"stop": "".join(body["stop"]), "eos": EOS, "length": None}[ending]
         return choice

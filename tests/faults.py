@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.types import Completion, InputError
 
@@ -77,14 +78,8 @@ class SlowEngine(HFEngine):
         super().__init__()
         self.delay_s = delay_s
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         time.sleep(self.delay_s)
-        return super().generate(prompts, sampling, num_completions, stop, seeds, limits)
+        yield from super().sample(requests, sampling, stop)

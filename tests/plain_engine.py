@@ -8,13 +8,15 @@ measures.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sampling import numbered
 from torch import Tensor
 
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.drawing import row_uniforms, truncate
 from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
 from rlt_lightning.types import Completion, FinishReason
@@ -36,41 +38,30 @@ class Draft:
 class PlainEngine(HFEngine):
     """HFEngine as it was before it had a cache of its own."""
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        per_turn = max(1, self.max_sequences // num_completions)
-        limits = limits or [sampling.max_completion_length] * len(prompts)
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """Sample so many requests at once as max_sequences allows; all of them want equally many."""
+        per_turn = max(1, self.max_sequences // requests[0].num_completions)
         was_training = self.model.training
         self.model.eval()
         groups: list[list[Completion]] = []
-        for start in range(0, len(prompts), per_turn):
-            turn = slice(start, start + per_turn)
-            groups += self.sample(prompts[turn], sampling, num_completions, stop, seeds[turn], limits[turn])
+        for start in range(0, len(requests), per_turn):
+            groups += self.sample_turn(requests[start : start + per_turn], sampling, stop)
         self.model.train(was_training)
-        return groups
+        yield from numbered(groups)
 
     @torch.no_grad()
-    def sample(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int],
+    def sample_turn(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> list[list[Completion]]:
+        num_completions = requests[0].num_completions
         drafts = [
-            Draft(uniforms, seed)
-            for seed, limit in zip(seeds, limits, strict=True)
-            for uniforms in row_uniforms(seed, num_completions, limit)
+            Draft(uniforms, request.seed)
+            for request in requests
+            for uniforms in row_uniforms(request.seed, num_completions, request.limit(sampling))
         ]
+        prompts = [request.prompt for request in requests]
         logits, cache, history, mask = self.repeated_prompts(prompts, num_completions)
         watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         active = list(range(len(drafts)))

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from parity import Parity
 from ranks import STEPS, done_file
 from safetensors.torch import save_file
+from sampling import numbered
 
 from rlt_lightning.callbacks import (
     Checkpoint,
@@ -29,8 +31,7 @@ from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.views import ViewOptions
-from rlt_lightning.engines import EngineError, HFEngine, Sampling
-from rlt_lightning.engines.base import Arrived
+from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
@@ -73,13 +74,14 @@ class Given(HFEngine):
     def update_weights(self, named_tensors: Any, policy_version: int) -> None:
         self.policy_version = policy_version
 
-    def generate(
-        self, prompts: Any, sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
-    ) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         groups = []
         end = self.tokenizer.encode(stop, add_special_tokens=False)
         rank = torch.distributed.get_rank() if self.in_process and torch.distributed.is_initialized() else 0
-        for position, seed in enumerate(seeds, rank * len(seeds)):
+        for position, request in enumerate(requests, rank * len(requests)):
+            seed, num_completions = request.seed, request.num_completions
             random = Random(seed)
             longest = random.choice([6, 60])
             lengths = [random.randint(3, longest) for _ in range(num_completions)]
@@ -95,7 +97,7 @@ class Given(HFEngine):
             groups.append(
                 [Completion(row, None, reason, seed) for row, reason in zip(rows, reasons, strict=True)]
             )
-        return groups
+        yield from numbered(groups)
 
 
 class Early(Given):
@@ -109,23 +111,15 @@ class Early(Given):
 
     def gather_weights(self, named_tensors: Any) -> None: ...
 
-    def generate_and_tell(
-        self,
-        prompts: Any,
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        arrived: Arrived,
-    ) -> list[list[Completion]]:
-        groups = self.generate(prompts, sampling, num_completions, stop, seeds)
-        places = [(i, j) for i, group in enumerate(groups) for j in range(len(group))]
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        *others, last = super().sample(requests, sampling, stop)
         Counting.scored.clear()
-        for i, j in places[:-1]:
-            arrived(i, j, groups[i][j])
+        yield from others
         if self.waits and not Counting.scored.wait(60):
             raise EngineError("Nothing was scored while the last completion was missing.")
-        return groups
+        yield last
 
 
 class Counted(SampledModule):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sampling import sample_groups
 
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import (
     BudgetedCompletion,
     BudgetForcing,
     HFEngine,
+    SampleRequest,
     Sampling,
     WorkersLost,
     generate_with_budget,
@@ -89,7 +92,7 @@ def test_without_a_budget_the_model_thinks_and_answers_as_it_does_alone(
     engine: HFEngine, chat_format: ChatFormat
 ) -> None:
     [[response]] = respond(engine, chat_format, BudgetForcing())
-    [[free]] = engine.generate([prompt_of(chat_format)], SHORT, 1, "", [0])
+    [[free]] = sample_groups(engine, [prompt_of(chat_format)], SHORT, 1, "", [0])
     assert response.token_ids == free.token_ids
     assert response.log_probs == pytest.approx(free.log_probs, abs=1e-3)
     thought = text(chat_format, response.token_ids[: response.num_thinking_tokens])
@@ -189,28 +192,21 @@ class Scripted:
     def health(self) -> None:
         self.health_checks += 1
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int],
-    ) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         if self.losses:
             self.losses -= 1
-            raise WorkersLost("No worker is left.", {})
-        groups = []
-        for prompt, limit in zip(prompts, limits, strict=True):
-            self.asked.append((prompt, stop, limit))
+            raise WorkersLost("No worker is left.")
+        for index, request in enumerate(requests):
+            limit = request.limit(sampling)
+            self.asked.append((request.prompt, stop, limit))
             words = self.texts.pop(0)
             ids = encode(self.chat_format, words)
             reason: Any = "stop" if stop and words.endswith(stop) else "eos" if "<|im_end|>" in words else ""
             if not reason or len(ids) > limit:
                 ids, reason = ids[:limit], "length"
-            groups.append([Completion(ids, None, reason)])
-        return groups
+            yield index, Completion(ids, None, reason)
 
 
 def scripted(

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ROOT, rlt
+from sampling import sample_groups
 
 from rlt_lightning.chat.conversation import chat
 from rlt_lightning.chat.screen import Screen, TagSplitter
@@ -138,7 +139,9 @@ def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(min
     engine.start(load_model(miniature), tokenizer, Path())
     chat_format = ChatFormat(tokenizer, "r1", student_system_prompt="Answer in one word.")
     prompt = chat_format.student_problem(1, QUESTION, "").teacher_prompt
-    [[answer]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=200), 1, "", [0])
+    [[answer]] = sample_groups(
+        engine, [prompt], Sampling(temperature=0, max_completion_length=200), 1, "", [0]
+    )
     assert answer.finish_reason == "eos"
     assert result.stdout == tokenizer.decode(answer.token_ids[:-1]) + "\n"
 
@@ -175,7 +178,7 @@ def test_settings_that_leave_one_token_give_the_engines_answer(
     engine.start(speaker.model, speaker.tokenizer, Path())
     prompt = encode(speaker.tokenizer, "Tell me")
     sampling = Sampling(**settings, max_completion_length=40)
-    [[completion]] = engine.generate([prompt], sampling, 1, "", [1])
+    [[completion]] = sample_groups(engine, [prompt], sampling, 1, "", [1])
     pieces = answered(speaker, seed=2, **settings)
     assert "".join(pieces) == speaker.tokenizer.decode(completion.token_ids)
     assert len(pieces) > 20  # as it came

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain_engine import PlainEngine, draw_plainly
+from sampling import sample_groups
 
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.decoders import slot_fault
@@ -33,7 +34,7 @@ def started(kind: type[HFEngine], model: Any, tokenizer: Any, max_sequences: int
 
 def checked(engine: HFEngine) -> None:
     """Let the engine check its cache, as it does when it samples for the first time."""
-    engine.generate(random_prompts([3], 300), Sampling(max_completion_length=1), 1, "", [0])
+    sample_groups(engine, random_prompts([3], 300), Sampling(max_completion_length=1), 1, "", [0])
 
 
 def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
@@ -72,9 +73,9 @@ def test_tokens_equal_those_of_plain_sampling(miniature: str, name: str) -> None
     model, tokenizer = load_model(miniature), load_tokenizer(miniature)
     sampling, prompts = SAMPLINGS[name], random_prompts([3, 17, 9, 30], len(tokenizer))
     asked: tuple[Any, ...] = (prompts, sampling, 3, "", [1, 2, 3, 4], [24, 5, 16, 1])
-    theirs = started(PlainEngine, model, tokenizer).generate(*asked)
+    theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
     for max_sequences in (64, 5, 2):  # all at once; more than a group; less than a group
-        assert_same(started(HFEngine, model, tokenizer, max_sequences).generate(*asked), theirs)
+        assert_same(sample_groups(started(HFEngine, model, tokenizer, max_sequences), *asked), theirs)
 
 
 def tiny(kind: str, attention: str = "rlt_segments", **changes: Any) -> Any:
@@ -126,9 +127,9 @@ def test_architectures_sample_the_same_tokens(miniature: str, name: str) -> None
     fault = slot_fault(model, lambda **inputs: model(**inputs))
     assert fault is None if reason is None else reason in (fault or "")
     asked: tuple[Any, ...] = (random_prompts([2, 30, 11]), Sampling(1.0), 3, "", [1, 2, 3], [40, 9, 25])
-    theirs = started(PlainEngine, model, tokenizer).generate(*asked)
+    theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
     for max_sequences in (64, 4):
-        assert_same(started(HFEngine, model, tokenizer, max_sequences).generate(*asked), theirs)
+        assert_same(sample_groups(started(HFEngine, model, tokenizer, max_sequences), *asked), theirs)
 
 
 def test_a_convolution_cache_samples_its_own_tokens(miniature: str) -> None:
@@ -136,7 +137,7 @@ def test_a_convolution_cache_samples_its_own_tokens(miniature: str) -> None:
     tokenizer.decode = lambda *args, **options: ""
     engine = started(HFEngine, model, tokenizer, 3)
     prompts = random_prompts([12, 12])  # padding would go through its convolution
-    groups = engine.generate(prompts, Sampling(0, max_completion_length=8), 2, "", [1, 2])
+    groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=8), 2, "", [1, 2])
     assert engine.own_cache
     for prompt, group in zip(prompts, groups, strict=True):
         assert group[0].token_ids == group[1].token_ids
@@ -160,7 +161,7 @@ def test_adapted_models_sample_the_same_tokens(miniature: str) -> None:
         [1, 2],
     )
     ours = started(HFEngine, model.train(), tokenizer)
-    assert_same(ours.generate(*asked), started(PlainEngine, model, tokenizer).generate(*asked))
+    assert_same(sample_groups(ours, *asked), sample_groups(started(PlainEngine, model, tokenizer), *asked))
     assert ours.own_cache is False
     assert model.training
 
@@ -170,7 +171,7 @@ def test_half_precision_is_stored_in_half_precision(miniature: str) -> None:
     engine, calls = started(HFEngine, model, tokenizer), Calls(model)
     sampling = Sampling(0.8, max_completion_length=9)
     with torch.autocast("cpu", torch.bfloat16):
-        [[completion]] = engine.generate(random_prompts([6], 300), sampling, 1, "", [1])
+        [[completion]] = sample_groups(engine, random_prompts([6], 300), sampling, 1, "", [1])
         logits = model(torch.tensor([random_prompts([6], 300)[0] + completion.token_ids])).logits[0, 5:-1]
     assert engine.own_cache is False
     slots = [call["slots"] for call in calls.inputs if "slots" in call][-1]
@@ -184,11 +185,11 @@ def test_half_precision_is_stored_in_half_precision(miniature: str) -> None:
 def test_a_prompt_is_run_and_stored_once_and_places_are_filled(miniature: str) -> None:
     model, tokenizer = load_model(miniature), load_tokenizer(miniature)
     engine = started(HFEngine, model, tokenizer, 4)
-    engine.generate(
-        random_prompts([3], 300), Sampling(max_completion_length=1), 1, "", [0]
+    sample_groups(
+        engine, random_prompts([3], 300), Sampling(max_completion_length=1), 1, "", [0]
     )  # its first check
     calls, prompts = Calls(model), random_prompts([50, 60, 40], 300)
-    groups = engine.generate(prompts, Sampling(0.7), 3, "", [1, 2, 3], [30, 12, 20])
+    groups = sample_groups(engine, prompts, Sampling(0.7), 3, "", [1, 2, 3], [30, 12, 20])
     runs = [call["input_ids"].shape[1] for call in calls.inputs if "packed_row" in call]
     assert sum(runs) == 150  # tokens of prompts: each once
     steps = [call for call in calls.inputs if "slots" in call]
@@ -206,8 +207,8 @@ def test_slots_grow_and_keep_their_content(tiny_model: str) -> None:
     model, tokenizer = load_model(tiny_model), load_tokenizer(tiny_model)
     asked: tuple[Any, ...] = (random_prompts([4, 9]), Sampling(1.0, max_completion_length=300), 1, "", [1, 2])
     assert_same(
-        started(HFEngine, model, tokenizer).generate(*asked),
-        started(PlainEngine, model, tokenizer).generate(*asked),
+        sample_groups(started(HFEngine, model, tokenizer), *asked),
+        sample_groups(started(PlainEngine, model, tokenizer), *asked),
     )
 
 
@@ -224,13 +225,13 @@ def test_a_finished_rank_calls_as_often_as_the_others(miniature: str) -> None:
     checked(engine)
     engine.share(lambda function: function(model), on_any_rank)
     calls = Calls(model)
-    assert engine.generate([], Sampling(), 2, "", []) == []
+    assert sample_groups(engine, [], Sampling(), 2, "", []) == []
     assert asked == [False] * 4
     assert len(calls.inputs) == 3
     asked.clear()
     calls.inputs.clear()
     others = iter([False])
-    engine.generate(random_prompts([3, 4], 300), Sampling(max_completion_length=5), 2, "", [1, 2])
+    sample_groups(engine, random_prompts([3, 4], 300), Sampling(max_completion_length=5), 2, "", [1, 2])
     assert asked == [True] * len(calls.inputs) + [False]  # the ranks meet before every call
 
 
@@ -323,12 +324,12 @@ def test_long_sampling_on_a_cpu_uses_packed_weights(miniature: str, monkeypatch:
     )
     prompts, sampling = random_prompts([9, 5], 300), Sampling(0.8, max_completion_length=64)
     asked: tuple[Any, ...] = (prompts, sampling, 2, "", [1, 2])
-    ours = started(HFEngine, model, tokenizer).generate(*asked)
+    ours = sample_groups(started(HFEngine, model, tokenizer), *asked)
     assert len(packed) == sum(type(module) is torch.nn.Linear for module in model.modules())
-    assert_same(ours, started(PlainEngine, model, tokenizer).generate(*asked))
+    assert_same(ours, sample_groups(started(PlainEngine, model, tokenizer), *asked))
     packed.clear()
-    started(HFEngine, model, tokenizer).generate(
-        prompts, Sampling(0.8, max_completion_length=8), 2, "", [1, 2]
+    sample_groups(
+        started(HFEngine, model, tokenizer), prompts, Sampling(0.8, max_completion_length=8), 2, "", [1, 2]
     )
     assert not packed
 
@@ -340,8 +341,8 @@ def test_smollm2_samples_the_tokens_of_plain_sampling(smollm2: str) -> None:
     prompts = [tokenizer.encode(text) for text in texts]
     sampling = Sampling(0.7, top_p=0.95, max_completion_length=64)
     asked: tuple[Any, ...] = (prompts, sampling, 3, "", [1, 2], [12, 24])
-    theirs = started(PlainEngine, model, tokenizer).generate(*asked)
-    assert_same(started(HFEngine, model, tokenizer, 4).generate(*asked), theirs)
+    theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
+    assert_same(sample_groups(started(HFEngine, model, tokenizer, 4), *asked), theirs)
 
 
 @pytest.mark.full

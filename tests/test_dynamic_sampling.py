@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -29,13 +29,13 @@ from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.callbacks.dynamic_sampling import assigned, chosen, with_new
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.engines import EngineError, HFEngine, Sampling
+from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms
-from rlt_lightning.types import InputError, Scores
+from rlt_lightning.types import Completion, InputError, Scores
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
@@ -323,12 +323,14 @@ class OnceBroken(Outside):
 
     calls = 0
 
-    def generate(self, prompts: Any, *arguments: Any) -> Any:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         self.calls += 1
-        if len(prompts) < PROMPTS and self.calls > 4:
+        if len(requests) < PROMPTS and self.calls > 4:
             self.calls = -1000
             raise EngineError("broken")
-        return super().generate(prompts, *arguments)
+        yield from super().sample(requests, sampling, stop)
 
 
 def test_an_engine_that_fails_in_a_refill_leaves_a_checkpoint_to_go_on_from(

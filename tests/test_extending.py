@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
@@ -25,13 +25,22 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from misfits import HalfServed, Terms
+from sampling import sample_groups
 from test_async_rollouts import Witness, assert_same, fit
 from wheel import OFFLINE, PIP, build_wheel
 
 import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
-from rlt_lightning.engines import Engine, EngineDescription, EngineError, HFEngine, Sampling, VLLMEngine
+from rlt_lightning.engines import (
+    Engine,
+    EngineDescription,
+    EngineError,
+    HFEngine,
+    SampleRequest,
+    Sampling,
+    VLLMEngine,
+)
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
@@ -295,7 +304,7 @@ class CompletionServer:
             log_probs = [None, *sequence_log_probs(self.engine.model, body["prompt"]).tolist()]
             return self.told(body["prompt"], log_probs, "length")
         sampling = Sampling(body["temperature"], body["top_p"], max_completion_length=body["max_tokens"])
-        [[completion]] = self.engine.generate([body["prompt"]], sampling, 1, "", [body["seed"]])
+        [[completion]] = sample_groups(self.engine, [body["prompt"]], sampling, 1, "", [body["seed"]])
         ids, reason = completion.token_ids, completion.finish_reason
         if self.script is not None:
             ids, reason = self.script, "eos" if len(self.script) < body["max_tokens"] else "length"
@@ -330,7 +339,7 @@ def engine(server: CompletionServer, outside: Path) -> Iterator[Any]:
 def ask(engine: Any, limit: int = 8) -> list[Completion]:
     """Two completions of one prompt."""
     sampling = Sampling(max_completion_length=limit)
-    [group] = engine.generate([[5, 6, 7]], sampling, 2, "</explanation>", [2**62 + 3])
+    [group] = sample_groups(engine, [[5, 6, 7]], sampling, 2, "</explanation>", [2**62 + 3])
     return group
 
 
@@ -410,11 +419,11 @@ def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: C
 
 def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: CompletionServer) -> None:
     server.script = server.tokenizer.encode("42.</explanation> More.")  # as `rlt test` asks
-    [group] = engine.generate([[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[30])
+    [group] = sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[30])
     assert group[0].token_ids == [*server.script, server.tokenizer.eos_token_id]
     assert group[0].finish_reason == "eos"
     server.script = [9] * 3
-    [group] = engine.generate([[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[3])
+    [group] = sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[3])
     assert (group[0].token_ids, group[0].finish_reason) == ([9] * 3, "length")
 
 
@@ -433,16 +442,10 @@ class FourMethods(Engine):
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None: ...
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        return []
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        yield from ()
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         self.policy_version = policy_version
@@ -504,8 +507,8 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
         (["--rollouts.engine=nowhere.Engine"], "'nowhere.Engine': No module named 'nowhere'"),
         (
             ["--rollouts.engine=misfits.NoMethods"],
-            "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no generate, "
-            "generate_and_tell, update_weights, verify, describe, load_own_model, share, gather_weights, "
+            "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no sample, "
+            "update_weights, verify, describe, load_own_model, share, gather_weights, "
             "health, put_to_sleep and has other parameters of start. Derive it from that class",
         ),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import datasets
 import pytest
 from commands import Running, rlt, start
 from lightning.pytorch import Trainer
+from sampling import numbered
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.callbacks.distillation import write_parquet
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.run.data_card import histogram
 from rlt_lightning.tags import R1, STRATOS
@@ -281,17 +282,18 @@ class Scripted(HFEngine):
         self.format: Any = None
         self.seeds: list[int] = []
 
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
-    ) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         groups = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            text = self.tokenizer.decode(prompt)
+        for request in requests:
+            seed, num_completions = request.seed, request.num_completions
+            text = self.tokenizer.decode(request.prompt)
             [lengths] = [lengths for question, lengths in self.lengths.items() if question in text]
             self.seeds += [seed + i for i in range(num_completions)]
             traces = ["word " * lengths.pop(0) for _ in range(num_completions)]
             groups.append([self.format.completion_from_trace(None, trace) for trace in traces])
-        return groups
+        yield from numbered(groups)
 
 
 def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, tmp_path: Path) -> None:

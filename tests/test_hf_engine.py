@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import sample_groups
 
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
 from rlt_lightning.engines.drawing import draw
@@ -42,7 +43,7 @@ def token_ids(groups: list[list[Completion]]) -> list[list[int]]:
 def test_log_probs_are_the_models_own_at_the_sampling_temperature(engine: HFEngine) -> None:
     prompts = prompts_of(engine)
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=50, max_completion_length=12)
-    for prompt, group in zip(prompts, engine.generate(prompts, sampling, 3, END, [1, 2]), strict=True):
+    for prompt, group in zip(prompts, sample_groups(engine, prompts, sampling, 3, END, [1, 2]), strict=True):
         for completion in group:
             with torch.no_grad():
                 logits = engine.model(torch.tensor([prompt + completion.token_ids])).logits[0] / 0.7
@@ -53,20 +54,22 @@ def test_log_probs_are_the_models_own_at_the_sampling_temperature(engine: HFEngi
 
 def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEngine) -> None:
     prompts, sampling = prompts_of(engine), Sampling(max_completion_length=10)
-    together = engine.generate(prompts, sampling, 2, END, [5, 6])
-    alone = engine.generate(prompts[1:], sampling, 2, END, [6])
+    together = sample_groups(engine, prompts, sampling, 2, END, [5, 6])
+    alone = sample_groups(engine, prompts[1:], sampling, 2, END, [6])
     assert token_ids([together[1]]) == token_ids(alone)
     in_turns = HFEngine(max_sequences=2)
     in_turns.start(engine.model, engine.tokenizer, Path())
-    assert token_ids(in_turns.generate(prompts, sampling, 2, END, [5, 6])) == token_ids(together)
-    other = engine.generate(prompts, sampling, 2, END, [7, 8])
+    assert token_ids(sample_groups(in_turns, prompts, sampling, 2, END, [5, 6])) == token_ids(together)
+    other = sample_groups(engine, prompts, sampling, 2, END, [7, 8])
     assert token_ids(other) != token_ids(together)
     assert token_ids([together[0]])[0] != token_ids([together[0]])[1]  # one group, two streams
 
 
 def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
     prompt = prompts_of(engine)[1]
-    [[completion]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=6), 1, END, [0])
+    [[completion]] = sample_groups(
+        engine, [prompt], Sampling(temperature=0, max_completion_length=6), 1, END, [0]
+    )
     ids = list(prompt)
     for token in completion.token_ids:
         with torch.no_grad():
@@ -77,9 +80,9 @@ def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
 def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
     # Greedy decoding repeats itself: it ends where a piece of the first answer is the stop string.
     prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
-    [[free]] = engine.generate([prompt], greedy, 1, END, [0])
+    [[free]] = sample_groups(engine, [prompt], greedy, 1, END, [0])
     text = engine.tokenizer.decode(free.token_ids[:4])
-    [[stopped]] = engine.generate([prompt], greedy, 1, text[-6:], [0])
+    [[stopped]] = sample_groups(engine, [prompt], greedy, 1, text[-6:], [0])
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert text[-6:] in engine.tokenizer.decode(stopped.token_ids)
@@ -97,11 +100,11 @@ def test_an_end_tag_whose_last_character_spans_tokens_is_seen(engine: HFEngine) 
 def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> None:
     prompts = prompts_of(engine)
     sampling = Sampling(max_completion_length=6)
-    together = engine.generate(prompts, sampling, 4, END, [1, 2])
+    together = sample_groups(engine, prompts, sampling, 4, END, [1, 2])
     endings = {completion.finish_reason for group in together for completion in group}
     assert endings == {"eos", "length"}
     for prompt, seed, group in zip(prompts, [1, 2], together, strict=True):
-        assert token_ids(engine.generate([prompt], sampling, 4, END, [seed])) == token_ids([group])
+        assert token_ids(sample_groups(engine, [prompt], sampling, 4, END, [seed])) == token_ids([group])
 
 
 def test_draw_follows_the_truncated_distribution() -> None:
@@ -145,7 +148,7 @@ def test_update_weights_copies_what_is_not_shared(tiny_model: str) -> None:
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
     engine = HFEngine()
     engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model), Path())
-    engine.generate([[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
+    sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
     assert engine.model.training
     engine.close()
     with pytest.raises(EngineError, match="must be started"):
@@ -173,6 +176,8 @@ def test_golden_prompts_can_be_closed_and_split(smollm2: str, shared: Path) -> N
     prompt = engine.tokenizer(
         case["teacher_prompt"] + case["think"] + "\n\n<|end_of_", add_special_tokens=False
     ).input_ids
-    [[completion]] = engine.generate([prompt], Sampling(temperature=0, max_completion_length=8), 1, "|>", [0])
+    [[completion]] = sample_groups(
+        engine, [prompt], Sampling(temperature=0, max_completion_length=8), 1, "|>", [0]
+    )
     assert completion.finish_reason == "stop"
     assert engine.tokenizer.decode(completion.token_ids).endswith("|>")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
@@ -12,14 +12,29 @@ import pytest
 import torch
 from fake_worker import FakeWorker
 from test_rlt_module import Witness, data, module, trainer
-from test_vllm_engine import END, PROMPTS, SAMPLING, SEEDS, assert_each_prompt_once, start, undisturbed
+from test_vllm_engine import (
+    END,
+    PROMPTS,
+    SAMPLING,
+    SEEDS,
+    assert_each_prompt_once,
+    generate_until_lost,
+    start,
+    undisturbed,
+)
 from test_vllm_engine import token_ids as ids
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.waves import hidden_seconds
-from rlt_lightning.engines import EngineError, HFEngine, Sampling, WorkersLost
-from rlt_lightning.engines.base import Arrived
+from rlt_lightning.engines import (
+    EngineError,
+    HFEngine,
+    SampleRequest,
+    Sampling,
+    WorkersLost,
+    build_requests,
+)
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.modules.reading import Reading
 from rlt_lightning.numerics.rewards import NonFiniteError
@@ -46,24 +61,17 @@ class Waiting(Outside):
         self.go = Event()
         self.gave_up = False
 
-    def generate_and_tell(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        arrived: Arrived,
-    ) -> list[list[Completion]]:
-        groups = self.generate(prompts, sampling, num_completions, stop, seeds)
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        completions = list(super().sample(requests, sampling, stop))
         self.go.clear()  # what an earlier step has scored does not count
-        for position, group in enumerate(groups[:-1]):
-            for number, completion in enumerate(group):
-                arrived(position, number, completion)
+        last = requests[-1].num_completions
+        yield from completions[:-last]
         self.gave_up = not self.go.wait(self.patience_s)
         if self.gave_up:
             raise EngineError("Nothing was scored before the last group was sampled.")
-        return groups
+        yield from completions[-last:]
 
 
 @pytest.fixture
@@ -129,10 +137,9 @@ def test_without_it_nothing_is_scored_meanwhile(fit: Any, scored: Any) -> None:
         fit(engine, score_early=False)
 
 
-def test_an_engine_that_tells_nothing_is_scored_in_the_end(fit: Any) -> None:
-    rlt, seen = fit(Outside())
+def test_an_engine_that_brings_all_at_the_end_is_scored(fit: Any) -> None:
+    _, seen = fit(Outside())
     assert len(rows(seen)) == 16
-    assert rlt.step_metrics["perf/score_hidden_frac"] == 0
 
 
 def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
@@ -162,7 +169,7 @@ def completion(*token_ids: int) -> Completion:
 def test_a_wave_has_at_least_its_tokens_and_all_that_is_there() -> None:
     asked = order()
     asked.expect()
-    future: Future[list[list[Completion]]] = Future()
+    future: Future[None] = Future()
     asked.follow(future)
     for position, number in ((1, 0), (0, 1), (0, 0)):
         asked.arrive(position, number, completion(7, 8))
@@ -170,7 +177,8 @@ def test_a_wave_has_at_least_its_tokens_and_all_that_is_there() -> None:
     assert sorted(wave.completions) == [(0, 0), (0, 1), (1, 0)]
     assert not wave.complete
     assert wave.sampling
-    future.set_result([[completion(7, 8)] * 2, [completion(7, 8)] * 2])
+    asked.arrive(1, 1, completion(7, 8))
+    future.set_result(None)
     wave = asked.next_wave(min_tokens=4)
     assert (list(wave.completions), wave.complete, wave.sampling) == ([(1, 1)], True, False)
     assert asked.next_wave(4)[:2] == ({}, True)
@@ -179,10 +187,11 @@ def test_a_wave_has_at_least_its_tokens_and_all_that_is_there() -> None:
 def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
     asked = order()
     asked.expect()
-    future: Future[list[list[Completion]]] = Future()
+    future: Future[None] = Future()
     asked.follow(future)
-    asked.arrive(1, 0, completion(3))
-    future.set_exception(WorkersLost("lost", {0: [completion(1), completion(2)]}))
+    for position, number, token in ((1, 0, 3), (0, 0, 1), (0, 1, 2)):
+        asked.arrive(position, number, completion(token))
+    future.set_exception(WorkersLost("lost"))
     wave = asked.next_wave(100)
     assert (sorted(wave.completions), wave.complete, wave.sampling) == (
         [(0, 0), (0, 1), (1, 0)],
@@ -190,11 +199,11 @@ def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
         False,
     )
     assert asked.expect() == [1]  # only the group that is not whole is asked for again
-    again: Future[list[list[Completion]]] = Future()
+    again: Future[None] = Future()
     asked.follow(again)
     asked.arrive(0, 0, completion(99))
     asked.arrive(0, 1, completion(4))
-    again.set_result([[completion(99), completion(4)]])
+    again.set_result(None)
     wave = asked.next_wave(100)
     assert (list(wave.completions), wave.complete) == ([(1, 1)], True)
     assert asked.finished[1] == [completion(3), completion(4)]  # the first version, which was scored
@@ -203,7 +212,7 @@ def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
 def test_a_failure_is_told_once_and_then_asked_for_again() -> None:
     asked = order()
     asked.expect()
-    future: Future[list[list[Completion]]] = Future()
+    future: Future[None] = Future()
     asked.follow(future)
     asked.arrive(0, 0, completion(3))
     future.set_exception(EngineError("broken"))
@@ -219,11 +228,13 @@ class Failing(Outside):
 
     failed = False
 
-    def generate(self, *arguments: Any) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         if not self.failed:
             self.failed = True
             raise EngineError("broken")
-        return super().generate(*arguments)
+        yield from super().sample(requests, sampling, stop)
 
 
 def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Path) -> None:
@@ -241,10 +252,12 @@ def test_a_checkpoint_waits_only_for_what_it_keeps() -> None:
         callback = RolloutCallback(Outside(), asynchronous=asynchronous)
         callback.order = order(1)
         callback.order.expect()
-        future: Future[list[list[Completion]]] = Future()
+        future: Future[None] = Future()
         callback.order.follow(future)
         if asynchronous:
-            future.set_result([[completion(1), completion(2)]])
+            for number in range(2):
+                callback.order.arrive(0, number, completion(number))
+            future.set_result(None)
         assert list(callback.state_dict()) == (["order"] if asynchronous else [])
 
 
@@ -252,35 +265,35 @@ def test_only_what_was_scored_before_the_end_is_hidden() -> None:
     assert hidden_seconds([(0.0, 2.0), (3.0, 6.0), (7.0, 9.0)], ended_at=4.0) == 2.0 + 1.0
 
 
-def test_an_engine_tells_of_each_completion_as_it_comes(start: Any) -> None:
+def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:
     # The fast worker's completions come while the slow one has its first.
-    told: dict[tuple[int, int], Completion] = {}
     fast, slow = FakeWorker(), FakeWorker(delay_s=0.5)
     engine = start(slow, fast, max_sequences=1)
-
-    def arrived(position: int, number: int, completion: Completion) -> None:
-        assert (position, number) not in told
-        told[position, number] = completion
-
-    groups = engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, arrived)
-    assert ids(groups) == undisturbed() == ids(engine.generate(PROMPTS, SAMPLING, 2, END, SEEDS))
-    assert told == {(i, j): c for i, group in enumerate(groups) for j, c in enumerate(group)}
-    assert [c.worker for c in list(told.values())[:3]] == [fast.url] * 3
-    assert [c.seed for group in groups for c in group] == [seed + i for seed in SEEDS for i in range(2)]
+    found = list(engine.sample(build_requests(PROMPTS, SEEDS, 2), SAMPLING, END))
+    assert [c.worker for _, c in found[:3]] == [fast.url] * 3
+    assert sorted(index for index, _ in found) == list(range(16))
+    ordered = [completion for _, completion in sorted(found, key=lambda pair: pair[0])]
+    assert ids([ordered[i : i + 2] for i in range(0, 16, 2)]) == undisturbed()
+    assert [c.seed for c in ordered] == [seed + i for seed in SEEDS for i in range(2)]
 
 
-def test_a_lost_worker_leaves_whole_groups_and_tells_of_the_rest(start: Any) -> None:
+def test_what_was_yielded_before_a_worker_is_lost_stays(start: Any) -> None:
     worker = FakeWorker(faults=("",) * 5 + ("die",))
     engine = start(worker, max_sequences=1)
-    told: list[tuple[int, int]] = []
-    with pytest.raises(WorkersLost) as lost:
-        engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, lambda i, j, _: told.append((i, j)))
-    assert told == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
-    assert sorted(lost.value.finished) == [0, 1]
+    assert list(generate_until_lost(engine)) == [0, 1, 2, 3, 4]
+
+
+def test_whoever_wants_no_more_completions_ends_the_calls(start: Any) -> None:
+    worker = FakeWorker(faults=("", "hang"))
+    completions = start(worker, max_sequences=1).sample(build_requests(PROMPTS, SEEDS, 1), SAMPLING, END)
+    assert next(completions)[0] == 0
+    completions.close()
+    assert len(worker.bodies) <= 2
 
 
 def test_greedy_completions_are_asked_for_once(start: Any) -> None:
     worker = FakeWorker()
     greedy = Sampling(temperature=0, max_completion_length=6)
-    start(worker).generate_and_tell(PROMPTS, greedy, 2, END, SEEDS, lambda *_: None)
-    assert_each_prompt_once(worker)
+    found = dict(start(worker).sample(build_requests(PROMPTS, SEEDS, 2), greedy, END))
+    assert_each_prompt_once(worker, number=1)
+    assert all(found[i] == found[i + 1] for i in range(0, 16, 2))

@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import ROOT, rlt, start
 from lightning.pytorch import Trainer
+from sampling import numbered
 from test_cli import assert_one_clear_line
 from test_generate import read, wait_until
 from test_text_reward import SeededReward
@@ -24,7 +25,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, words_of
 from rlt_lightning.datamodules.responses import RawResponses, split_raw, split_response, tidied
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import Completion, InputError
@@ -153,12 +154,13 @@ class Scripted(HFEngine):
         super().__init__()
         self.answers = answers  # by question
 
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, num_completions: int, stop: str, seeds: list[int]
-    ) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
         groups = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            text = self.tokenizer.decode(prompt)
+        for request in requests:
+            seed = request.seed
+            text = self.tokenizer.decode(request.prompt)
             [answers] = [answers for question, answers in self.answers.items() if question in text]
             ids = [self.tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
             eos = self.tokenizer.eos_token_id
@@ -167,7 +169,7 @@ class Scripted(HFEngine):
             for i, answer in enumerate(answers):
                 if answer.endswith("..."):
                     groups[-1][i] = Completion(ids[i], None, "length", seed)
-        return groups
+        yield from numbered(groups)
 
 
 def turn(thought: str, solution: str) -> str:

@@ -25,6 +25,7 @@ import torch
 from commands import rlt
 from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo, worker_of
 from safetensors.torch import load_file
+from sampling import sample_groups
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -41,8 +42,9 @@ from rlt_lightning.engines import (
     VLLMEngine,
     WeightPush,
     WorkersLost,
+    build_requests,
     fleet,
-    generate_patiently,
+    sample_all,
 )
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
@@ -92,7 +94,20 @@ def start_engine(engine: VLLMEngine, folder: Path) -> None:
 
 
 def generate(engine: VLLMEngine, number: int = 2, sampling: Sampling = SAMPLING) -> list[list[Completion]]:
-    return engine.generate(PROMPTS, sampling, number, END, SEEDS)
+    return sample_groups(engine, PROMPTS, sampling, number, END, SEEDS)
+
+
+def generate_until_lost(engine: VLLMEngine, match: str = "") -> dict[int, Completion]:
+    """What comes, by index, before the last worker is lost."""
+    found: dict[int, Completion] = {}
+
+    def take() -> None:
+        for index, completion in engine.sample(build_requests(PROMPTS, SEEDS, 2), SAMPLING, END):
+            found[index] = completion
+
+    with pytest.raises(WorkersLost, match=match):
+        take()
+    return found
 
 
 def token_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
@@ -107,10 +122,10 @@ def undisturbed(number: int = 2, endings: tuple[str, ...] = ("stop", "eos", "len
     ]
 
 
-def assert_each_prompt_once(*workers: FakeWorker) -> None:
-    """Asked for again only where the first answer did not come."""
+def assert_each_prompt_once(*workers: FakeWorker, number: int = 2) -> None:
+    """Each of its completions is asked for again only where the first answer did not come."""
     delivered = Counter(str(prompt) for worker in workers for prompt in worker.delivered)
-    assert delivered == Counter(map(str, PROMPTS))
+    assert delivered == Counter(map(str, PROMPTS * number))
 
 
 # What is asked and what comes back
@@ -119,13 +134,13 @@ def assert_each_prompt_once(*workers: FakeWorker) -> None:
 def test_a_request_holds_the_token_ids_and_every_sampling_field(start: Any) -> None:
     worker = FakeWorker()
     sampling = Sampling(0.6, 0.9, 40, 0.05, 1.1, max_completion_length=5)
-    start(worker).generate([[3, 1, 4]], sampling, 4, END, [2**62 + 17])  # the seed is cut to 62 bits
+    engine = start(worker, max_sequences=1)
+    sample_groups(engine, [[3, 1, 4]], sampling, 4, END, [2**62 + 17])  # the seed is cut to 62 bits
     assert worker.bodies == [
         {
             "model": "teacher",
             "prompt": [3, 1, 4],
-            "n": 4,
-            "seed": 17,
+            "seed": 17 + number,
             "max_tokens": 5,
             "temperature": 0.6,
             "top_p": 0.9,
@@ -138,6 +153,7 @@ def test_a_request_holds_the_token_ids_and_every_sampling_field(start: Any) -> N
             "logprobs": 0,
             "return_token_ids": True,
         }
+        for number in range(4)
     ]
 
 
@@ -177,15 +193,15 @@ def test_prompts_go_to_the_worker_with_the_fewest_in_work(start: Any) -> None:
     engine = start(slow, fast, max_sequences=4)
     assert token_ids(generate(engine)) == undisturbed()
     assert_each_prompt_once(fast, slow)
-    assert len(slow.delivered) == 2  # its two slots of two completions each, once
-    assert (fast.most_in_work, slow.most_in_work) == (2, 2)
+    assert len(slow.delivered) == 4  # its four slots, once
+    assert (fast.most_in_work, slow.most_in_work) == (4, 4)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_it_is_sent(start: Any) -> None:
     worker = FakeWorker()
     engine = start(worker)
     with pytest.raises(InputError, match="--max-model-len of 2048 tokens, but need 2049"):
-        engine.generate([[1], [1] * 1049], Sampling(max_completion_length=1000), 1, END, [0, 0])
+        sample_groups(engine, [[1], [1] * 1049], Sampling(max_completion_length=1000), 1, END, [0, 0])
     assert worker.bodies == []
 
 
@@ -239,7 +255,7 @@ def test_a_failed_answer_of_whatever_kind_is_asked_for_again(start: Any) -> None
     worker = FakeWorker(faults=(*FAULTS, "", *FAULTS))
     assert token_ids(generate(start(worker, max_retries=14))) == undisturbed()
     assert_each_prompt_once(worker)
-    assert len(worker.bodies) == 8 + 2 * 7
+    assert len(worker.bodies) == 16 + 2 * 7
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -260,7 +276,7 @@ def test_a_worker_that_hangs_or_dies_is_lost_within_the_call_timeout(start: Any,
     assert token_ids(generate(engine)) == undisturbed()
     assert time.monotonic() - begin < 2.0  # 1/4 of the timeout until it is looked at, and the timeout
     assert list(engine.fleet.down) == [bad.url]
-    assert Counter(map(str, good.delivered + bad.delivered)) >= Counter(map(str, PROMPTS))
+    assert Counter(map(str, good.delivered + bad.delivered)) >= Counter(map(str, PROMPTS * 2))
 
 
 def test_a_request_that_takes_too_long_at_a_living_worker_stops_the_run(start: Any) -> None:
@@ -315,12 +331,10 @@ def test_a_restart_between_two_steps_is_found_by_health(start: Any) -> None:
 
 
 def test_when_the_only_worker_is_lost_its_finished_part_is_kept_and_the_rest_follows(start: Any) -> None:
-    worker = FakeWorker(faults=("", "", "", "die"), delay_s=0.01)
-    engine = start(worker, max_sequences=2)  # one prompt at a time
-    with pytest.raises(WorkersLost, match=worker.url) as lost:
-        generate(engine)
-    finished = lost.value.finished
-    assert sorted(finished) == [0, 1, 2]
+    worker = FakeWorker(faults=("",) * 6 + ("die",), delay_s=0.01)
+    engine = start(worker, max_sequences=1)  # one completion at a time
+    finished = generate_until_lost(engine, match=worker.url)
+    assert sorted(finished) == list(range(6))
     assert engine.policy_version == -1
 
     worker.restart()
@@ -328,8 +342,9 @@ def test_when_the_only_worker_is_lost_its_finished_part_is_kept_and_the_rest_fol
     engine.health()  # waits for it
     assert engine.policy_version == -1
     engine.update_weights(WEIGHTS, 0)
-    rest = engine.generate(PROMPTS[3:], SAMPLING, 2, END, SEEDS[3:])
-    assert token_ids([*(finished[i] for i in range(3)), *rest]) == undisturbed()
+    rest = sample_groups(engine, PROMPTS[3:], SAMPLING, 2, END, SEEDS[3:])
+    whole = [[finished[i], finished[i + 1]] for i in range(0, 6, 2)]
+    assert token_ids([*whole, *rest]) == undisturbed()
     assert_each_prompt_once(worker)
 
 
@@ -377,16 +392,16 @@ def test_losses_are_not_forgiven_until_a_group_is_whole(start: Any) -> None:
     engine = start(worker, max_restarts=2, max_retries=0, max_sequences=1)
     for _ in range(2):
         with pytest.raises(WorkersLost):
-            engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, lambda *_: None)
+            generate(engine)
         engine.health()
         engine.update_weights(WEIGHTS, 0)
     with pytest.raises(EngineError, match="was lost 3 times in a row"):
-        engine.generate_and_tell(PROMPTS, SAMPLING, 2, END, SEEDS, lambda *_: None)
+        generate(engine)
 
 
-def test_a_completed_request_forgives_earlier_losses(start: Any) -> None:
-    worker = FakeWorker(faults=("", "500", "", "500", "", "500"), delay_s=0.01)
-    engine = start(worker, max_restarts=1, max_retries=0, max_sequences=2)
+def test_a_whole_group_forgives_earlier_losses(start: Any) -> None:
+    worker = FakeWorker(faults=("", "", "500") * 3, delay_s=0.01)
+    engine = start(worker, max_restarts=1, max_retries=0, max_sequences=1)
     for _ in range(3):
         with pytest.raises(WorkersLost):
             generate(engine)
@@ -884,7 +899,7 @@ def test_a_plain_server_needs_no_local_model(raw: bool, start: Any, tmp_path: Pa
     engine = VLLMEngine([worker.url], push=NoPush())
     engine.start(None, None, tmp_path)
     assert engine.policy_version == 0
-    groups = engine.generate(PROMPTS, SAMPLING, 2, "", SEEDS)
+    groups = sample_groups(engine, PROMPTS, SAMPLING, 2, "", SEEDS)
     assert token_ids(groups) == undisturbed(endings=endings)
     for completion in (completion for group in groups for completion in group):
         # Raw ones are not those of the temperature that the completion was sampled at.
@@ -896,16 +911,16 @@ def test_a_plain_server_needs_no_local_model(raw: bool, start: Any, tmp_path: Pa
 
 
 def test_a_plain_server_that_dies_is_waited_for_and_asked_for_the_rest(start: Any) -> None:
-    worker = FakeWorker(dev_mode=False, faults=("", "", "", "die"))
-    options = {"max_sequences": 2, "max_retries": 0, "recovery_timeout_s": 60.0}
+    worker = FakeWorker(dev_mode=False, faults=("",) * 6 + ("die",))
+    options = {"max_sequences": 1, "max_retries": 0, "recovery_timeout_s": 60.0}
     engine = start(worker, step=None, push=NoPush(), **options)
     with pytest.raises(WorkersLost):  # the trainer must say which weights it takes them to hold
-        generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)
+        sample_all(engine, build_requests(PROMPTS, SEEDS, 2), SAMPLING, END)
     engine.close()
     engine.start(None, None, Path())
     reopening = Thread(target=lambda: eventually(lambda: worker.server is None, 60.0) and worker.open())
     reopening.start()
-    assert token_ids(generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)) == undisturbed()
+    assert token_ids(sample_all(engine, build_requests(PROMPTS, SEEDS, 2), SAMPLING, END)) == undisturbed()
     reopening.join()
     assert_each_prompt_once(worker)
 
@@ -921,7 +936,9 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
         assert token_ids(generate(engine)) == undisturbed()
         assert server.process is not None
         os.killpg(server.process.pid, signal.SIGKILL)
-        assert token_ids(generate_patiently(engine, PROMPTS, SAMPLING, 2, END, SEEDS)) == undisturbed()
+        assert (
+            token_ids(sample_all(engine, build_requests(PROMPTS, SEEDS, 2), SAMPLING, END)) == undisturbed()
+        )
     finally:
         engine.close()
 
@@ -959,10 +976,10 @@ def test_every_prompt_may_have_a_limit_of_its_own(start: Any) -> None:
     worker = FakeWorker(endings=("length",))
     engine = start(worker)
     limits = [1, 2, 3, 4, 5, 6, 7, 2045]
-    groups = engine.generate(PROMPTS, SAMPLING, 1, END, SEEDS, limits)
+    groups = sample_groups(engine, PROMPTS, SAMPLING, 1, END, SEEDS, limits)
     assert [len(completion.token_ids) for (completion,) in groups] == limits
     with pytest.raises(InputError, match="need 2049"):
-        engine.generate(PROMPTS, SAMPLING, 1, END, SEEDS, [*limits[:-1], 2046])
+        sample_groups(engine, PROMPTS, SAMPLING, 1, END, SEEDS, [*limits[:-1], 2046])
 
 
 # Workers that are launched

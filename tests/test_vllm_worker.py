@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from commands import rlt, start
+from sampling import sample_groups
 from tiny import CHAINS
 
 from rlt_lightning.chat.speakers import ChatModel, speaker_of
@@ -34,7 +35,8 @@ from rlt_lightning.engines import (
     Sampling,
     VLLMEngine,
     WeightPush,
-    generate_patiently,
+    build_requests,
+    sample_all,
 )
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.engines.weights import free_port
@@ -145,8 +147,8 @@ def test_completions_and_log_probs_agree_with_the_trainer_after_every_push(
     for _ in range(3):
         trainer.step(size=0.02)
         trainer.push(engine)
-        groups = engine.generate(prompts, sampling, 3, STOP, seeds=[11, 12])
-        assert engine.generate(prompts, sampling, 3, STOP, seeds=[11, 12]) == groups
+        groups = sample_groups(engine, prompts, sampling, 3, STOP, seeds=[11, 12])
+        assert sample_groups(engine, prompts, sampling, 3, STOP, seeds=[11, 12]) == groups
         for prompt, group in zip(prompts, groups, strict=True):
             for completion in group:
                 expected = trainer.log_probs(prompt + completion.token_ids, len(prompt), temperature or 1.0)
@@ -164,11 +166,11 @@ def test_greedy_completions_are_those_of_the_hf_engine(
     hf.start(trainer.model, trainer.tokenizer, trainer.folder)
     prompts = [trainer.prompt("Count: one, two,"), trainer.prompt("Hello")]
     sampling = Sampling(temperature=0.0, max_completion_length=12)
-    [[first], _] = hf.generate(prompts, sampling, 1, STOP, [0, 0])
+    [[first], _] = sample_groups(hf, prompts, sampling, 1, STOP, [0, 0])
     stop = trainer.tokenizer.decode(first.token_ids[5:7])  # a text that comes: both must end with it, alike
     for tag in (STOP, stop):
-        ours = engine.generate(prompts, sampling, 1, tag, [0, 0])
-        theirs = hf.generate(prompts, sampling, 1, tag, [0, 0])
+        ours = sample_groups(engine, prompts, sampling, 1, tag, [0, 0])
+        theirs = sample_groups(hf, prompts, sampling, 1, tag, [0, 0])
         assert [[(c.token_ids, c.finish_reason) for c in g] for g in ours] == [
             [(c.token_ids, c.finish_reason) for c in g] for g in theirs
         ]
@@ -258,7 +260,7 @@ def test_cached_prefixes_do_not_outlive_a_push(engine: VLLMEngine, trainer: Trai
     for _ in range(2):
         trainer.step(size=0.05)
         trainer.push(engine)
-        [[completion]] = engine.generate([prompt], sampling, 1, STOP, [5])
+        [[completion]] = sample_groups(engine, [prompt], sampling, 1, STOP, [5])
         expected = trainer.log_probs(prompt + completion.token_ids, len(prompt))
         assert completion.log_probs == pytest.approx(expected, abs=1e-3)
 
@@ -269,7 +271,7 @@ def test_truncated_log_probs_are_not_passed_off_as_the_policys(
 ) -> None:
     trainer.push(engine)
     sampling = Sampling(temperature=0.7, max_completion_length=4, **limits)
-    [[completion]] = engine.generate([trainer.prompt("Hello")], sampling, 1, STOP, [5])
+    [[completion]] = sample_groups(engine, [trainer.prompt("Hello")], sampling, 1, STOP, [5])
     assert completion.log_probs is None
 
 
@@ -545,7 +547,7 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     sampling = Sampling(temperature=0.7, max_completion_length=16)
     engine = VLLMEngine(urls=[plain_server], push=NoPush())
     engine.start(None, None, trainer.folder)
-    alone = generate_patiently(engine, prompts, sampling, 3, "", [1, 2], limits=[4, 16])
+    alone = sample_all(engine, build_requests(prompts, [1, 2], 3, [4, 16]), sampling, "")
     engine.close()
     assert [{len(c.token_ids) for c in group} for group in alone] == [{4}, {16}]
     assert {completion.log_probs for group in alone for completion in group} == {None}
@@ -558,7 +560,7 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     assert asyncio.run(engine.fleet.workers[0].score(text, 60.0)) == pytest.approx(own, abs=1e-4)
     assert own != pytest.approx(Trainer(tiny_model, tmp_path).log_probs(text), abs=1e-3)  # untrained
     engine.verify(text, {0: own})
-    again = engine.generate(prompts, sampling, 3, "", [1, 2], [4, 16])
+    again = sample_groups(engine, prompts, sampling, 3, "", [1, 2], [4, 16])
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in g] for g in alone]
     trainer.step(size=0.5)
     with pytest.raises(EngineError, match="It serves another model"):

@@ -11,7 +11,7 @@ import torch
 from common import DEVICE, HALF, TINY, median_seconds, note
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import MINIATURES
 
@@ -54,7 +54,8 @@ def main() -> None:
         weights = sum(p.nbytes for p in model.parameters())
         for num in (2,) if TINY else (1, 16, 64):
             options = Sampling(temperature=0.7, max_completion_length=length)
-            sample = partial(engine.generate, [prompt], options, num, "</never>", [0])
+            requests = [SampleRequest(prompt, seed=0, num_completions=num)]
+            sample = partial(sample_all, engine, requests, options, "</never>")
             taken = median_seconds(sample, rounds=1 if TINY else 3, warm_up=1)
             note(
                 f"HFEngine, {shape}, {num} sequences",

@@ -2,13 +2,13 @@
 
 InProcessLink: every rank has the engine, and samples its own problems with its own model.
 
-    rank 0   order ─▶ update_weights ─▶ generate ─▶ rollouts
-    rank 1   order ─▶ update_weights ─▶ generate ─▶ rollouts
+    rank 0   order ─▶ update_weights ─▶ sample ─▶ rollouts
+    rank 1   order ─▶ update_weights ─▶ sample ─▶ rollouts
 
 RankZeroLink: rank 0 talks to the engine for all ranks. Each ═ is a collective: all ranks wait there.
 
-    rank 0   problems ═▶ one order ─▶ health ═ update_weights ═ verify ═ generate ─▶ completions ═▶ rollouts
-    rank 1   problems ═▶ one order ──────────═ gather_weights ═────────═─────────────────────────═▶ rollouts
+    rank 0   problems ═▶ one order ─▶ health ═ update_weights ═ verify ═ sample ─▶ completions ═▶ rollouts
+    rank 1   problems ═▶ one order ──────────═ gather_weights ═────────═───────────────────────═▶ rollouts
 
 In training, a RankZeroLink hands on the completions in waves: see waves.py.
 """
@@ -28,7 +28,14 @@ from lightning.pytorch import Trainer
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.together import Together, waiting_for_ranks
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, require_context
+from rlt_lightning.engines.base import (
+    PROBE_TOKENS,
+    Engine,
+    NamedTensor,
+    build_requests,
+    require_context,
+    stream_completions,
+)
 from rlt_lightning.engines.weights import in_background
 from rlt_lightning.models.lora import adapter_weights, merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
@@ -124,12 +131,15 @@ class EngineLink(ABC):
             order.policy_version = module.global_step
         asked = order.expect()
 
-        def generate() -> list[list[Completion]]:
-            prompts, seeds = [order.prompts[i] for i in asked], [order.seeds[i] for i in asked]
-            settings = order.sampling, order.num_completions, order.stop
-            return self.engine.generate_and_tell(prompts, *settings, seeds, order.arrive)
+        prompts, seeds = [order.prompts[i] for i in asked], [order.seeds[i] for i in asked]
+        requests = build_requests(prompts, seeds, order.num_completions)
 
-        self._generate(trainer, module, order, generate)
+        def sample() -> None:
+            for index, completion in stream_completions(self.engine, requests, order.sampling, order.stop):
+                position, number = divmod(index, order.num_completions)
+                order.arrive(position, number, completion)
+
+        self._sample(trainer, module, order, sample)
 
     def close(self) -> None:
         """Close the engine."""
@@ -165,14 +175,14 @@ class EngineLink(ABC):
         """Push the weights until the engine samples with those of this step."""
 
     @abstractmethod
-    def _generate(
+    def _sample(
         self,
         trainer: Trainer,
         module: PolicyModule,
         order: Order,
-        generate: Callable[[], list[list[Completion]]],
+        sample: Callable[[], None],
     ) -> None:
-        """Call `generate`, now or in the background, and put its result into `order.future`."""
+        """Call `sample`, now or in the background; `order.future` tells when it is done."""
 
     def _finish(self, trainer: Trainer, module: PolicyModule, order: Order) -> None:
         """Sample what an order misses, and wait for it."""
@@ -234,17 +244,18 @@ class InProcessLink(EngineLink):
     def _make_current(self, trainer: Trainer, module: PolicyModule) -> None:
         push_until_current(self.engine, lambda: list(module.policy.named_parameters()), module.global_step)
 
-    def _generate(
+    def _sample(
         self,
         trainer: Trainer,
         module: PolicyModule,
         order: Order,
-        generate: Callable[[], list[list[Completion]]],
+        sample: Callable[[], None],
     ) -> None:
         order.future = Future()
         # In the precision that the model is trained in.
         with module.phase("generate"), trainer.precision_plugin.forward_context():
-            order.future.set_result(generate())
+            sample()
+            order.future.set_result(None)
 
 
 class RankZeroLink(EngineLink):
@@ -336,15 +347,15 @@ class RankZeroLink(EngineLink):
         self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
         self.call(trainer, lambda: self.engine.verify(self.probe, self.probe_log_probs))
 
-    def _generate(
+    def _sample(
         self,
         trainer: Trainer,
         module: PolicyModule,
         order: Order,
-        generate: Callable[[], list[list[Completion]]],
+        sample: Callable[[], None],
     ) -> None:
         if trainer.is_global_zero:
-            order.follow(in_background(generate))
+            order.follow(in_background(sample))
 
 
 def make_link(engine: Engine, verify_every_n_steps: int, deadline_s: float) -> EngineLink:

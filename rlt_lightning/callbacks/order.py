@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Self
@@ -50,7 +51,8 @@ class Order:
     stop: str
     finished: dict[int, list[Completion]] = field(default_factory=dict)  # by position in `prompts`
     asked: list[int] = field(default_factory=list)  # positions that the engine was asked for last
-    future: Future[list[list[Completion]]] | None = None  # their completions, on the rank that asked
+    future: Future[None] | None = None  # of the engine's call, on the rank that asked
+    arrived: dict[Place, Completion] = field(default_factory=dict, compare=False)  # on the rank that asked
     handed: dict[Place, Completion] = field(default_factory=dict)  # what waves have brought
     # On the rank that asked: what is finished and in no wave yet; None: the engine is done.
     arrivals: SimpleQueue[tuple[Place, Completion] | None] = field(
@@ -58,8 +60,8 @@ class Order:
     )
     ended_at: float = field(default=0.0, compare=False)  # when the engine was done, time.monotonic()
 
-    def follow(self, future: Future[list[list[Completion]]]) -> None:
-        """Wait for the completions of `asked` from now on, which the engine puts into `future`."""
+    def follow(self, future: Future[None]) -> None:
+        """Wait for the completions of `asked` from now on, until the engine has ended `future`."""
         self.future = future
         arrivals = self.arrivals
 
@@ -72,8 +74,9 @@ class Order:
     def expect(self) -> list[int]:
         """Note that the engine is now asked for what is missing; return these positions."""
         self.asked = self.missing
-        # Completions that a failed call reported belong to groups that are sampled again.
+        # What a failed call has brought of a group is sampled again, unless it was handed on.
         self.arrivals = SimpleQueue()
+        self.arrived = dict(self.handed)
         return self.asked
 
     def wait(self) -> None:
@@ -96,20 +99,19 @@ class Order:
             with waiting_for(f"the engine's completions of {len(self.asked)} prompts", on_terminal=False):
                 wait([self.future])
             future, self.future = self.future, None
-            try:
-                groups = dict(enumerate(future.result()))
-            except WorkersLost as error:
-                groups = error.finished
-            for i, group in groups.items():
-                position = self.asked[i]
-                self.finished[position] = [
-                    self.handed.get((position, number), completion) for number, completion in enumerate(group)
-                ]
+            with suppress(WorkersLost):
+                future.result()
+            for position in self.asked:
+                places = [(position, number) for number in range(self.num_completions)]
+                if all(place in self.arrived for place in places):
+                    self.finished[position] = [self.arrived[place] for place in places]
         return not self.missing
 
     def arrive(self, position: int, number: int, completion: Completion) -> None:
         """Take a completion from the engine's thread; `position` counts the prompts that were asked for."""
-        self.arrivals.put(((self.asked[position], number), completion))
+        place = self.asked[position], number
+        # The first version, which may have been scored.
+        self.arrivals.put((place, self.arrived.setdefault(place, completion)))
 
     def next_wave(self, min_tokens: int) -> Wave:
         """Wait until new completions have `min_tokens`, or the engine has no more; return all of them."""

@@ -18,8 +18,9 @@ from rlt_lightning.engines.base import (
     Engine,
     Sampling,
     WorkersLost,
-    generate_patiently,
+    build_requests,
     require_context,
+    sample_all,
 )
 from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
 from rlt_lightning.engines.hf import HFEngine
@@ -201,8 +202,8 @@ class ResponseCallback(Callback):
         seeds = [response_seed(self.seed, problem) for problem in problems]
         limits = self._limits(trainer, problems)
         if self.budget is None:
-            sampling, number = self.sampling, self.num_samples
-            groups = generate_patiently(self.engine, prompts, sampling, number, "", seeds, limits)
+            requests = build_requests(prompts, seeds, self.num_samples, limits)
+            groups = sample_all(self.engine, requests, self.sampling, stop="")
             return [
                 [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups
             ]

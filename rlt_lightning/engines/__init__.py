@@ -4,10 +4,13 @@ from rlt_lightning.engines.base import (
     Engine,
     EngineDescription,
     EngineError,
+    SampleRequest,
     Sampling,
     WorkerSettings,
     WorkersLost,
+    build_requests,
     generate_patiently,
+    sample_all,
 )
 from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, generate_with_budget
 from rlt_lightning.engines.disk import AdapterPush, DiskPush
@@ -31,12 +34,15 @@ __all__ = [
     "Launch",
     "NCCLPush",
     "NoPush",
+    "SampleRequest",
     "Sampling",
     "ServedEngine",
     "VLLMEngine",
     "WeightPush",
     "WorkerSettings",
     "WorkersLost",
+    "build_requests",
     "generate_patiently",
     "generate_with_budget",
+    "sample_all",
 ]

@@ -2,7 +2,7 @@
 
     before anything is loaded   describe, load_own_model
     once                        start, share
-    every step                  health ─▶ update_weights ─▶ verify ─▶ generate ─▶ put_to_sleep
+    every step                  health ─▶ update_weights ─▶ verify ─▶ sample ─▶ put_to_sleep
                                   ▲      (gather_weights             │ WorkersLost
                                   │       on the other ranks)        │
                                   └──────────────────────────────────┘
@@ -10,8 +10,9 @@
 
 health and update_weights are repeated until `policy_version` is the current step; an engine that cannot get
 there must raise in health. verify follows a push: the first, every `verify_every_n_steps`, and whenever the
-engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`. In training an engine
-outside the process is asked by `generate_and_tell`, so that completions are scored while others are sampled.
+engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`. `sample` yields each
+completion as soon as it is finished, so that completions are scored while others are sampled; `sample_all`
+collects those of callers that need all of them.
 
 callbacks/engine_link.py makes the calls from start on; callbacks/rollout.py calls it from Lightning's hooks
 of training, validation and prediction, callbacks/evaluate_every.py while a student trains, and
@@ -22,7 +23,7 @@ callbacks/responses.py for `rlt test`.
     share                 every rank    -                         -
     update_weights        every rank    yes                       gather_weights instead
     verify                -             yes                       -
-    generate              every rank    in a background thread    -
+    sample                every rank    in a background thread    -
     put_to_sleep          every rank    yes                       -
     close                 every rank    yes                       yes
 
@@ -35,9 +36,11 @@ rlt_lightning/types.py draws where EngineError and its subclasses stand among th
 from __future__ import annotations
 
 import sys
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,8 +54,6 @@ from rlt_lightning.types import Completion, InputError
 PROBE_TOKENS = 64
 # vLLM takes signed 64-bit seeds and adds the number of the completion.
 SEED_MASK = 2**62 - 1
-# arrived(position, number, completion): a completion of a prompt is finished.
-Arrived = Callable[[int, int, Completion], None]
 
 
 class EngineError(RuntimeError):
@@ -60,16 +61,7 @@ class EngineError(RuntimeError):
 
 
 class WorkersLost(EngineError):
-    """No worker with the current weights is left. Push the weights, then ask again for what is missing.
-
-    Args:
-        message: What happened.
-        finished: Completions of the prompts that were finished before, by their position.
-    """
-
-    def __init__(self, message: str, finished: dict[int, list[Completion]]) -> None:
-        super().__init__(message)
-        self.finished = finished
+    """No worker with the current weights is left. Push the weights, then ask again for what is missing."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +104,37 @@ class Sampling:
             )
 
 
+@dataclass(frozen=True)
+class SampleRequest:
+    """One prompt, to be completed `num_completions` times.
+
+    The same seed gives the same completions, whatever else is sampled at the same time.
+    """
+
+    prompt: list[int]
+    seed: int
+    num_completions: int = 1
+    max_tokens: int | None = None  # of each completion; None: sampling.max_completion_length
+
+    def limit(self, sampling: Sampling) -> int:
+        """Return the tokens that each completion may have."""
+        return sampling.max_completion_length if self.max_tokens is None else self.max_tokens
+
+
+def build_requests(
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    num_completions: int,
+    limits: Sequence[int] | None = None,
+) -> list[SampleRequest]:
+    """Build one request for each prompt, with its seed and, if any, its limit in tokens."""
+    limit_of_each: Sequence[int | None] = limits or [None] * len(prompts)
+    return [
+        SampleRequest(prompt, seed, num_completions, limit)
+        for prompt, seed, limit in zip(prompts, seeds, limit_of_each, strict=True)
+    ]
+
+
 def require_context(num_tokens: int, max_model_len: int) -> None:
     """Raise InputError if prompt and completion, in tokens, do not fit into the workers' context."""
     if num_tokens > max_model_len:
@@ -152,8 +175,8 @@ class Engine(Protocol):
     An engine with `in_process` samples with the trainer's own model: every rank has one. Any other engine
     has copies of the weights elsewhere; only rank 0 talks to it, for all ranks.
 
-    A class that derives from this one must write `start`, `generate`, `update_weights` and `verify`. All
-    the rest has the defaults below, which suit an engine that restarts, gathers and frees nothing.
+    A class that derives from this one must write `start`, `sample`, `update_weights` and `verify`. All the
+    rest has the defaults below, which suit an engine that restarts, gathers and frees nothing.
     """
 
     in_process: bool = False
@@ -163,6 +186,13 @@ class Engine(Protocol):
     unverified: bool = False  # the engine sets it while a worker that has joined or rejoined awaits `verify`
     policy_version: int = -1  # of the weights that all its workers hold; -1 if some need a push
     takes_turns: bool = False  # whether it shares its GPUs with training, and sleeps meanwhile
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep engines working that were written when the protocol had `generate` in place of `sample`."""
+        super().__init_subclass__(**options)
+        if "generate" in vars(cls) and "sample" not in vars(cls):
+            warn_of_generate(f"{cls.__name__}.generate")
+            cls.sample = sample_by_generate  # type: ignore[method-assign]
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -175,65 +205,29 @@ class Engine(Protocol):
         """
 
     @abstractmethod
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        """Sample `num_completions` per prompt.
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yield each completion with its index, as soon as it is finished.
+
+        Completions are numbered through the requests: with requests for 2 and 3 completions, the second
+        request's first one has index 2. An engine in process may yield all of them at the end.
 
         Args:
-            prompts: P prompts, token ids.
+            requests: The prompts.
             sampling: Temperature and limits.
-            num_completions: Completions per prompt, the group size.
             stop: The end tag. A completion ends with the token in which this text ends; '': only with an
                 end-of-sequence token.
-            seeds: One per prompt. The same seed gives the same random numbers, whatever else is in the batch.
-            limits: Tokens sampled at most, one per prompt; None: sampling.max_completion_length for all.
 
-        Returns:
-            P lists of `num_completions`. A Completion (types.py) has the sampled tokens, with those of the
-            end tag or the end-of-sequence token; log-probs of the full distribution, in nats, at
+        Yields:
+            Index and Completion. A Completion (types.py) has the sampled tokens, with those of the end tag
+            or the end-of-sequence token; log-probs of the full distribution, in nats, at
             `sampling.temperature`, at 1 when it is 0, or None where the engine does not know them; and
             finish_reason "stop" (end tag), "eos" or "length". Its seed and worker are only recorded.
 
         Raises:
-            WorkersLost: If a push is needed before the rest can be sampled.
+            WorkersLost: If a push is needed before the rest can be sampled. What was yielded stays valid.
         """
-
-    def generate_and_tell(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        arrived: Arrived,
-    ) -> list[list[Completion]]:
-        """Call `generate`, and report each completion as soon as it is finished.
-
-        The default reports none: all completions then come together, and are scored when the last is there.
-
-        Args:
-            prompts: As in `generate`, like all that follow.
-            sampling: Temperature and limits.
-            num_completions: Completions per prompt.
-            stop: The end tag.
-            seeds: One per prompt.
-            arrived: Call arrived(position, number, completion) from any thread, at most once for each
-                completion, with the numbers of its prompt and of itself from 0.
-
-        Returns:
-            As `generate`: all completions, including the reported ones.
-
-        Raises:
-            WorkersLost: As `generate`.
-        """
-        return self.generate(prompts, sampling, num_completions, stop, seeds)
 
     @abstractmethod
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
@@ -309,6 +303,77 @@ class Engine(Protocol):
         return
 
 
+def stream_completions(
+    engine: Engine, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+) -> Iterator[tuple[int, Completion]]:
+    """Yield what `Engine.sample` yields, and raise EngineError if it ends before all completions came."""
+    missing = set(range(sum(request.num_completions for request in requests)))
+    for index, completion in engine.sample(requests, sampling, stop):
+        missing.discard(index)
+        yield index, completion
+    if missing:
+        raise EngineError(
+            f"{type(engine).__name__}.sample must yield every completion or raise WorkersLost, but "
+            f"{len(missing)} did not come, the first with index {min(missing)}. Correct the engine."
+        )
+
+
+def sample_all(
+    engine: Engine, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+) -> list[list[Completion]]:
+    """Collect the completions of each request; wait for lost workers and ask again for what is missing.
+
+    Raises:
+        WorkersLost: If workers came back without the current weights.
+    """
+    groups: list[dict[int, Completion]] = [{} for _ in requests]
+    missing = list(range(len(requests)))
+    while missing:
+        asked = [requests[i] for i in missing]
+        places = [(i, number) for i in missing for number in range(requests[i].num_completions)]
+        try:
+            for index, completion in stream_completions(engine, asked, sampling, stop):
+                i, number = places[index]
+                groups[i].setdefault(number, completion)
+        except WorkersLost:
+            engine.health()
+            if engine.policy_version < 0:
+                raise
+        missing = [i for i in missing if len(groups[i]) < requests[i].num_completions]
+    return [[group[number] for number in range(len(group))] for group in groups]
+
+
+# The protocol of before: both functions go with the next release.
+
+
+def sample_by_generate(
+    self: Any, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+) -> Iterator[tuple[int, Completion]]:
+    """Implement `Engine.sample` by `generate(prompts, sampling, num_completions, stop, seeds, limits)`.
+
+    Completions come when all are sampled. `generate` may raise WorkersLost(message, finished), with the
+    groups that are finished by the position of their prompt.
+    """
+    first = 0
+    for number, run in groupby(requests, key=lambda request: request.num_completions):
+        asked = list(run)
+        arguments = [[r.prompt for r in asked], sampling, number, stop, [r.seed for r in asked]]
+        if any(request.max_tokens is not None for request in asked):
+            arguments.append([request.limit(sampling) for request in asked])
+        lost: WorkersLost | None = None
+        try:
+            groups = dict(enumerate(self.generate(*arguments)))
+        except WorkersLost as error:
+            lost = error
+            groups = error.args[1] if len(error.args) > 1 else {}
+        for position, group in groups.items():
+            for i, completion in enumerate(group):
+                yield first + position * number + i, completion
+        if lost is not None:
+            raise WorkersLost(lost.args[0])
+        first += len(asked) * number
+
+
 def generate_patiently(
     engine: Engine,
     prompts: list[list[int]],
@@ -318,23 +383,16 @@ def generate_patiently(
     seeds: list[int],
     limits: list[int] | None = None,
 ) -> list[list[Completion]]:
-    """Call `Engine.generate`; wait for lost workers and ask again until everything is sampled.
+    """Call `sample_all`, which replaces this function."""
+    warn_of_generate("generate_patiently")
+    return sample_all(engine, build_requests(prompts, seeds, num_completions, limits), sampling, stop)
 
-    Raises:
-        WorkersLost: If workers came back without the current weights.
-    """
-    finished: dict[int, list[Completion]] = {}
-    while missing := [i for i in range(len(prompts)) if i not in finished]:
-        asked_prompts, asked_seeds = [prompts[i] for i in missing], [seeds[i] for i in missing]
-        asked_limits = None if limits is None else [limits[i] for i in missing]
-        try:
-            groups = engine.generate(
-                asked_prompts, sampling, num_completions, stop, asked_seeds, asked_limits
-            )
-            finished |= dict(zip(missing, groups, strict=True))
-        except WorkersLost as error:
-            finished |= {missing[i]: group for i, group in error.finished.items()}
-            engine.health()
-            if engine.policy_version < 0:
-                raise WorkersLost(str(error), finished) from error
-    return [finished[i] for i in range(len(prompts))]
+
+def warn_of_generate(name: str) -> None:
+    """Warn of a name of the protocol of before."""
+    warnings.warn(
+        f"{name} belongs to the engine protocol of before and works until the next release: write "
+        "`sample(requests, sampling, stop)` in an engine, and call `sample_all` (docs/extending.md).",
+        FutureWarning,
+        stacklevel=3,
+    )

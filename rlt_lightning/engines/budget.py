@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rlt_lightning.engines.base import SEED_MASK, Engine, Sampling, generate_patiently
+from rlt_lightning.engines.base import SEED_MASK, Engine, SampleRequest, Sampling, sample_all
 from rlt_lightning.tags import start_of_tag
 from rlt_lightning.types import Completion, FinishReason, InputError
 
@@ -231,11 +231,15 @@ def continue_drafts(
     """Sample the next part of each draft, which then has at most `num_tokens`, or its own limit if None."""
     if not drafts:
         return []
-    prompts = [draft.prompt + draft.token_ids for draft in drafts]
-    seeds = [draft.seeds.getrandbits(SEED_MASK.bit_length()) for draft in drafts]
-    limits = [(num_tokens or draft.limit) - len(draft.token_ids) for draft in drafts]
-    groups = generate_patiently(engine, prompts, sampling, 1, stop, seeds, limits)
-    return [completion for (completion,) in groups]
+    requests = [
+        SampleRequest(
+            draft.prompt + draft.token_ids,
+            seed=draft.seeds.getrandbits(SEED_MASK.bit_length()),
+            max_tokens=(num_tokens or draft.limit) - len(draft.token_ids),
+        )
+        for draft in drafts
+    ]
+    return [completion for [completion] in sample_all(engine, requests, sampling, stop)]
 
 
 def body_length(tokenizer: Any, completion: Completion, tag: str) -> int:

@@ -33,20 +33,14 @@ class WorkerError(EngineError):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be completed `num_completions` times."""
+    """One completion of a prompt."""
 
     prompt: list[int]
-    num_completions: int
     sampling: Sampling
     stop: str
     eos_token_ids: tuple[int, ...]  # in addition to those that the server knows
     vocab_size: int
-    seed: int  # of the first completion; those after it take the numbers that follow
-
-    @property
-    def num_sampled(self) -> int:
-        """Return the completions to ask for: greedy ones are all alike, and vLLM refuses several."""
-        return self.num_completions if self.sampling.temperature > 0 else 1
+    seed: int
 
 
 class WorkerClient:
@@ -224,13 +218,12 @@ class WorkerClient:
             log_prob = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
         return log_prob == 0.0
 
-    async def complete(self, request: Request, deadline_s: float) -> list[Completion]:
-        """Sample a request's completions. Their log-probs are as the worker reports them."""
+    async def complete(self, request: Request, deadline_s: float) -> Completion:
+        """Sample a request's completion. Its log-probs are as the worker reports them."""
         sampling = request.sampling
         body = {
             "model": self.sampled_model,
             "prompt": request.prompt,
-            "n": request.num_sampled,
             "seed": request.seed,
             "max_tokens": sampling.max_completion_length,
             "temperature": sampling.temperature,
@@ -245,9 +238,9 @@ class WorkerClient:
             "return_token_ids": True,
         }
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        with self.understanding(answer, f"{request.num_sampled} completions with token ids and log-probs"):
-            completions = parse_completions(answer, request, self.url)
-        return completions * (request.num_completions // request.num_sampled)
+        with self.understanding(answer, "a completion with token ids and log-probs"):
+            completion = parse_completion(answer, request, self.url)
+        return completion
 
     async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
         """Return log-probs of all tokens but the first, by the worker's weights at temperature 1, nats."""
@@ -283,35 +276,22 @@ def on_cpu(config: JSON) -> bool:
     return "cpu" in str(config["device_config"])
 
 
-def parse_completions(answer: JSON, request: Request, url: str) -> list[Completion]:
-    """Read the choices of an answer, in their order.
+def parse_completion(answer: JSON, request: Request, url: str) -> Completion:
+    """Read the only choice of an answer.
 
     Raises:
-        ValueError: If they are not what was asked for; KeyError and TypeError where parts are missing.
+        ValueError: If it is not what was asked for; KeyError and TypeError where parts are missing.
     """
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if [choice["index"] for choice in choices] != list(range(request.num_sampled)):
-        raise ValueError(f"{len(choices)} choices")
-    completions = []
-    for choice in choices:
-        token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        limit = request.sampling.max_completion_length
-        if not 1 <= len(token_ids) <= limit or len(log_probs) != len(token_ids):
-            raise ValueError(f"{len(token_ids)} token ids and {len(log_probs)} log-probs")
-        if not all(isinstance(token, int) and 0 <= token < request.vocab_size for token in token_ids):
-            raise ValueError("token ids that are not in the vocabulary")
-        if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs):
-            raise ValueError("log-probs that are none")
-        completions.append(
-            Completion(
-                token_ids,
-                log_probs,
-                finish_reason(choice, request),
-                seed=request.seed + choice["index"],
-                worker=url,
-            )
-        )
-    return completions
+    [choice] = answer["choices"]
+    token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    limit = request.sampling.max_completion_length
+    if not 1 <= len(token_ids) <= limit or len(log_probs) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} token ids and {len(log_probs)} log-probs")
+    if not all(isinstance(token, int) and 0 <= token < request.vocab_size for token in token_ids):
+        raise ValueError("token ids that are not in the vocabulary")
+    if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs):
+        raise ValueError("log-probs that are none")
+    return Completion(token_ids, log_probs, finish_reason(choice, request), seed=request.seed, worker=url)
 
 
 def finish_reason(choice: JSON, request: Request) -> FinishReason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from rlt_lightning.engines.base import Engine, EngineDescription, EngineError, NamedTensor, Sampling
+from rlt_lightning.engines.base import (
+    Engine,
+    EngineDescription,
+    EngineError,
+    NamedTensor,
+    SampleRequest,
+    Sampling,
+)
 from rlt_lightning.engines.batch import Batch, Group
 from rlt_lightning.engines.decoders import Decoder, OwnCacheDecoder, SlotDecoder, device_of, slot_fault
 from rlt_lightning.models.cpu_linear import packed_weights, packing_pays
@@ -84,34 +91,28 @@ class HFEngine(Engine):
         """Drop all references to the trainer's model."""
         self.model = self.tokenizer = self.run = self.on_any_rank = None
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        """See `Engine.generate`."""
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """See `Engine.sample`: all completions come at the end, as nobody can use the model before."""
         self.health()
-        limits = limits or [sampling.max_completion_length] * len(prompts)
+        limits = [request.limit(sampling) for request in requests]
         groups = [
-            Group(prompt, seed, num_completions, limit)
-            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+            Group(request.prompt, request.seed, request.num_completions, limit)
+            for request, limit in zip(requests, limits, strict=True)
         ]
         watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
         was_training = self.model.training
         self.model.eval()  # gradient checkpointing would switch the key-value cache off
         try:
-            max_rows = min(self.max_sequences, len(prompts) * num_completions)
+            max_rows = min(self.max_sequences, sum(request.num_completions for request in requests))
             decoder = self._decoder(max_rows, max(limits, default=0))
             batch = Batch(groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues)
             with self._packed(max_rows, max(limits, default=0)):
                 batch.run()
         finally:
             self.model.train(was_training)
-        return [[draft.completion() for draft in group.drafts] for group in groups]
+        yield from enumerate(draft.completion() for group in groups for draft in group.drafts)
 
     def _decoder(self, max_rows: int, longest: int) -> Decoder:
         """Return a decoder with our cache where the model can use it, else with transformers'."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rlt_lightning.engines.base import (
     Engine,
     EngineError,
     NamedTensor,
+    SampleRequest,
     Sampling,
     require_context,
 )
@@ -46,7 +48,7 @@ class ServedEngine(Engine):
         Args:
             prompt: Token ids.
             sampling: Settings with the token limit of this completion.
-            stop: The end tag. Send it only to a server that returns the tag's tokens: `generate` cuts.
+            stop: The end tag. Send it only to a server that returns the tag's tokens: `sample` cuts.
             seed: A number of at most 62 bits.
 
         Returns:
@@ -64,31 +66,30 @@ class ServedEngine(Engine):
         self.eos_ids = eos_token_ids(model, tokenizer)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
-        limits = limits or [sampling.max_completion_length] * len(prompts)
-        jobs = []
-        for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
-            require_context(len(prompt) + limit, self.max_model_len)
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """See `Engine.sample`. Completion i of a request has its seed plus i, cut to 62 bits."""
+        calls = []
+        for request in requests:
+            limit = request.limit(sampling)
+            require_context(len(request.prompt) + limit, self.max_model_len)
             one = replace(sampling, max_completion_length=limit)
-            jobs += [(prompt, one, stop, (seed + i) & SEED_MASK) for i in range(num_completions)]
+            seeds = [(request.seed + i) & SEED_MASK for i in range(request.num_completions)]
+            calls += [(request.prompt, one, stop, seed) for seed in seeds]
         watcher = StopWatcher(self.tokenizer, stop, self.eos_ids)
 
-        def sample(job: tuple[list[int], Sampling, str, int]) -> Completion:
-            return replace(self.ended(self.complete(*job), job[1], watcher), seed=job[3], worker=self.url)
+        def complete(call: tuple[list[int], Sampling, str, int]) -> Completion:
+            return replace(self.ended(self.complete(*call), call[1], watcher), seed=call[3], worker=self.url)
 
-        # The first error drops the jobs that have not begun.
         with ThreadPoolExecutor(self.max_requests) as threads:
-            completions = list(threads.map(sample, jobs))
-        return [completions[i : i + num_completions] for i in range(0, len(jobs), num_completions)]
+            futures = {threads.submit(complete, call): index for index, call in enumerate(calls)}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            finally:  # the first error drops the calls that have not begun
+                for future in futures:
+                    future.cancel()
 
     def ended(self, completion: Completion, sampling: Sampling, watcher: StopWatcher) -> Completion:
         """Cut a completion behind the token that ends it, and say which kind of end that is.

@@ -1,14 +1,14 @@
 """Rollouts from `vllm serve` workers over HTTP. The way of a step's requests:
 
-    generate     requests ──▶ queue ──▶ the worker with the fewest, if it has a free slot
+    sample       requests ──▶ queue ──▶ the worker with the fewest, if it has a free slot
                                 ▲         │
-                                │         ├── all completions came ──▶ finished
+                                │         ├── the completion came ──▶ yielded
                                 │         ├── failed at a living worker: sent again, max_retries times
                                 └─────────┴── worker lost (dead, hung, garbage): back to the head of the queue
-                 no worker left: WorkersLost, with what is finished; the caller then asks for the rest
+                 no worker left: WorkersLost; the caller then asks for what was not yielded
 
-A request is for all completions of a prompt or, in training, for one (`generate_and_tell`): a finished
-completion is then scored, and its slot reused, while the rest of its group is sampled.
+A request to a worker is for one completion: when it is finished it is scored, and its slot reused, while the
+rest of its group is sampled. Greedy completions of a prompt are all alike, so one request brings them all.
 
 fleet.py draws the states of a worker, client.py makes the calls, launch.py starts workers.
 """
@@ -21,7 +21,7 @@ import re
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,10 +29,10 @@ from uuid import uuid4
 
 from rlt_lightning.engines.base import (
     SEED_MASK,
-    Arrived,
     Engine,
     EngineDescription,
     NamedTensor,
+    SampleRequest,
     Sampling,
     WorkerSettings,
     WorkersLost,
@@ -42,7 +42,7 @@ from rlt_lightning.engines.client import ADDRESS, Request, WorkerError, key_from
 from rlt_lightning.engines.fleet import Fleet
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.engines.launch import Launch
-from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, run_to_end
+from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, iterate_in_thread
 from rlt_lightning.engines.worker import Worker
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
@@ -243,114 +243,68 @@ class VLLMEngine(Engine):
 
     # Completions
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        """See `Engine.generate`. Completion i has its prompt's seed, cut to 62 bits, plus i."""
-        limits = limits or [sampling.max_completion_length] * len(prompts)
-        longest = [replace(sampling, max_completion_length=limit) for limit in limits]
-        seeds = [seed & SEED_MASK for seed in seeds]
-        requests = [
-            self._request(prompt, num_completions, one, stop, seed)
-            for prompt, one, seed in zip(prompts, longest, seeds, strict=True)
-        ]
-        return self._all(self._finish(requests, lambda *_: self.fleet.forgive_losses()), len(prompts))
-
-    def generate_and_tell(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        num_completions: int,
-        stop: str,
-        seeds: list[int],
-        arrived: Arrived,
-    ) -> list[list[Completion]]:
-        """See `Engine.generate_and_tell`. Seeds are those of `generate`."""
-        if sampling.temperature == 0:  # one request samples a group, whose completions are all alike
-            return self.generate(prompts, sampling, num_completions, stop, seeds)
-        requests = [
-            self._request(prompt, 1, sampling, stop, (seed & SEED_MASK) + number)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-            for number in range(num_completions)
-        ]
-
-        unfinished = [num_completions] * len(prompts)
-
-        def tell(index: int, completions: list[Completion]) -> None:
-            position, number = divmod(index, num_completions)
-            arrived(position, number, completions[0])
-            unfinished[position] -= 1
-            if not unfinished[position]:  # of what is lost with the worker, only whole groups are kept
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """See `Engine.sample`. Completion i of a request has its seed, cut to 62 bits, plus i."""
+        calls: list[Request] = []
+        brings: list[range] = []  # indices of the completions that each call brings
+        rest: list[set[int]] = []  # indices of each call's group; those that have come are taken out
+        first = 0
+        for request in requests:
+            limit = request.limit(sampling)
+            require_context(len(request.prompt) + limit, self.max_model_len)
+            one = replace(sampling, max_completion_length=limit)
+            group = range(first, first + request.num_completions)
+            first = group.stop
+            # Greedy completions are all alike, and vLLM refuses several.
+            parts = [range(i, i + 1) for i in group] if sampling.temperature > 0 else [group]
+            missing = set(group)
+            for number, part in enumerate(parts):
+                seed = (request.seed & SEED_MASK) + number
+                calls.append(Request(request.prompt, one, stop, self.stop_ids, self.vocab_size, seed))
+                brings.append(part)
+                rest.append(missing)
+        finished = 0
+        for call, completion in iterate_in_thread(self._complete_all(calls)):
+            finished += 1
+            rest[call].difference_update(brings[call])
+            if not rest[call]:  # who asks again for what is missing asks for whole groups
                 self.fleet.forgive_losses()
+            for index in brings[call]:
+                yield index, completion
+        if finished < len(calls):
+            raise WorkersLost(f"No vLLM worker is left to sample: {' '.join(self.fleet.down.values())}")
 
-        single = self._finish(requests, tell)
-        groups = {}
-        for position in range(len(prompts)):
-            indices = range(position * num_completions, (position + 1) * num_completions)
-            if all(index in single for index in indices):
-                groups[position] = [single[index][0] for index in indices]
-        return self._all(groups, len(prompts))
+    async def _complete_all(self, requests: list[Request]) -> AsyncIterator[tuple[int, Completion]]:
+        """Yield each request's number and completion as it is finished; end early when no worker is left.
 
-    def _request(
-        self, prompt: list[int], num_completions: int, sampling: Sampling, stop: str, seed: int
-    ) -> Request:
-        require_context(len(prompt) + sampling.max_completion_length, self.max_model_len)
-        return Request(prompt, num_completions, sampling, stop, self.stop_ids, self.vocab_size, seed)
-
-    def _finish(
-        self, requests: list[Request], tell: Callable[[int, list[Completion]], None]
-    ) -> dict[int, list[Completion]]:
-        """Return the completions of each request that was finished, by its number."""
-        return run_to_end(self._complete_all(requests, tell))
-
-    def _all(self, finished: dict[int, list[Completion]], num_prompts: int) -> list[list[Completion]]:
-        """Return the groups of all prompts.
-
-        Raises:
-            WorkersLost: If one is missing.
-        """
-        if len(finished) < num_prompts:
-            raise WorkersLost(
-                f"No vLLM worker is left to sample: {' '.join(self.fleet.down.values())}", finished
-            )
-        return [finished[i] for i in range(num_prompts)]
-
-    async def _complete_all(
-        self, requests: list[Request], tell: Callable[[int, list[Completion]], None]
-    ) -> dict[int, list[Completion]]:
-        """Give each request to the worker with the fewest running requests; end early when no worker is left.
-
-        tell(index, completions) is called as soon as a request is finished.
+        Each request goes to the worker with the fewest running ones.
         """
         workers = [worker for worker in self.fleet.serving if worker.current]
-        slots = max(1, self.max_sequences // requests[0].num_completions)
-        queue, finished = deque(range(len(requests))), dict[int, list[Completion]]()
-        running: dict[asyncio.Task[list[Completion]], tuple[int, Worker]] = {}
+        queue = deque(range(len(requests)))
+        running: dict[asyncio.Task[Completion], tuple[int, Worker]] = {}
         watching = {asyncio.create_task(self.fleet.watch(worker)): worker for worker in workers}
+
+        def free_worker() -> Worker | None:
+            in_work = Counter(worker for _, worker in running.values())
+            fewest = min(workers, key=in_work.__getitem__, default=None)
+            return fewest if fewest is not None and in_work[fewest] < self.max_sequences else None
 
         try:
             while queue or running:
-                in_work = Counter(worker for _, worker in running.values())
-                while queue and workers and in_work[worker := min(workers, key=in_work.__getitem__)] < slots:
+                while queue and (worker := free_worker()) is not None:
                     index = queue.popleft()
-                    task = asyncio.create_task(self._complete(worker, requests[index]))
-                    running[task] = (index, worker)
-                    in_work[worker] += 1
+                    call = asyncio.create_task(self._complete(worker, requests[index]))
+                    running[call] = (index, worker)
                 if not running:
                     break
-                done, _ = await asyncio.wait([*running, *watching], return_when=asyncio.FIRST_COMPLETED)
+                tasks: list[asyncio.Task[Any]] = [*running, *watching]
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done & running.keys():
-                    index, worker = running[task]
                     if task.exception() is None:
-                        finished[index] = task.result()
-                        tell(index, finished[index])
-                        del running[task]
+                        index, _ = running.pop(task)
+                        yield index, task.result()
                 for task in done & (running.keys() | watching.keys()):
                     worker = watching.pop(task) if task in watching else running[task][1]
                     error = task.exception()
@@ -368,9 +322,8 @@ class VLLMEngine(Engine):
         finally:
             for task in (*running, *watching):
                 task.cancel()
-        return finished
 
-    async def _complete(self, worker: Worker, request: Request) -> list[Completion]:
+    async def _complete(self, worker: Worker, request: Request) -> Completion:
         """Sample one request; send it again if it fails at a worker that is well.
 
         Raises:
@@ -379,7 +332,7 @@ class VLLMEngine(Engine):
         deadline = time.monotonic() + self.request_timeout_s
         for attempt in itertools.count():
             try:
-                completions = await worker.complete(request, max(0.0, deadline - time.monotonic()))
+                completion = await worker.complete(request, max(0.0, deadline - time.monotonic()))
                 await self.fleet.require_current(worker)
                 break
             except WorkerError as error:
@@ -396,5 +349,5 @@ class VLLMEngine(Engine):
             await asyncio.sleep(self.backoff_s * 2**attempt)
         known = self.reports_log_probs and (worker.exact or not self.fleet.without_trainer)
         if request.sampling.truncates or not known:
-            return [replace(completion, log_probs=None) for completion in completions]
-        return completions
+            return replace(completion, log_probs=None)
+        return completion

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
@@ -314,6 +316,32 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         return asyncio.run(work)
     return in_background(lambda: asyncio.run(work)).result()
+
+
+def iterate_in_thread(items: AsyncIterator[T]) -> Iterator[T]:
+    """Yield what an async iterator yields. It runs in a thread, also while the caller is busy."""
+    arrived: SimpleQueue[T | None] = SimpleQueue()  # None: no more come
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+
+    async def forward() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.set_result((asyncio.get_running_loop(), task))
+        async for item in items:
+            arrived.put(item)
+
+    thread = in_background(lambda: asyncio.run(forward()))
+    thread.add_done_callback(lambda _: arrived.put(None))
+    try:
+        while (item := arrived.get()) is not None:
+            yield item
+        thread.result()
+    finally:
+        if not thread.done():  # the caller wants no more
+            loop, task = begun.result()
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
+            wait([thread])
 
 
 def free_port(host: str = LOOPBACK) -> int:
