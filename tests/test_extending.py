@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -40,6 +40,8 @@ from rlt_lightning.engines import (
     SampleRequest,
     Sampling,
     VLLMEngine,
+    WorkersLost,
+    sample_all,
 )
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
@@ -473,6 +475,54 @@ def test_four_methods_make_an_engine() -> None:
     assert isinstance(engine, FourMethods)
     assert (engine.policy_version, engine.describe(), engine.in_process) == (-1, EngineDescription(), False)
     assert not engine.load_own_model("teacher")
+
+
+def test_an_engine_of_the_last_protocol_is_adapted() -> None:
+    with pytest.warns(FutureWarning, match=r"Old.generate belongs to the engine protocol of before"):
+
+        class Old(FourMethods):
+            """Writes generate in place of sample; loses its workers once, when one group is finished."""
+
+            limits: ClassVar[list[Any]] = []
+            losses = 1
+
+            def generate(
+                self,
+                prompts: list[list[int]],
+                sampling: Sampling,
+                num_completions: int,
+                stop: str,
+                seeds: list[int],
+                limits: list[int] | None = None,
+            ) -> list[list[Completion]]:
+                self.limits.append(limits)
+                rows = [
+                    [[*prompt, seed + i] for i in range(num_completions)]
+                    for prompt, seed in zip(prompts, seeds)
+                ]
+                groups = [[Completion(row, None, "length") for row in group] for group in rows]
+                if self.losses:
+                    self.losses -= 1
+                    raise WorkersLost("lost", {0: groups[0]})
+                return groups
+
+    engine = Old()
+    engine.policy_version = 0
+    requests = [SampleRequest([5], 10, 2), SampleRequest([6], 20, 2), SampleRequest([7], 30, 1, max_tokens=3)]
+    groups = sample_all(engine, requests, Sampling(), "")
+    assert [[c.token_ids for c in group] for group in groups] == [
+        [[5, 10], [5, 11]],
+        [[6, 20], [6, 21]],
+        [[7, 30]],
+    ]
+    assert engine.limits == [None, None, [3]]
+
+
+def test_an_engine_that_loses_completions_is_named() -> None:
+    with pytest.raises(
+        EngineError, match=r"FourMethods.sample must yield every completion .* 2 did not come"
+    ):
+        sample_all(FourMethods(), [SampleRequest([5], 0, 2)], Sampling(), "")
 
 
 class Served(HalfServed):

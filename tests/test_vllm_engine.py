@@ -306,7 +306,7 @@ def test_a_lost_worker_costs_no_computing_time_while_the_others_sample(start: An
 
 def test_answers_of_a_worker_that_was_restarted_meanwhile_are_dropped(start: Any) -> None:
     fickle, steady = FakeWorker(faults=("restart",)), FakeWorker(delay_s=0.02)
-    engine = start(fickle, steady, max_sequences=2, step=3)
+    engine = start(fickle, steady, max_sequences=1, step=3)
     groups = generate(engine)
     assert token_ids(groups) == undisturbed()
     assert {completion.worker for group in groups for completion in group} == {steady.url}
@@ -368,7 +368,7 @@ def test_a_worker_that_is_not_there_at_the_start_is_an_engine_error(start: Any) 
 
 def test_a_refused_request_is_not_sent_again(start: Any) -> None:
     worker = FakeWorker(always="400")
-    engine = start(worker, max_sequences=2)
+    engine = start(worker, max_sequences=1)
     with pytest.raises(EngineError, match="refused with status 400"):
         generate(engine)
     assert len(worker.bodies) == 1
