@@ -498,7 +498,7 @@ def test_an_engine_of_the_last_protocol_is_adapted() -> None:
                 self.limits.append(limits)
                 rows = [
                     [[*prompt, seed + i] for i in range(num_completions)]
-                    for prompt, seed in zip(prompts, seeds)
+                    for prompt, seed in zip(prompts, seeds, strict=True)
                 ]
                 groups = [[Completion(row, None, "length") for row in group] for group in rows]
                 if self.losses:
