@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from commands import ROOT, python
 
-from rlt_lightning.plan.known import KNOWN, Models
-from rlt_lightning.plan.shapes import Shape
+from rlt_lightning.plan.models import KNOWN, Models, Shape
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
@@ -35,7 +37,7 @@ def refuse_pip(words, *arguments, **options):
 
 socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
 subprocess.run = refuse_pip
-traced, trace = {}, settings.activations
+traced, trace = {}, settings.trace_activations
 
 def remember(model, *arguments, **options):
     key = str((model.config.to_dict(), model.dtype, arguments, options))
@@ -43,7 +45,7 @@ def remember(model, *arguments, **options):
         traced[key] = trace(model, *arguments, **options)
     return traced[key]
 
-settings.activations = remember
+settings.trace_activations = remember
 for arguments in json.loads(sys.stdin.read()):
     page, mistakes = io.StringIO(), io.StringIO()
     sys.argv = ["rlt", "plan", *arguments]
@@ -61,12 +63,9 @@ for arguments in json.loads(sys.stdin.read()):
 """
 
 
-def planned(commands: list[list[str]], folder: Path) -> list[dict]:  # type: ignore[type-arg]
-    """Plan each list of arguments in one process, whose caches are empty."""
-    empty = {
-        "HF_HOME": str(folder / "hub"),
-        "RLT_CACHE_DIR": str(folder / "cache"),
-    }
+def planned(commands: list[list[str]], folder: Path | None) -> list[dict]:  # type: ignore[type-arg]
+    """Plan each list of arguments in one process, whose caches are empty if there is a folder for them."""
+    empty = {"HF_HOME": str(folder / "hub"), "RLT_CACHE_DIR": str(folder / "cache")} if folder else {}
     code = PROGRAM.replace("sys.stdin.read()", repr(json.dumps(commands)))
     found = python(code, ROOT, **empty)
     plans = [json.loads(line[5:]) for line in found.stdout.splitlines() if line.startswith("PLAN ")]
@@ -140,6 +139,31 @@ def test_run_without_training_has_no_train_phase(
     figures = json.loads(file.read_text())
     assert list(figures["phases"]) == phases
     assert figures["seconds"].keys() <= {*phases, "cpu"}
+
+
+def test_memory_is_what_ten_measured_runs_needed(smollm2: str, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("plan_benchmark", ROOT / "benchmarks" / "plan.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec.loader.exec_module(benchmark)
+    sys.path.remove(str(ROOT / "benchmarks"))
+    page = (ROOT / "docs" / "planning.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \| [\d.]+ \|$", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(benchmark.SETUPS)
+    options = {name: ["--plan.tflops=0.1", f"--plan.json={tmp_path / name}.json"] for name, *_ in rows}
+    planned([[*benchmark.SETUPS[name], *options[name]] for name, *_ in rows], None)
+    for name, predicted, measured in rows:
+        found = json.loads((tmp_path / f"{name}.json").read_text())["phases"]
+        # This process is larger than that of a plan: 0.37 GiB, as the page says.
+        sums = {
+            phase: parts["total"] / 2**30 - parts["device"]["runtime"] / 2**30 + 0.37
+            for phase, parts in found.items()
+            if phase != "checkpoint"
+        }
+        assert max(sums.values()) == pytest.approx(float(measured), rel=0.15), name
+        assert max(sums.values()) == pytest.approx(float(predicted), rel=0.06), name
 
 
 @pytest.mark.full

@@ -32,9 +32,8 @@ from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.meter import flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.plan import memory
-from rlt_lightning.plan.known import Models
-from rlt_lightning.plan.processes import Processes
-from rlt_lightning.plan.settings import read_model
+from rlt_lightning.plan.models import Models
+from rlt_lightning.plan.settings import Processes, read_model
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 

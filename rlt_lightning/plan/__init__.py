@@ -1,6 +1,6 @@
 """`rlt plan`: predict a run's memory and time, and what would not fit, before anything is loaded."""
 
-from rlt_lightning.plan.options import PlanOptions
+from rlt_lightning.plan.inputs import PlanOptions
 from rlt_lightning.plan.page import plan_page, write_json
 from rlt_lightning.plan.settings import read_setup
 from rlt_lightning.plan.verdict import make_plan

@@ -1,15 +1,98 @@
-"""The inputs of a plan: device, models, workers, sequences. Sizes are bytes."""
+"""The inputs of a plan: the user's options, device, models, workers, sequences. Sizes are bytes.
+
+PlanOptions, settings of the run ─ settings.read_setup ─▶ Setup ─▶ memory.py, time.py ─▶ verdict.py ─▶ page.py
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
 from typing import Literal
 
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
-from rlt_lightning.plan.shapes import Activations, Shape
+from rlt_lightning.plan.models import Activations, Shape
+from rlt_lightning.types import InputError
 
 Sharding = Literal["whole", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Verb = Literal["fit", "predict", "test"]
+# Memory that the driver shows, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s. From NVIDIA's
+# data sheets of the SXM cards.
+GPUS = {
+    "A100": (79.3, 312e12, 2.0e12),
+    "H100": (79.6, 989e12, 3.35e12),
+    "H200": (140.4, 989e12, 4.8e12),
+    "B200": (178.4, 2250e12, 7.7e12),
+}
+CUDA_GIB = 2.0  # stated: CUDA context, libraries' workspaces, NCCL, and what fragmentation wastes
+CPU_BANDWIDTH = 20e9  # stated, bytes/s
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan needs to know beyond the settings of the run.
+
+    Args:
+        verb: What is planned: fit or predict; None: predict where settings say so that only `rlt predict`
+            reads. An evaluation is always planned as `rlt test`.
+        device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
+        device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
+        tflops: Peak of its matrix products, TFLOP/s; None: the device's, or measured on this CPU.
+        bandwidth_gb_s: Rate of its memory, GB/s; None: the device's.
+        mfu: Part of the peak that products reach, counting the ones that gradient checkpointing repeats.
+        prompt_length: Longest prompt, tokens; None: data.max_prompt_length, in fine-tuning 0.
+        completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning
+            data.max_length less the prompt.
+        mean_prompt_length: Mean of prompts, tokens; None: of the rows, or 1/16 of the longest.
+        mean_completion_length: Mean of completions, tokens; None: of the rows, or 0.3 of the longest.
+            Memory is for the longest lengths, time for lengths with these means.
+        gpu_memory_utilization: Part of a GPU that a vLLM worker takes; launch.arguments take precedence.
+        tensor_parallel_size: GPUs that share a copy of the weights, for workers that are named by URL.
+        decode_tokens_per_s: Rate of one copy; None: from its memory bandwidth and mfu.
+        push_gb_s: Rate at which weights reach workers, GB/s; None: 0.8 by gloo or disk, 50 by NCCL.
+        json: File that the plan is also written to.
+    """
+
+    verb: Literal["fit", "predict"] | None = None
+    device: str = "auto"
+    device_gib: float | None = None
+    tflops: float | None = None
+    bandwidth_gb_s: float | None = None
+    mfu: float = 0.4
+    prompt_length: int | None = None
+    completion_length: int | None = None
+    mean_prompt_length: int | None = None
+    mean_completion_length: int | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    decode_tokens_per_s: float | None = None
+    push_gb_s: float | None = None
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", *GPUS):
+            raise InputError(f"plan.device must be auto, cpu, {', '.join(GPUS)}, but is {self.device}.")
+        numbers = (
+            "device_gib",
+            "tflops",
+            "bandwidth_gb_s",
+            "prompt_length",
+            "completion_length",
+            "mean_prompt_length",
+            "mean_completion_length",
+            "push_gb_s",
+        )
+        for name in (*numbers, "decode_tokens_per_s", "tensor_parallel_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"plan.{name} must be above 0, but is {value}.")
+        if self.json is not None and not Path(self.json).resolve().parent.is_dir():
+            raise InputError(f"plan.json must be in a folder that exists, but is {self.json}.")
+        parts = {"mfu": self.mfu, "gpu_memory_utilization": self.gpu_memory_utilization}
+        for name, value in parts.items():
+            if not 0 < value <= 1:
+                raise InputError(f"plan.{name} must be above 0 and at most 1, but is {value}.")
 
 
 @dataclass(frozen=True)
@@ -81,6 +164,7 @@ class PlannedWorkers:
     bucket_bytes: int  # gathered from the trainer's ranks at once
     colocated: bool  # whether they share GPUs with the trainer
     sleeps: bool  # whether they sleep while the trainer trains
+    push_bandwidth: float = 1e9  # bytes per second, at which weights reach them
     pushed: bool = True  # whether they get the trainer's weights
 
     @property
@@ -103,7 +187,8 @@ class Step:
     micro_batch_tokens: int
     layout: Layout
     mean_solution_length: int = 0  # what the student scores after a completion; part of the prompt
-    # Standard deviations of the logarithm of lengths, between problems and within the group of one.
+    # Lengths of completions are taken as lognormal. Standard deviations of their logarithm, between problems
+    # and within the group of one.
     spread_between: float = 0.0
     spread_within: float = 0.0
     balanced: bool = False  # whether ranks get equal tokens rather than equal numbers of problems
@@ -127,6 +212,40 @@ class Step:
         """Return the sequences of one process, all of the same length."""
         numbers = range(self.num_sequences)
         return [Extent(i // self.group_size, prompt_length, completion_length) for i in numbers]
+
+    @property
+    def mean_square(self) -> float:
+        """Return the mean of squared lengths of completions, as a multiple of their squared mean."""
+        return math.exp(self.spread_between**2 + self.spread_within**2)
+
+    def longest_of(self, number: int) -> float:
+        """Return the expected length of the longest of so many completions, tokens."""
+        spread = math.hypot(self.spread_between, self.spread_within)
+        typical = self.mean_completion_length / math.sqrt(self.mean_square)
+        longest = max(self.mean_completion_length, typical * math.exp(spread * expected_largest(number)))
+        return min(self.completion_length, longest)
+
+    @property
+    def slowest_rank(self) -> float:
+        """Return the tokens of the slowest rank as a multiple of the mean, if ranks get whole problems.
+
+        The tokens of a rank are a mean over its problems, so they vary less than those of one problem:
+
+            variance = var(between) / problems + var(within) / completions,   var(s) = exp(s^2) - 1
+        """
+        problems = self.num_sequences / self.group_size
+        variance = math.expm1(self.spread_between**2) / problems
+        variance += math.expm1(self.spread_within**2) / self.num_sequences
+        sampled = self.mean_completion_length * self.group_size
+        part = sampled / (sampled + self.mean_prompt_length)  # prompts vary less; they are taken as equal
+        return 1 + part * math.sqrt(variance) * expected_largest(self.num_processes)
+
+    @property
+    def load(self) -> float:
+        """Return the work of the slowest rank as a multiple of `mean_sequences`."""
+        if not self.balanced:
+            return self.slowest_rank
+        return self.prompts * self.group_size / (self.num_processes * self.num_sequences)
 
     @property
     def mean_sequences(self) -> list[Extent]:
@@ -159,13 +278,17 @@ class Step:
         return tokens - self.prompt_length if tokens > self.prompt_length else tokens
 
 
+def expected_largest(number: int) -> float:
+    """Return the expected largest of so many standard normal draws (Blom, 1958); 0 for a single one."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
+
+
 @dataclass(frozen=True)
 class Setup:
     """All inputs of a plan; `rlt_lightning.plan.settings.read_setup` reads them from a config."""
 
     device: Device
     sharding: Sharding
-    num_processes: int
     processes_per_machine: int
     policy: LanguageModel
     students: tuple[LanguageModel, ...]  # none if the reward asks no model
@@ -182,21 +305,24 @@ class Setup:
     step: Step
     logits_bytes: int  # of one tile of logits
     hf_sequences: int  # completions that the trainer's processes sample at once; 0 if workers sample
-    recompute_teacher: bool  # whether the score phase runs the teacher, too
+    teacher_passes: int  # forwards of the teacher in the score phase
     worker: PlannedWorkers | None
     mfu: float  # part of the peak that products reach
     checkpointing: bool
-    push_bandwidth: float  # bytes per second
     decode_rate: float | None  # tokens per second of one copy; None: from bandwidth and flops
     notes: list[str]  # assumptions, for the page
     asynchronous: bool = False  # whether the next step is sampled while this one trains
     scores_early: bool = False  # whether completions are scored while others are sampled
     verb: Verb = "fit"
-    exact_kl: bool = False  # whether the teacher runs once more with each student
     loads_policy: bool = True  # False: only workers hold the model, which they load themselves
     teacher: LanguageModel | None = None  # of on-policy distillation: it reads each row before the policy
     is_own_teacher: bool = False  # whether that is the policy itself, without further weights
     compares_words: bool = False  # whether the loss needs both models' logits at a time
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes on all machines."""
+        return self.step.num_processes
 
     @property
     def trains(self) -> bool:

@@ -1,100 +1,272 @@
-"""Simulate the lengths of a step's sequences, and how much of them each rank gets.
+"""Find the lengths of a step's sequences.
 
-Real lengths differ, so ranks have unequal work. A length is drawn as
-
-    tokens = min(limit, scale * exp(between + within)),   between ~ N(0, 0.47^2), within ~ N(0, 0.47^2)
-
-where `between` is common to all completions of a problem, and `scale` gives the step the mean that the plan
-assumes. The seed is fixed: equal settings give equal plans.
+rows and tokenizer on this machine     they are tokenised
+embedded rows, no tokenizer            the same, with the tokens of a stand-in
+anything else, or plan.prompt_length   the settings' limits, and means as parts of them
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import random
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from pathlib import Path
 
-from rlt_lightning.numerics.balance import divide, imbalance
-from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
-from rlt_lightning.plan.inputs import Step
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import student_lengths
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.retelling import RetellingFormat
+from rlt_lightning.datamodules.sources import MemoryRows
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.sampled import SampledModule
+from rlt_lightning.plan.inputs import PlanOptions, Step, Verb
+from rlt_lightning.plan.models import Models
+from rlt_lightning.tasks import EMBEDDED
 
-NUM_STEPS = 4  # simulated steps whose mean counts
+# Assumed where nothing better is known (docs/planning.md): means as parts of the longest, the solution as a
+# part of the prompt, and the spread of the logarithm of completions, between problems and within one.
+MEAN_FRAC, MEAN_PROMPT_FRAC, SOLUTION_FRAC = 0.3, 1 / 16, 0.5
+BETWEEN = WITHIN = 0.47
+# The longest question of an evaluation set that is not on this machine, and the mean.
+QUESTION, MEAN_QUESTION = 1024, 256
+# Questions of each evaluation set on this machine that are read: making many of Countdown takes a minute.
+FIRST_QUESTIONS = 64
+# Reads the rows of embedded sources where the model's own tokenizer is not on this machine.
+STAND_IN = "miniature"
+TOKENIZER_OF = "the tokenizer of "
 
 
 @dataclass(frozen=True)
-class Load:
-    """What one rank computes in a pass over its sequences."""
+class Lengths:
+    """Tokens of prompts, of what follows them, and of the solutions within the prompts.
 
-    tokens: int  # in its rows: a shared prompt counts once a row
-    pairs: float  # of tokens where one attends to the other
-    scored: int  # tokens that the head scores
-
-
-@lru_cache(maxsize=64)
-def simulated_lengths(step: Step, seed: int) -> tuple[int, ...]:
-    """Return the tokens of every completion of a step, problem after problem."""
-    draw = random.Random(seed)
-    factors = []
-    for _ in range(step.prompts):
-        problem = draw.gauss(0, step.spread_between)
-        factors += [math.exp(problem + draw.gauss(0, step.spread_within)) for _ in range(step.group_size)]
-    goal = min(step.mean_completion_length, step.completion_length) * len(factors)
-    low, high = 0.0, goal / min(factors) + step.completion_length
-    for _ in range(50):
-        scale = (low + high) / 2
-        total = sum(min(step.completion_length, scale * factor) for factor in factors)
-        low, high = (scale, high) if total < goal else (low, scale)
-    return tuple(max(1, round(min(step.completion_length, high * factor))) for factor in factors)
-
-
-def shares(step: Step, lengths: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of each rank's sequences: balanced by tokens, or whole problems in turn."""
-    size, world = step.group_size, step.num_processes
-    families = [range(i, i + size) for i in range(0, len(lengths), size)]
-    if step.balanced:
-        return divide(families, lengths, world)
-    return [[i for family in families[rank::world] for i in family] for rank in range(world)]
-
-
-@lru_cache(maxsize=64)
-def rank_loads(step: Step, solution: int = 0, seed: int = 0) -> tuple[Load, ...]:
-    """Return what each rank computes in one simulated step, by the rows that the packer makes.
-
-    Args:
-        step: The step.
-        solution: Tokens of the solution that each completion is followed by: the student's sequences. The
-            student's prompt has them not.
-        seed: The number of the simulated step.
+    Example:
+        `Lengths(512, 200, 16384, 5000, 90)`: prompts of up to 512 tokens and 200 on average, of which 90 are
+        the solution; completions of up to 16,384 tokens and 5,000 on average.
     """
-    lengths = simulated_lengths(step, seed)
-    prompt = max(0, step.mean_prompt_length - solution)
-    found = []
-    for share in shares(step, lengths):
-        extents = [Extent(i // step.group_size, prompt, lengths[i] + solution) for i in share]
-        rows = micro_batches(extents, step.micro_batch_tokens, step.layout)
-        found.append(
-            Load(
-                tokens=sum(row.num_tokens for row in rows),
-                pairs=sum(pairs_of(row, extents) for row in rows),
-                scored=sum(extent.num_rest for extent in extents),
+
+    prompt: int
+    mean_prompt: int
+    rest: int
+    mean_rest: int
+    mean_solution: int
+    spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
+    # Of each model that reads completions after other prompts (`Step.reader_prompts`).
+    readers: tuple[tuple[int, int] | None, ...] = ()
+
+
+def read_step(
+    verb: Verb,
+    module: PolicyModule,
+    data: StratosDataModule | EvaluationDataModule,
+    rollouts: RolloutCallback,
+    options: PlanOptions,
+    num_processes: int,
+    models: Models,
+    notes: list[str],
+) -> Step:
+    """Return the sequences of one step or batch, and note where their lengths come from.
+
+    Rows are read and tokenised only if they and the tokenizer are on this machine: nothing is downloaded.
+    """
+    sampled = module if isinstance(module, SampledModule) else None
+    scores = isinstance(module, RLTModule)
+    samples = sampled is not None and not completions_given(data)
+    limit = rollouts.sampling.max_completion_length if samples else None
+    missing = find_missing(data, models)
+    if options.prompt_length is None and not missing:
+        found = read_rows(verb, data, models.folder, limit)
+        source = f"rows of {' and '.join(map(str, list_sources(data)))}"
+    elif options.prompt_length is None and can_stand_in(data, missing):
+        # Its vocabulary is small, so it makes more tokens, not fewer.
+        found = read_rows(verb, data, lambda _: STAND_IN, limit)
+        rows = " and ".join(map(str, list_sources(data)))
+        source = f"rows of {rows} in tokens of {STAND_IN}, for {missing[0]} is not on this machine"
+    else:
+        found = assume_lengths(data, options, limit)
+        given = options.prompt_length is not None
+        source = "given" if given else f"assumed, for {missing[0]} is not on this machine"
+    lengths = apply_options(found, options, scores)
+    notes.append(
+        f"prompts of up to {lengths.prompt} tokens, {lengths.mean_prompt} on average ({source}); "
+        f"completions of up to {lengths.rest}, {lengths.mean_rest} on average"
+    )
+    notes += note_readers(lengths, module)
+    prompts, group_size = read_sizes(verb, sampled, data, rollouts)
+    return Step(
+        num_processes=num_processes,
+        prompts=prompts,
+        group_size=group_size,
+        prompt_length=lengths.prompt,
+        completion_length=lengths.rest,
+        mean_prompt_length=lengths.mean_prompt,
+        mean_completion_length=lengths.mean_rest,
+        micro_batch_tokens=module.micro_batch_tokens,
+        layout=module.layout,
+        mean_solution_length=lengths.mean_solution if scores else 0,
+        spread_between=BETWEEN if sampled else 0.0,
+        spread_within=WITHIN if sampled else lengths.spread,
+        balanced=sampled is not None,
+        reader_prompts=lengths.readers,
+    )
+
+
+def note_readers(lengths: Lengths, module: PolicyModule) -> list[str]:
+    """Return a line for each model that reads completions after prompts of its own."""
+    if not isinstance(module, RLTModule):
+        read = "the teacher reads them after prompts with the solution, of up to {} tokens, {} on average"
+        return [read.format(*found) for found in lengths.readers if found is not None]
+    names = module.students.names
+    notes = []
+    for name, found in zip(names, lengths.readers, strict=False):
+        if found is not None:
+            whose = "the student" if len(names) == 1 else f"the student {name}"
+            notes.append(
+                f"prompts and solutions of up to {found[0]} tokens of {whose}'s own, {found[1]} on average; "
+                "completions as many as of the teacher"
             )
+    return notes
+
+
+def read_sizes(
+    verb: Verb,
+    sampled: SampledModule | None,
+    data: StratosDataModule | EvaluationDataModule,
+    rollouts: RolloutCallback,
+) -> tuple[int, int]:
+    """Return the number of problems in a step or batch, and of completions of each."""
+    if isinstance(data, EvaluationDataModule):
+        return data.batch_size, rollouts.num_traces
+    if verb == "fit":
+        return data.prompts_per_step, sampled.group_size if sampled else 1
+    return data.val_batch_size, 1 if completions_given(data) else rollouts.num_traces
+
+
+def completions_given(data: StratosDataModule | EvaluationDataModule) -> bool:
+    """Return whether rows bring their completions, which are only scored."""
+    return isinstance(data, StratosDataModule) and data.task == "score"
+
+
+def list_sources(data: StratosDataModule | EvaluationDataModule) -> Sequence[str | MemoryRows]:
+    """Return where rows or questions come from."""
+    if isinstance(data, EvaluationDataModule):
+        return [spec.source for spec in data.specs.values()]
+    return data.sources
+
+
+def find_missing(data: StratosDataModule | EvaluationDataModule, models: Models) -> list[str]:
+    """Return what is not on this machine of that which decides lengths: sources and tokenizers."""
+    format_from = data.format_options.format_from
+    sources = [*list_sources(data), *([format_from] if format_from else [])]
+    paths = [source for source in sources if isinstance(source, str) and source not in EMBEDDED]
+    missing = [path for path in paths if not is_here(path)]
+    names = (data.tokenizer_name, *getattr(data, "student_names", ()))
+    tokenizers = [name for name in names if name]
+    return missing + [TOKENIZER_OF + name for name in tokenizers if not models.has_tokenizer(name)]
+
+
+def is_here(source: str) -> bool:
+    """Return whether a source is a file or a folder, which a configuration may follow."""
+    return any(Path(name).expanduser().exists() for name in (source, source.partition(":")[0]))
+
+
+def can_stand_in(data: StratosDataModule | EvaluationDataModule, missing: list[str]) -> bool:
+    """Tell whether the rows are embedded ones, and nothing but tokenizers is missing."""
+    embedded = all(source in EMBEDDED for source in list_sources(data))
+    return embedded and all(what.startswith(TOKENIZER_OF) for what in missing)
+
+
+def read_rows(
+    verb: Verb,
+    data: StratosDataModule | EvaluationDataModule,
+    folder: Callable[[str], str],
+    limit: int | None,
+) -> Lengths:
+    """Read and tokenise the rows; `limit` is that of completions, None where rows bring them."""
+    data = copy.copy(data)
+    data.output_dir = None
+    data.tokenizer_name = folder(str(data.tokenizer_name))
+    if isinstance(data, EvaluationDataModule):
+        data.max_rows = min(data.max_rows or FIRST_QUESTIONS, FIRST_QUESTIONS)
+        data.setup("test")
+        assert limit is not None
+        asked = [len(problem.prompt) for problem in data.problems]
+        return Lengths(max(asked), rounded_mean(asked), limit, max(1, round(MEAN_FRAC * limit)), 0)
+    if data.val_sources:
+        # These rows may be on the hub, and val_rows counts them.
+        data.val_sources, data.val_rows = [], 0
+    data.student_names = tuple(map(folder, data.student_names))
+    data.setup(verb)
+    items = data.all_items
+    if items.is_examples:
+        prompts = data.items.numbers("num_prompt").tolist()
+        rests = (data.items.numbers("token_ids") - prompts).tolist()
+        return Lengths(
+            max(prompts), rounded_mean(prompts), max(rests), rounded_mean(rests), 0, measure_spread(rests)
         )
-    return tuple(found)
+    prompts = items.numbers("teacher_prefix", "think_prefix").tolist()
+    solution = rounded_mean(items.numbers("solution_ids").tolist())
+    if data.task == "student_opd":
+        views = items.numbers("teacher_view").tolist()
+        own: tuple[tuple[int, int] | None, ...] = ((max(views), rounded_mean(views)),)
+    else:
+        own = tuple(
+            (int(fixed.max()), rounded_mean(fixed.tolist()))
+            if isinstance(chat_format, RetellingFormat)
+            else None
+            for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
+        )
+    sizes = max(prompts), rounded_mean(prompts)
+    if limit is not None:
+        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, readers=own)
+    rests = items.numbers("completion_ids").tolist()
+    return Lengths(*sizes, max(rests), rounded_mean(rests), solution, measure_spread(rests), own)
 
 
-def slowest_rank(step: Step, num_steps: int = NUM_STEPS) -> float:
-    """Return the tokens of the slowest rank as a multiple of the mean, over simulated steps."""
-    found = [imbalance([load.tokens for load in rank_loads(step, 0, seed)]) for seed in range(num_steps)]
-    return sum(found) / num_steps
+def measure_spread(lengths: Sequence[int]) -> float:
+    """Return the standard deviation of the logarithm of lengths."""
+    return statistics.pstdev([math.log(max(1, length)) for length in lengths])
 
 
-def pairs_of(row: MicroBatch, sequences: list[Extent]) -> float:
-    """Return the pairs of tokens where one attends to the other: within and between prefix and rests."""
-    pairs = 0.0
-    for family in row.families:
-        prefix = sequences[family[0]].num_prefix
-        rests = [sequences[i].num_rest for i in family]
-        pairs += prefix * (prefix + 1) / 2 + sum(rest * (rest + 1) / 2 + rest * prefix for rest in rests)
-    return pairs
+def assume_lengths(
+    data: StratosDataModule | EvaluationDataModule, options: PlanOptions, limit: int | None
+) -> Lengths:
+    """Return lengths by the settings' limits."""
+    if isinstance(data, EvaluationDataModule):
+        assert limit is not None
+        longest = options.prompt_length or QUESTION
+        return Lengths(longest, min(MEAN_QUESTION, longest), limit, max(1, round(MEAN_FRAC * limit)), 0)
+    longest = options.prompt_length or (0 if limit is None else data.max_prompt_length)
+    rest = limit or max(1, data.max_length - longest)
+    average = round(MEAN_PROMPT_FRAC * longest)
+    solution = round(SOLUTION_FRAC * average)
+    mean_rest = max(1, round(MEAN_FRAC * rest))
+    if data.task == "student_opd":  # only the teacher reads the solution
+        return Lengths(longest, average - solution, rest, mean_rest, 0, readers=((longest, average),))
+    return Lengths(longest, average, rest, mean_rest, solution)
+
+
+def apply_options(found: Lengths, options: PlanOptions, samples: bool) -> Lengths:
+    """Return the lengths, with the options' values where they are set."""
+    rest, mean_rest = found.rest, found.mean_rest
+    if options.completion_length is not None:
+        rest = options.completion_length
+        mean_rest = max(1, round(MEAN_FRAC * rest))
+    mean_prompt = min(options.mean_prompt_length or found.mean_prompt, found.prompt)
+    return Lengths(
+        prompt=found.prompt,
+        mean_prompt=mean_prompt,
+        rest=rest,
+        mean_rest=min(options.mean_completion_length or mean_rest, rest),
+        mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
+        spread=found.spread,
+        readers=found.readers,
+    )
+
+
+def rounded_mean(lengths: Sequence[int]) -> int:
+    """Return the mean, rounded to a whole number of tokens, at least 1."""
+    return max(1, round(sum(lengths) / len(lengths)))

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from rlt_lightning.models.cpu_linear import packing_pays
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules.meter import GIB
-from rlt_lightning.plan.heads import gathered_head, head_backward, head_forward, head_grad
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup
 
 Sizes = dict[str, float]  # part -> bytes on one device
+HEAD_TILES = 4  # tiles of logits, and of what is computed from them, that the head holds at a time
+PAIR_TILES = 7  # the same for a divergence, where two halves are a tile; traced are 5 to 6.5
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, weights, some in float64
 ASLEEP = 1.5 * GIB  # stated: what a sleeping vLLM worker keeps of a GPU
 # DeepSpeed's limits, in numbers of weights or gradients.
@@ -199,7 +200,7 @@ def push_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     if worker is None or not worker.pushed:
         return None
     largest = setup.policy.shape.largest * setup.policy.weight_bytes if setup.shards > 1 else 0
-    gathered = float(max(min(worker.bucket_bytes, pushed(setup, worker)), largest))
+    gathered = float(max(min(worker.bucket_bytes, pushed_bytes(setup, worker)), largest))
     return awake_parts(setup, lasting) | {"gathered": gathered}
 
 
@@ -222,7 +223,7 @@ def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
         | forward_parts(replace(setup, step=setup.step.of_reader(number)), student)
         for number, (student, own) in enumerate(zip(setup.students, returned, strict=True))
     ]
-    if setup.recompute_teacher:
+    if setup.teacher_passes:
         frozen = {"student weights": lasting["student weights"] + max(returned)}
         forwards.append(frozen | forward_parts(setup, setup.policy))
     return max(forwards, key=lambda parts: sum(parts.values()))
@@ -243,6 +244,38 @@ def forward_parts(setup: Setup, model: LanguageModel) -> Sizes:
         "head": head_forward(setup, model, setup.step.scored_tokens),
         "gathered": gathered_bytes(setup, model, backward=False),
     }
+
+
+def head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
+    """Return the hidden states of scored tokens, in fp32 on a CPU, and the tiles of logits."""
+    return num_scored * model.shape.hidden_size * 4 + HEAD_TILES * setup.logits_bytes
+
+
+def head_grad(setup: Setup) -> float:
+    """Return the whole gradient of the head's weight; the embedding's is as large."""
+    return setup.policy.shape.head_trained * setup.policy.product_bytes
+
+
+def head_backward(setup: Setup, num_scored: int) -> float:
+    """Return the forward's needs, the gradients of hidden states in fp32, and the weight's gradient.
+
+    A divergence from a teacher keeps the teacher's hidden states too, and more tiles.
+    """
+    more = num_scored * setup.policy.shape.hidden_size * 4
+    if setup.teacher is not None and setup.compares_words:
+        more += num_scored * setup.teacher.shape.hidden_size * 4
+        more += (PAIR_TILES - HEAD_TILES) * setup.logits_bytes
+    return head_forward(setup, setup.policy, num_scored) + more + head_grad(setup)
+
+
+def gathered_head(setup: Setup) -> float:
+    """Return what of a teacher's shards is whole while the policy's head is: the teacher's own head."""
+    teacher = setup.copied_teacher
+    if setup.shards == 1 or teacher is None or not setup.compares_words:
+        return 0.0
+    # FSDP2 gathers all weights outside the blocks together.
+    shape = teacher.shape
+    return (shape.outside if setup.sharding == "fsdp2" else shape.largest) * teacher.product_bytes
 
 
 def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
@@ -314,7 +347,7 @@ PHASES: dict[str, Callable[[Setup, Sizes], Sizes | None]] = {
 }
 
 
-def phases(setup: Setup) -> Iterator[Phase]:
+def list_phases(setup: Setup) -> Iterator[Phase]:
     """Yield every phase of a step from the second on, when moments and gradients exist.
 
     A run that does not train has no checkpoint. If no model computes anything either, only texts are judged.
@@ -378,7 +411,7 @@ def file_buffer(setup: Setup) -> float:
     return min(FILE_BYTES, setup.policy.shape.trained * setup.master_bytes)
 
 
-def pushed(setup: Setup, worker: PlannedWorkers) -> float:
+def pushed_bytes(setup: Setup, worker: PlannedWorkers) -> float:
     """Return the weights, or those of an adapter, that travel to each worker."""
     shape = setup.policy.shape
     return (shape.trained if worker.only_adapter else shape.weights) * worker.push_bytes

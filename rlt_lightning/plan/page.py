@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rlt_lightning.modules.meter import GIB
 from rlt_lightning.plan.inputs import Setup
-from rlt_lightning.plan.lengths import slowest_rank
-from rlt_lightning.plan.sampling import kv_capacity, rows_at_once
+from rlt_lightning.plan.time import kv_capacity, rows_at_once
 from rlt_lightning.plan.verdict import Plan
 
 LAYOUTS = {
@@ -29,8 +28,8 @@ def plan_page(plan: Plan) -> str:
     known = "measured here" if device.is_cpu else "stated"
     notes = [
         *setup.notes,
-        *row_notes(setup),
-        *rank_notes(setup),
+        *note_rows(setup),
+        *note_ranks(setup),
         f"products at {setup.mfu:.0%} of {device.flops / 1e12:.3g} TFLOP/s, memory at "
         f"{device.bandwidth / 1e9:.4g} GB/s",
         *([f"runtime {device.reserved / GIB:.2f} GiB, {known}"] if device.reserved else []),
@@ -39,17 +38,17 @@ def plan_page(plan: Plan) -> str:
     verdict = f"fits: {plan.peak.total / GIB:.1f} GiB of {device.memory / GIB:.1f}, in {plan.peak.name}."
     sections = [
         [f"{head}: {LAYOUTS[setup.sharding]}"],
-        memory_table(plan),
-        worker_lines(setup),
-        time_lines(plan),
-        split_lines(plan),
-        ["Assumed:", *(line for note in notes for line in wrapped(note))],
-        [line for problem in plan.problems() or [verdict] for line in wrapped(problem, "")],
+        format_memory(plan),
+        format_workers(setup),
+        format_time(plan),
+        format_splits(plan),
+        ["Assumed:", *(line for note in notes for line in wrap_note(note))],
+        [line for problem in plan.problems() or [verdict] for line in wrap_note(problem, "")],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def wrapped(note: str, indent: str = "  ") -> list[str]:
+def wrap_note(note: str, indent: str = "  ") -> list[str]:
     """Return a note in lines of at most 96 columns; paths are not broken."""
     return textwrap.wrap(
         note,
@@ -61,7 +60,7 @@ def wrapped(note: str, indent: str = "  ") -> list[str]:
     )
 
 
-def row_notes(setup: Setup) -> list[str]:
+def note_rows(setup: Setup) -> list[str]:
     """Return a line about the rows of a forward, if any model but the sampler computes."""
     if not setup.trains and not setup.students:
         return []
@@ -69,19 +68,17 @@ def row_notes(setup: Setup) -> list[str]:
     return [f"rows of up to {setup.step.row_tokens} tokens, {len(setup.step.mean_rows)} {every}"]
 
 
-def rank_notes(setup: Setup) -> list[str]:
+def note_ranks(setup: Setup) -> list[str]:
     """Return a line about the slowest rank, if there are several."""
     if setup.num_processes == 1:
         return []
-    how = "balanced by tokens" if setup.step.balanced else "by rows"
-    found = f"the slowest rank has {slowest_rank(setup.step):.2f} times the mean tokens ({how}"
+    slowest = f"{setup.step.slowest_rank:.2f} times the mean tokens"
     if setup.step.balanced:
-        plain = slowest_rank(replace(setup.step, balanced=False))
-        found += f"; whole problems: {plain:.2f}"
-    return [f"{found}), of simulated lengths"]
+        return [f"ranks have equal tokens; with whole problems each, the slowest would have {slowest}"]
+    return [f"the slowest rank has {slowest}, since lengths differ"]
 
 
-def memory_table(plan: Plan) -> list[str]:
+def format_memory(plan: Plan) -> list[str]:
     """Return a table of parts by phases, with the peak marked, and the host's memory at the end."""
     host = {name: size for phase in plan.phases for name, size in phase.host.items()}
     names = list(dict.fromkeys(name for phase in plan.phases for name in phase.device))
@@ -98,8 +95,8 @@ def memory_table(plan: Plan) -> list[str]:
 
     lines = [line("GiB of one process", [name for name, _ in columns])]
     for name in shown:
-        lines.append(line(name, [figure(parts.get(name, 0.0)) for _, parts in columns]))
-    totals = [figure(sum(parts.values())) for _, parts in columns]
+        lines.append(line(name, [format_gib(parts.get(name, 0.0)) for _, parts in columns]))
+    totals = [format_gib(sum(parts.values())) for _, parts in columns]
     peak = plan.phases.index(plan.peak)
     totals[peak] = f"*{totals[peak]}"
     lines.append(line("total (* the peak)", totals))
@@ -109,12 +106,12 @@ def memory_table(plan: Plan) -> list[str]:
     return lines
 
 
-def figure(size: float) -> str:
+def format_gib(size: float) -> str:
     """Return a size in GiB, or a dot for nothing."""
     return f"{size / GIB:.2f}" if size >= 0.005 * GIB else "."
 
 
-def worker_lines(setup: Setup) -> list[str]:
+def format_workers(setup: Setup) -> list[str]:
     """Return what the vLLM workers hold, or no line without workers."""
     worker = setup.worker
     if worker is None:
@@ -134,16 +131,16 @@ def worker_lines(setup: Setup) -> list[str]:
     ]
 
 
-def time_lines(plan: Plan) -> list[str]:
+def format_time(plan: Plan) -> list[str]:
     """Return the seconds of every phase."""
-    total = rounded(plan.time.total)
+    total = format_seconds(plan.time.total)
     what = "A step" if plan.setup.trains else f"A batch of {plan.setup.step.prompts} problems"
     lines = [f"{what} takes about {total} s: estimates from stated rates, nothing of it was measured."]
-    lines += [f"  {t.name:<9}{rounded(t.seconds):>10} s  {t.reason}" for t in plan.time.phases]
+    lines += [f"  {t.name:<9}{format_seconds(t.seconds):>10} s  {t.reason}" for t in plan.time.phases]
     return [*lines, f"  {plan.time.order}"]
 
 
-def rounded(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return seconds with three digits, but never in powers of ten."""
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
@@ -151,7 +148,7 @@ def rounded(seconds: float) -> str:
 COLUMNS = ("generate", "push", "sleep", "score", "reference", "train", "cpu")
 
 
-def split_lines(plan: Plan) -> list[str]:
+def format_splits(plan: Plan) -> list[str]:
     """Return a table of the step's seconds by how the GPUs are divided; no line if there is no choice."""
     if not plan.splits:
         return []
@@ -179,7 +176,7 @@ def write_json(plan: Plan, path: str) -> None:
         "phases": {p.name: {"device": p.device, "host": p.host, "total": p.total} for p in plan.phases},
         "seconds": {timing.name: timing.seconds for timing in plan.time.phases},
         "step_seconds": plan.time.total,
-        "slowest_rank": slowest_rank(plan.setup.step),
+        "slowest_rank": 1.0 if plan.setup.step.balanced else plan.setup.step.slowest_rank,
         "splits": [split.figures() for split in plan.splits],
         "setup": asdict(plan.setup),
     }

@@ -7,9 +7,8 @@ from typing import Any
 
 from rlt_lightning.modules.meter import GIB
 from rlt_lightning.plan.inputs import Setup
-from rlt_lightning.plan.memory import Phase, phases
-from rlt_lightning.plan.sampling import rows_at_once
-from rlt_lightning.plan.timing import StepTime, timings
+from rlt_lightning.plan.memory import Phase, list_phases
+from rlt_lightning.plan.time import StepTime, estimate_step, rows_at_once
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Plan:
         if self.peak.total > have:
             parts = sorted(self.peak.device.items(), key=lambda item: -item[1])[:3]
             largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
-            advice = [text for name, _ in parts for text in remedies(self.setup, name)]
+            advice = [text for name, _ in parts for text in suggest_remedies(self.setup, name)]
             found.append(
                 f"does not fit: {self.peak.total / GIB:.1f} GiB of {have / GIB:.1f} in {self.peak.name}. "
                 f"Largest: {largest}. Try {'; '.join(dict.fromkeys(advice)) or 'more or larger devices'}."
@@ -70,10 +69,10 @@ class Plan:
 
 def make_plan(setup: Setup) -> Plan:
     """Compute memory and time of a step."""
-    return Plan(setup, list(phases(setup)), timings(setup), splits(setup))
+    return Plan(setup, list(list_phases(setup)), estimate_step(setup), compare_splits(setup))
 
 
-def splits(setup: Setup) -> list[Split]:
+def compare_splits(setup: Setup) -> list[Split]:
     """Return the splits of one machine's GPUs: as configured, in halves, by turns, the fastest asynchronous.
 
     There are none for a run that does not train, without vLLM workers on the trainer's machine or without
@@ -92,21 +91,21 @@ def splits(setup: Setup) -> list[Split]:
     size = worker.tensor_parallel_size
     if gpus < 2 * size:
         return []
-    wanted = [setup, divided(setup, gpus // 2 // size * size, gpus), by_turns(setup, gpus)]
-    ahead = [divided(setup, n, gpus, asynchronous=True) for n in range(size, gpus, size)]
-    fitting = [other for other in ahead if not Plan(other, list(phases(other)), StepTime([])).problems()]
+    wanted = [setup, divide_gpus(setup, gpus // 2 // size * size, gpus), share_gpus(setup, gpus)]
+    ahead = [divide_gpus(setup, n, gpus, asynchronous=True) for n in range(size, gpus, size)]
+    fitting = [other for other in ahead if not Plan(other, list(list_phases(other)), StepTime([])).problems()]
     if fitting:
-        wanted.append(min(fitting, key=lambda other: timings(other).total))
+        wanted.append(min(fitting, key=lambda other: estimate_step(other).total))
     found: dict[str, Split] = {}
     for number, other in enumerate(wanted):
-        if (name := split_name(other)) not in found and f"{name} *" not in found:
-            plan = Plan(other, list(phases(other)), timings(other))
+        if (name := name_split(other)) not in found and f"{name} *" not in found:
+            plan = Plan(other, list(list_phases(other)), estimate_step(other))
             name += "" if number else " *"
             found[name] = Split(name, plan.time, plan.fits)
     return sorted(found.values(), key=lambda split: -split.time.total)
 
 
-def split_name(setup: Setup) -> str:
+def name_split(setup: Setup) -> str:
     """Return what a split is called: `5 train, 3 sample, asynchronous`."""
     worker = setup.worker
     assert worker is not None
@@ -116,21 +115,21 @@ def split_name(setup: Setup) -> str:
     return f"{name}, asynchronous" if setup.asynchronous else name
 
 
-def divided(setup: Setup, samples: int, gpus: int, asynchronous: bool = False) -> Setup:
+def divide_gpus(setup: Setup, samples: int, gpus: int, asynchronous: bool = False) -> Setup:
     """Return the setup with so many GPUs that sample, and the others that train."""
-    return on_gpus(setup, gpus - samples, samples, colocated=False, asynchronous=asynchronous)
+    return assign_gpus(setup, gpus - samples, samples, colocated=False, asynchronous=asynchronous)
 
 
-def by_turns(setup: Setup, gpus: int) -> Setup:
+def share_gpus(setup: Setup, gpus: int) -> Setup:
     """Return the setup with all GPUs doing both, and as much memory for workers as the trainer leaves."""
     for percent in range(90, 25, -5):
-        found = on_gpus(setup, gpus, gpus, colocated=True, utilization=percent / 100)
-        if not Plan(found, list(phases(found)), StepTime([])).problems():
+        found = assign_gpus(setup, gpus, gpus, colocated=True, utilization=percent / 100)
+        if not Plan(found, list(list_phases(found)), StepTime([])).problems():
             break
     return found
 
 
-def on_gpus(
+def assign_gpus(
     setup: Setup,
     trains: int,
     samples: int,
@@ -150,7 +149,6 @@ def on_gpus(
     )
     return replace(
         setup,
-        num_processes=trains,
         processes_per_machine=trains,
         step=replace(setup.step, num_processes=trains),
         worker=worker,
@@ -159,7 +157,7 @@ def on_gpus(
     )
 
 
-def remedies(setup: Setup, part: str) -> list[str]:
+def suggest_remedies(setup: Setup, part: str) -> list[str]:
     """Return settings that make a part smaller and are not set yet."""
     whole = setup.sharding in ("whole", "ddp")
     # Traces, scores and responses are written by one process.
