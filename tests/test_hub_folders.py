@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.sources import Reading, read_rows
+from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.run.data_card import EXPLANATIONS, data_card
 from rlt_lightning.types import InputError
 
@@ -87,17 +87,17 @@ def test_a_copied_folder_may_have_several_configurations(tmp_path: Path) -> None
 
 def test_rows_of_a_copied_folder_may_be_streamed(copied: Path) -> None:
     (copied / "README.md").write_text(CARD)
-    assert list(Reading(streaming=True).rows(str(copied))) == numbered("train")
-    assert list(Reading("test", max_rows=2, streaming=True).rows(str(copied))) == numbered("test")[:2]
+    assert list(SourceReader(streaming=True).read(str(copied))) == numbered("train")
+    assert list(SourceReader("test", max_rows=2, streaming=True).read(str(copied))) == numbered("test")[:2]
 
 
 def test_streaming_reads_only_the_files_of_the_rows_asked_for(copied: Path) -> None:
     (copied / "README.md").write_text(CARD)
     (copied / "data/train-00001-of-00002.parquet").write_text("broken")
-    assert list(Reading(max_rows=3, streaming=True).rows(str(copied))) == numbered("train")
+    assert list(SourceReader(max_rows=3, streaming=True).read(str(copied))) == numbered("train")
     for streaming in (False, True):
         with pytest.raises(InputError, match="could not be loaded"):
-            list(Reading(streaming=streaming).rows(str(copied)))
+            list(SourceReader(streaming=streaming).read(str(copied)))
 
 
 def test_a_folder_that_predict_has_written_loads_by_its_card(tmp_path: Path) -> None:
@@ -129,18 +129,18 @@ def test_files_that_git_has_not_fetched_are_named(copied: Path) -> None:
 
 def test_a_changed_file_of_a_copy_is_noticed(copied: Path, tmp_path: Path) -> None:
     (copied / "README.md").write_text(CARD)
-    before = Reading().fingerprint(str(copied))
-    assert Reading().fingerprint(str(copied)) == before
-    assert Reading("test").fingerprint(str(copied)) != before
-    assert Reading(streaming=True).fingerprint(str(copied)) == before
+    before = SourceReader().fingerprint(str(copied))
+    assert SourceReader().fingerprint(str(copied)) == before
+    assert SourceReader("test").fingerprint(str(copied)) != before
+    assert SourceReader(streaming=True).fingerprint(str(copied)) == before
     write_parquet(copied / "data/train-00000-of-00001.parquet", rows_of("train", 4))
-    assert Reading().fingerprint(str(copied)) != before
+    assert SourceReader().fingerprint(str(copied)) != before
     assert read_rows(str(copied)) == numbered("train", 4)
     saved = tmp_path / "saved"
     datasets.Dataset.from_list(rows_of("a")).save_to_disk(saved)
-    before = Reading().fingerprint(str(saved))
+    before = SourceReader().fingerprint(str(saved))
     datasets.Dataset.from_list(rows_of("b")).save_to_disk(saved)
-    assert Reading().fingerprint(str(saved)) != before
+    assert SourceReader().fingerprint(str(saved)) != before
 
 
 def test_training_reads_a_copied_folder(copied: Path, tiny_model: str, tmp_path: Path) -> None:

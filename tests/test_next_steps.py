@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from test_docs import check_rlt
 
 from rlt_lightning.cli import next_steps
-from rlt_lightning.datamodules.stored import ItemTable, MadeItem, StoredItems, batches_of
+from rlt_lightning.datamodules.tokenised import ItemTable, MadeItem, StoredItems, build_batches
 from rlt_lightning.types import SFTExample
 
 CONTEXT = 200  # tokens: less than a prompt and the completions of the configs need
@@ -101,7 +101,7 @@ def config_of(task: str, **model: object) -> Namespace:
 
 def stored(*examples: SFTExample) -> StoredItems:
     made = (MadeItem(example, "", {}) for example in examples)
-    return StoredItems([ItemTable(list(batches_of(made, True, {})))], [1])
+    return StoredItems([ItemTable(list(build_batches(made, {})))], [1])
 
 
 def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

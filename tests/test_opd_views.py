@@ -9,7 +9,7 @@ import pytest
 from test_opd import answered, data
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import stored
+from rlt_lightning.datamodules import tokenised
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.token_bytes import PlainTokenizer
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
@@ -146,7 +146,7 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
 def test_stored_tokens_are_of_one_view(
     miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "BATCH_TOKENS", 100)  # one batch is not worth a file
+    monkeypatch.setattr(tokenised, "BATCH_TOKENS", 100)  # one batch is not worth a file
     cache = tmp_path / "cache"
     options = [ViewOptions(), ViewOptions("hint"), ViewOptions(wrong_solutions=True)]
     options.append(ViewOptions("hint", hint="{question} {solution}"))

@@ -22,8 +22,8 @@ from test_text_reward import SeededReward
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, words_of
-from rlt_lightning.datamodules.responses import RawResponses, split_raw, split_response, tidied
+from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, split_words
+from rlt_lightning.datamodules.responses import RawResponses, split_raw, split_response, tidy_response
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
@@ -304,11 +304,11 @@ def test_a_response_with_a_second_tag_is_not_split() -> None:
 
 
 def test_tidying_follows_its_rules_and_changes_nothing_else() -> None:
-    thought, solution = tidied(RAW, "**Final Answer**\n\nIt is\n\n\n2. ")
+    thought, solution = tidy_response(RAW, "**Final Answer**\n\nIt is\n\n\n2. ")
     assert thought == "Okay, so 1 + 1.\n\nThat is 2."
     assert solution == "It is\n\n2."
     plain = ("One  line,\n  indented.\n\nThe final answer is near.", "So **Final Answer** 2.")
-    assert tidied(*plain) == plain
+    assert tidy_response(*plain) == plain
 
 
 def student_data(source: Path | str, model: str, **options: Any) -> StratosDataModule:
@@ -528,7 +528,7 @@ def test_repetition_is_the_part_of_runs_that_came_before() -> None:
     assert repetition("a b c d", 2) == 0
     assert repetition("a b a b a", 2) == pytest.approx(2 / 4)  # ab ba | ab ba
     assert repetition("a b", 3) == 0
-    assert words_of("If $x^2=4$, what IS x?") == ["if", "x", "^", "2", "=", "4", "what", "is", "x"]
+    assert split_words("If $x^2=4$, what IS x?") == ["if", "x", "^", "2", "=", "4", "what", "is", "x"]
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,19 @@ from commands import ROOT, Running, python
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from strategy_run import STRATEGIES
+from test_layout import imports, module_name
 
-from rlt_lightning.datamodules import StratosDataModule, stored, token_cache
+from rlt_lightning.datamodules import StratosDataModule, tokenised
 from rlt_lightning.datamodules.filters import Filters
-from rlt_lightning.datamodules.items import ItemMaker, Task
 from rlt_lightning.datamodules.responses import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.token_cache import delete_unused
+from rlt_lightning.datamodules.tokenise import TASKS, RLTTask, StudentSFTTask, TaskName
+from rlt_lightning.datamodules.tokenised import delete_unused
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.types import InputError, Problem
 
 MakeData = Callable[..., StratosDataModule]
-TASKS: list[Task] = ["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
+NAMES: list[TaskName] = ["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
 
 
 def row_of(number: int) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def source(tmp_path: Path) -> str:
 @pytest.fixture
 def make_data(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeData:
     """Build a datamodule whose cache lies in the test's folder and keeps small sources too."""
-    monkeypatch.setattr(stored, "BATCH_TOKENS", 400)
+    monkeypatch.setattr(tokenised, "BATCH_TOKENS", 400)
 
     def make(*sources: str, **options: Any) -> StratosDataModule:
         settings = {"prompts_per_step": 4, "max_bad_frac": 0.2, "token_cache": str(tmp_path / "tokens")}
@@ -80,21 +81,21 @@ def no_items(*_: Any) -> Any:
 # Equal, and made once
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NAMES)
 def test_mapped_items_equal_those_just_made(
-    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Task
+    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: TaskName
 ) -> None:
     options = {"task": task, "max_length": 400, "long_traces": "truncate", "val_rows": 5}
     first = make_data(source, **options)
     [entry] = entries(tmp_path)
     made = {
-        number: first._item_maker.items_of(number, first._item_maker.parsed(columns), columns)
+        number: first._task.build_items(number, first._task.parse(first._task.complete(columns)), columns)
         for number, columns in read_rows(source)
         if isinstance(columns, dict) and number in set(first.all_items.rows.tolist())
     }
     assert [[item] for item in first.items] == [made[item.row] for item in first.items]
     assert [[item] for item in first.val_items] == [made[item.row] for item in first.val_items]
-    monkeypatch.setattr(ItemMaker, "items_of", no_items)
+    monkeypatch.setattr(TASKS[task], "build_items", no_items)
     second = make_data(source, **options)
     assert list(second.items) == list(first.items)
     assert list(second.train_dataloader()) == list(first.train_dataloader())
@@ -117,7 +118,7 @@ def test_without_a_cache_items_are_the_same(make_data: MakeData, source: str, tm
 def test_a_small_source_stays_in_memory(
     make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "BATCH_TOKENS", 10**6)
+    monkeypatch.setattr(tokenised, "BATCH_TOKENS", 10**6)
     assert len(make_data(source).items) == 38
     assert not (tmp_path / "tokens").exists()
 
@@ -180,7 +181,7 @@ def test_a_changed_setting_makes_another_entry(
     for number, (name, change) in enumerate(CHANGES.items(), start=2):
         make_data(source, **change)
         assert len(entries(tmp_path)) == number, name
-    monkeypatch.setattr(ItemMaker, "items_of", no_items)
+    monkeypatch.setattr(RLTTask, "build_items", no_items)
     make_data(source)
     make_data(source, **CHANGES["tags"])
 
@@ -230,12 +231,41 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
     assert len(entries(tmp_path)) == 4
 
 
+# What the code that makes tokens imports beside the code in the key: it makes no other tokens if it changes.
+# What decides tokens belongs into `tokenised.CODE`.
+BESIDE_THE_KEY = {
+    "console": "lines for people",
+    "models.announce": "lines for people",
+    "models.waiting": "lines for people, and how often the hub is asked",
+    "models.embedded": "where tokenizers lie; what they hold is in the key",
+    "pretrained": "which tokenizer a name stands for; what it holds is in the key",
+    "numerics.spans": "pairs of tokens, found for each completion when it is there",
+    "run.metrics": "names of metrics",
+}
+
+
+def test_all_code_that_makes_tokens_is_in_the_key() -> None:
+    package = ROOT / "rlt_lightning"
+    assert all(any(package.glob(pattern)) for pattern in tokenised.CODE)
+    in_key = {module_name(path) for pattern in tokenised.CODE for path in package.glob(pattern)}
+    found: set[str] = set()
+    waiting = ["rlt_lightning.datamodules.stratos"]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name.removeprefix("rlt_lightning.") not in BESIDE_THE_KEY:
+            found.add(name)
+            waiting += imports()[name]
+    assert {"rlt_lightning.datamodules.formats", "rlt_lightning.tasks.countdown"} < found
+    assert found - in_key == set()
+
+
 def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
     code = f"""
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.filters import Filters
-from rlt_lightning.datamodules.preparation import Preparation
-Preparation.tokenised = lambda self: print(*self.keys()) or exit()
+from rlt_lightning.datamodules import stratos
+build_keys = stratos.build_keys
+stratos.build_keys = lambda *words: print(*build_keys(*words)) or exit()
 filters = Filters(duplicates="question", overlap_with={{"arithmetic": None}})
 StratosDataModule({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
 """
@@ -256,7 +286,7 @@ def test_rows_in_memory_are_kept_too(
     first = make_data(rows)
     assert first.source == "40 rows in memory"
     with monkeypatch.context() as patch:
-        patch.setattr(ItemMaker, "items_of", no_items)
+        patch.setattr(RLTTask, "build_items", no_items)
         assert list(make_data([dict(row) for row in rows]).items) == list(first.items)
         assert list(make_data(datasets.Dataset.from_list(rows)).items) == list(first.items)
     rows[5]["question"] = "5+2?"
@@ -274,7 +304,7 @@ def test_sources_have_entries_of_their_own(
     made = make_data(*paths[:2], token_cache=False)
     make_data(paths[1])
     make_data(paths[0])
-    monkeypatch.setattr(ItemMaker, "items_of", no_items)
+    monkeypatch.setattr(RLTTask, "build_items", no_items)
     both = make_data(*paths[:2])
     assert list(both.items) == list(made.items)
     assert [item.row for item in both.items] == list(range(1, 41))
@@ -304,10 +334,14 @@ def test_duplicates_are_found_in_sources_that_are_mapped(make_data: MakeData, tm
 def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None:
     """Fine-tune for two steps as one of two ranks; write the loss and how many rows this rank tokenised."""
     counted: list[int] = []
-    items_of = ItemMaker.items_of
+    build_items = StudentSFTTask.build_items
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "BATCH_TOKENS", 400)
-        patch.setattr(ItemMaker, "items_of", lambda self, *words: counted.append(1) or items_of(self, *words))
+        patch.setattr(tokenised, "BATCH_TOKENS", 400)
+        patch.setattr(
+            StudentSFTTask,
+            "build_items",
+            lambda self, *words: counted.append(1) or build_items(self, *words),
+        )
         options = dict(prompts_per_step=4, max_bad_frac=0.2, task="student_sft", max_length=400)
         data = StratosDataModule(
             source, tokenizer=model, token_cache=f"{folder}/tokens" if cached else False, **options
@@ -344,8 +378,8 @@ def test_one_rank_tokenises_and_the_losses_are_the_same(tiny_model: str, source:
 
 FIT = """
 import sys, runpy
-from rlt_lightning.datamodules import stored
-stored.BATCH_TOKENS = 2000
+from rlt_lightning.datamodules import tokenised
+tokenised.BATCH_TOKENS = 2000
 sys.argv = ["rlt", "fit", *{arguments}]
 try:
     runpy.run_module("rlt_lightning", run_name="__main__", alter_sys=True)
@@ -372,8 +406,8 @@ def test_metrics_of_a_run_do_not_depend_on_the_cache(tmp_path: Path) -> None:
 
 
 SETUP = """
-from rlt_lightning.datamodules import StratosDataModule, stored
-stored.BATCH_TOKENS = 2000
+from rlt_lightning.datamodules import StratosDataModule, tokenised
+tokenised.BATCH_TOKENS = 2000
 data = StratosDataModule({source!r}, task="student_sft", tokenizer={model!r}, token_cache={cache!r})
 data.setup("fit")
 print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
@@ -438,9 +472,9 @@ def test_a_folder_that_cannot_be_written_is_named(make_data: MakeData, source: s
 
 def test_the_cache_lies_where_the_setting_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
-    assert token_cache.token_folder(True) == tmp_path / "tokens"
-    assert token_cache.token_folder(False) is None
-    assert token_cache.token_folder("~/x") == Path.home() / "x"
+    assert tokenised.find_token_folder(True) == tmp_path / "tokens"
+    assert tokenised.find_token_folder(False) is None
+    assert tokenised.find_token_folder("~/x") == Path.home() / "x"
 
 
 def test_what_is_long_unused_is_deleted(make_data: MakeData, source: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -> Iter
         zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)
     ):
         problem, first = rollout.problem, i - i % size
-        turn = data.turn_of(rollout)
+        turn = data.split_turn(rollout)
         thought, solution = turn or (rollout.text, "")
         own = replace(problem, solution=solution)
         kept = {name: value for name, value in problem.columns.items() if name != "completion"}

@@ -9,8 +9,8 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from rlt_lightning.datamodules.stored import StoredItems
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.models.announce import announce

@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import Namespace
 
 from rlt_lightning.datamodules.sources import sources_of
-from rlt_lightning.datamodules.stored import StoredItems
+from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.shipped import find_config

@@ -36,11 +36,12 @@ class BadRowReport:
     """The rows of one source that are not used, by number and reason."""
 
     source: str
-    num_rows: int
+    num_rows: int = 0
     first_row: int = 1  # number of this source's row 1 in a run that reads several sources
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)  # rows that are used without their end
     filtered: list[tuple[int, FilterReason, str]] = field(default_factory=list)  # number, reason, detail
+    last_row: int = 0  # number of the last row, which in a JSONL file is that of its line
 
     def add(self, row: int, error: BadRowError) -> None:
         """Count a bad row, numbered as in its source."""
@@ -58,21 +59,21 @@ class BadRowReport:
 
     def rows_by_reason(self) -> dict[str, list[int]]:
         """Return row numbers by reason, the most frequent reason first."""
-        return grouped((row, str(error.reason)) for row, error in self.bad)
+        return group_rows((row, str(error.reason)) for row, error in self.bad)
 
     def rows_by_filter(self) -> dict[str, list[int]]:
         """Return the numbers of rows that a filter leaves out, as `rows_by_reason`."""
-        return grouped((row, str(reason)) for row, reason, _ in self.filtered)
+        return group_rows((row, str(reason)) for row, reason, _ in self.filtered)
 
     def summary(self) -> str:
         """Return counts by reason and the first row numbers, in one line."""
         what = f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used"
-        return what + reasons_of(self.rows_by_reason())
+        return what + list_reasons(self.rows_by_reason())
 
     def filter_summary(self) -> str:
         """Return the same for the rows that filters leave out."""
         what = f"{len(self.filtered)} of {self.num_rows} rows of '{self.source}' are left out by data.filters"
-        return what + reasons_of(self.rows_by_filter())
+        return what + list_reasons(self.rows_by_filter())
 
     def lines(self) -> list[str]:
         """Return a line each about unusable, filtered and truncated rows, where there are any."""
@@ -135,7 +136,7 @@ class BadRowReport:
         )
 
 
-def grouped(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+def group_rows(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     """Return row numbers by reason, the most frequent reason first."""
     found: dict[str, list[int]] = {}
     for row, reason in sorted(rows):
@@ -143,7 +144,7 @@ def grouped(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def reasons_of(rows: dict[str, list[int]]) -> str:
+def list_reasons(rows: dict[str, list[int]]) -> str:
     """Return the end of a line: each reason with its count and the first row numbers."""
     reasons = [f"{reason} {len(numbers)} ({row_list(numbers)})" for reason, numbers in rows.items()]
     return f": {', '.join(reasons)}" if reasons else ""

@@ -23,8 +23,8 @@ from rlt_lightning.datamodules.format_choice import (
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.published import difference
-from rlt_lightning.datamodules.settings import models_of
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.stratos import find_models
 from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
 from rlt_lightning.models.announce import announce
 from rlt_lightning.run.jsonl import Row, whole_rows
@@ -118,7 +118,7 @@ class EvaluationDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read everything, so that bad data is reported before a model is loaded."""
         if self.follows_module and self.trainer is not None:
-            self.tokenizer_name, _ = models_of(self.trainer)
+            self.tokenizer_name, _ = find_models(self.trainer)
         wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
         if self._prepared_for == wanted:
             return

@@ -83,7 +83,7 @@ class Filters:
         return found
 
 
-class Sieve:
+class RowFilter:
     """Apply filters to the sources of one run, and remember the rows that are used: they have no duplicates.
 
     Args:
@@ -109,11 +109,12 @@ class Sieve:
         self.tags = tags
         self.overlaps = Overlaps(filters.overlap_with or {}, filters.overlap_ngram)
         self.used: set[tuple[str, ...]] = set()
+        self.num_sources = 0  # sources whose rows have all passed
 
-    def __call__(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
+    def filter_rows(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         """Return the rows of one source that no filter leaves out, and report the others."""
         if {"min_pass_rate", "max_pass_rate"} & self.filters.settings().keys():
-            rows = with_pass_rates(rows, report.source)
+            rows = check_pass_rates(rows, report.source)
         left = self._kept(rows, report)
         return self._right(left, report) if self.filters.right_only else left
 
@@ -121,9 +122,14 @@ class Sieve:
         """Return what decides which rows are left out, as plain values."""
         return {"filters": self.filters.settings(), "overlaps": sorted(self.overlaps.runs), "of": self.traces}
 
+    @property
+    def finds_duplicates(self) -> bool:
+        """Return whether a row is compared with those of earlier sources."""
+        return self.filters.duplicates is not None
+
     def is_duplicate(self, row: ParsedRow) -> bool:
         """Return whether a row that is used has the same question or, if so set, also the same traces."""
-        return self.filters.duplicates is not None and self._key(row) in self.used
+        return self.finds_duplicates and self._key(row) in self.used
 
     def remember(self, row: ParsedRow) -> None:
         """Remember a row that is used."""
@@ -210,19 +216,19 @@ class Overlaps:
         self.runs: dict[tuple[str, ...], str] = {}
         for name, settings in sets.items():
             for question in evaluation_questions(name, settings):
-                words = words_of(question)
+                words = split_words(question)
                 for run in ngrams(words, min(size, len(words))):
                     self.runs.setdefault(run, name)
         self.sizes = sorted({len(run) for run in self.runs})
 
     def with_question(self, question: str) -> str | None:
         """Return the set of a question that this one overlaps with; None if there is none."""
-        words = words_of(question)
+        words = split_words(question)
         found = (self.runs.get(run) for size in self.sizes for run in ngrams(words, size))
         return next((name for name in found if name is not None), None)
 
 
-def with_pass_rates(rows: Iterable[Row], source: str) -> Iterator[Row]:
+def check_pass_rates(rows: Iterable[Row], source: str) -> Iterator[Row]:
     """Yield rows, and stop after the last one if none had a pass_rate.
 
     Raises:
@@ -251,7 +257,7 @@ def evaluation_questions(name: str, settings: SetSettings) -> list[str]:
         ) from error
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words and operators of a text in lower case; punctuation does not count."""
     return WORD.findall(text.casefold())
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from rlt_lightning.datamodules.bad_rows import row_list
-from rlt_lightning.datamodules.stored import StoredItems
+from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.types import InputError
 
 

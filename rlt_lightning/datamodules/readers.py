@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.keys import format_settings, hash_of
 from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.tokenised import describe_format, hash_value
 from rlt_lightning.types import Problem, Rollout, View
 
 
@@ -35,7 +35,7 @@ class Reader:
 
     def key(self) -> str:
         """Return a hash of all that decides what the student reads."""
-        return hash_of([format_settings(self.format), self.keeps_row_prompts])
+        return hash_value([describe_format(self.format), self.keeps_row_prompts])
 
     def problem(self, problem: Problem) -> Problem:
         """Return a problem with the pieces of this student; the teacher's prompt stays, token by token."""

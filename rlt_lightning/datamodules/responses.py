@@ -40,7 +40,7 @@ def split_response(response: str, tags: TagStyle) -> tuple[str, str] | None:
         parts.append(part)
     if any(holds_tag(part, tags) for part in (*parts, rest)):
         return None
-    return both(parts[1], parts[3])
+    return strip_both(parts[1], parts[3])
 
 
 def split_raw(response: str, tags: TagStyle) -> tuple[str, str] | None:
@@ -54,21 +54,21 @@ def split_raw(response: str, tags: TagStyle) -> tuple[str, str] | None:
             return found
     if R1.thought_close in response:
         thought, _, solution = response.partition(R1.thought_close)
-        found = both(thought.strip().removeprefix(R1.thought_open), solution)
+        found = strip_both(thought.strip().removeprefix(R1.thought_open), solution)
         return None if found is None or any(holds_tag(part, R1) for part in found) else found
     headings = list(HEADING.finditer(response))
     if not headings or holds_tag(response, R1):
         return None
-    return both(response[: headings[-1].start()], response[headings[-1].end() :])
+    return strip_both(response[: headings[-1].start()], response[headings[-1].end() :])
 
 
-def both(thought: str, solution: str) -> tuple[str, str] | None:
+def strip_both(thought: str, solution: str) -> tuple[str, str] | None:
     """Return two texts without the white space around them; None if one of them is empty."""
     thought, solution = thought.strip(), solution.strip()
     return (thought, solution) if thought and solution else None
 
 
-def tidied(thought: str, solution: str) -> tuple[str, str]:
+def tidy_response(thought: str, solution: str) -> tuple[str, str]:
     """Reformat a response by rules: a part of what others let a language model rewrite.
 
     White space at line ends and repeated blank lines are removed. The thought ends where it announces its
@@ -91,16 +91,16 @@ class RawResponses:
     Args:
         column: Column of the response: a text, a list of texts (several responses), or a list of turns. None:
             rows have a trace and a solution of their own.
-        tidy: Whether responses are reformatted by rules; see `tidied`.
+        tidy: Whether responses are reformatted by rules; see `tidy_response`.
     """
 
     column: str | None = None
     tidy: bool = False
 
-    def rows(self, rows: Iterable[NumberedRow], tags: TagStyle) -> Iterable[NumberedRow]:
+    def split_rows(self, rows: Iterable[NumberedRow], tags: TagStyle) -> Iterator[NumberedRow]:
         """Return a row per response, with the number of the row that it came from."""
         if self.column is None:
-            return rows
+            return iter(rows)
         return (
             (number, made)
             for number, columns in rows
@@ -127,7 +127,7 @@ class RawResponses:
         if (parts := split_raw(response, tags)) is None:
             detail = f"{self.column} has no tags or heading that part a thought from a solution"
             return BadRowError(BadRowReason.MISSING_TAGS, detail)
-        thought, solution = tidied(*parts) if self.tidy else parts
+        thought, solution = tidy_response(*parts) if self.tidy else parts
         kept = {n: v for n, v in columns.items() if n not in (self.column, "conversations")}
         # The right answer must outlive the solution that held it.
         if kept.get("kind", "math") != "countdown" and (answer := reference_answer(kept)) is not None:

@@ -22,9 +22,9 @@ def has_texts(columns: dict[str, Any]) -> bool:
     return any(columns.get(name) is not None for name in (*QUESTION_COLUMNS, "solution", "conversations"))
 
 
-def with_solution(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
+def fill_solution(columns: dict[str, Any]) -> dict[str, Any]:
     """Use a row's answer as its solution if it has none: judging an answer needs no more."""
-    if isinstance(columns, BadRowError) or columns.get("conversations") or columns.get("solution"):
+    if columns.get("conversations") or columns.get("solution"):
         return columns
     answer = columns.get("answer")
     return columns if answer is None else columns | {"solution": str(answer)}
@@ -59,7 +59,7 @@ class ParsedRow:
     shown: str | None = None  # the solution that a teacher sees in place of this one
 
 
-def with_checked_columns(
+def check_columns(
     rows: Iterable[NumberedRow], source: str, trace_columns: Sequence[str], allows_completion: bool
 ) -> Iterator[NumberedRow]:
     """Yield rows, and stop after the last one if no row of the source had the columns that a task needs.

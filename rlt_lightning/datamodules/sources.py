@@ -147,7 +147,7 @@ def _is_table(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceReader:
     """What is read of every source of a run.
 
     A source is rows in memory, an embedded set, a file, a folder, a hub id, or either of the last two with
@@ -168,7 +168,7 @@ class Reading:
     max_rows: int | None = None
     streaming: bool = False
 
-    def rows(self, source: Source) -> Iterator[NumberedRow]:
+    def read(self, source: Source) -> Iterator[NumberedRow]:
         """Yield the rows of a source; a problem of ours without texts gets question and solution.
 
         Returns:
@@ -251,8 +251,8 @@ def read_rows(
     seed: int = 0,
     max_rows: int | None = None,
 ) -> list[NumberedRow]:
-    """Return the rows of a source as a list; see `Reading`."""
-    return list(Reading(split, num_embedded_rows, seed, max_rows).rows(source))
+    """Return the rows of a source as a list; see `SourceReader`."""
+    return list(SourceReader(split, num_embedded_rows, seed, max_rows).read(source))
 
 
 def hub_name(source: str) -> tuple[str, str] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,41 +11,41 @@ from typing import Any, cast
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import write_reports
-from rlt_lightning.datamodules.filters import Filters, Sieve
-from rlt_lightning.datamodules.format_choice import (
-    ChosenFormat,
-    FormatOptions,
-    choose_format,
-    choose_formats,
-    require_model,
-    tags_text,
-)
-from rlt_lightning.datamodules.items import ItemMaker, LongTraces, Task
+from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_reports
+from rlt_lightning.datamodules.filters import Filters, RowFilter
+from rlt_lightning.datamodules.format_choice import FormatOptions, require_model, tags_text
+from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
 from rlt_lightning.datamodules.orders import ByDifficulty, Difficulty, EpochOrder, Weighted, hold_out
-from rlt_lightning.datamodules.preparation import Preparation
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.responses import RawResponses, holds_tag, split_response
-from rlt_lightning.datamodules.retelling import tokenizers_of
+from rlt_lightning.datamodules.responses import RawResponses, holds_tag
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.settings import models_of, require_settings
 from rlt_lightning.datamodules.sources import (
-    Reading,
     Source,
+    SourceReader,
     names_of,
     sources_of,
     weights_of,
 )
-from rlt_lightning.datamodules.stored import Item, StoredItems
-from rlt_lightning.datamodules.token_cache import (
-    TokenCache,
-    Tokenised,
-    items_of,
-    system_prompts_of,
-    token_folder,
+from rlt_lightning.datamodules.tokenise import (
+    TASKS,
+    ItemLimits,
+    LongTraces,
+    Task,
+    TaskName,
+    build_keys,
+    tokenise,
 )
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, views_of
+from rlt_lightning.datamodules.tokenised import (
+    Item,
+    StoredItems,
+    StoredSource,
+    TokenCache,
+    count_system_prompts,
+    find_token_folder,
+    join_items,
+)
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
@@ -54,7 +54,6 @@ from rlt_lightning.types import (
     Problem,
     PromptBatch,
     Rollout,
-    Rollouts,
     SFTBatch,
     SFTExample,
     as_list,
@@ -65,7 +64,8 @@ class StratosDataModule(LightningDataModule):
     """Questions with solutions, in Bespoke-Stratos' format or in your own columns.
 
     `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are left
-    out, counted, and listed in `data_report.json`.
+    out, counted, and listed in `data_report.json`. `data.task` names a class in `tokenise.py`, which says
+    what the rows are made into.
 
     Args:
         source: "arithmetic", one kind of it such as "arithmetic:addition", or "countdown" (embedded), a
@@ -117,14 +117,13 @@ class StratosDataModule(LightningDataModule):
     """
 
     num_finished = 0  # items that an interrupted prediction has finished
-    views: TeacherViews | None = None  # what the teacher of student_opd sees
     _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
 
     def __init__(
         self,
         source: str | Path | list[str] | Iterable[dict[str, Any]] = "arithmetic",
         split: str = "train",
-        task: Task = "rlt",
+        task: TaskName = "rlt",
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
         raw: RawResponses = RawResponses(),
         filters: Filters = Filters(),
@@ -160,8 +159,8 @@ class StratosDataModule(LightningDataModule):
         self.sources, self.val_sources = sources_of(source), sources_of(val_source)
         self.weights, self.val_weights = weights_of(source), weights_of(val_source)
         self.source = names_of(source)  # for messages
-        self.reading = Reading(split, num_embedded_rows, seed, max_rows, streaming)
-        self.task: Task = task
+        self.reader = SourceReader(split, num_embedded_rows, seed, max_rows, streaming)
+        self.task: TaskName = task
         self.trace_columns = list(trace_columns)
         self.raw, self.filters = raw, filters
         self.follows_module = tokenizer is None
@@ -191,51 +190,26 @@ class StratosDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
         if self.follows_module and self.trainer is not None:
-            self.tokenizer_name, self.student_names = models_of(self.trainer)
+            self.tokenizer_name, self.student_names = find_models(self.trainer)
         wanted = (stage, self.tokenizer_name, self.student_names)
         if self._prepared_for == wanted:
             return
-        formats, name = self._choose_formats(), require_model(self.tokenizer_name)
-        students = () if self.task == "student_opd" else self.student_names[: len(formats)]
-        self.readers = Readers(formats, name, students, self.trust_remote_code)
-        self.chosen, self.format = formats[0], self.readers.formats[0]
-        if self.task == "student_opd":
-            teacher = self.student_names[0] if self.student_names else None
-            tokenizers = tokenizers_of(name, teacher, self.trust_remote_code)
-            self.views = views_of(self.chosen, self.format, tokenizers[1], self.view)
-        self._item_maker = ItemMaker(
-            format=self.format,
-            task=self.task,
-            trace_columns=self.trace_columns,
-            keep_row_prompts=self.chosen.keeps_row_prompts,
-            max_prompt_length=self.max_prompt_length,
-            max_solution_length=self.max_solution_length,
-            max_length=self.max_length,
-            long_traces=self.long_traces,
-            views=self.views,
-        )
-        sieve = Sieve(self.filters, self._item_maker.needed_traces, self.format.tags)
-        parts = self._tokenised(self.sources, self.reading, sieve)
-        items = items_of(parts)
+        task = self._task = self._load_task()
+        row_filter = RowFilter(self.filters, task.needed_traces, task.format.tags)
+        sources = self._tokenise(self.sources, self.reader, row_filter)
+        items = join_items(sources)
         val_items = items[:0]
-        self.reports = [part.report for part in parts]
+        self.reports = [source.report for source in sources]
         if stage != "predict":
             if self.val_sources:
-                val_parts = self._tokenised(self.val_sources, replace(self.reading, split=self.val_split))
-                val_items = items_of(val_parts)[: self.val_rows or None]
-                self.reports += [part.report for part in val_parts]
+                val_sources = self._tokenise(self.val_sources, replace(self.reader, split=self.val_split))
+                val_items = join_items(val_sources)[: self.val_rows or None]
+                self.reports += [source.report for source in val_sources]
             elif self.val_rows:
                 items, val_items = hold_out(items, self.val_rows, self.seed)
         self.items, self.val_items = items, val_items
-        self.system_prompts = system_prompts_of(items, parts)  # of the student
-        path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
-        if path and self._rank() == 0:
-            write_reports(path, self.reports)
-        for report in self.reports:
-            report.check(self.max_bad_frac, path)
-            for line in report.lines():
-                rank_zero_warn(line + (f"; see {path}" if path else ""))
-        self.chosen.check_rows(self.system_prompts)
+        self.system_prompts = count_system_prompts(items, sources)  # of the student
+        self._check_rows()
         if stage == "validate" and not val_items:
             raise InputError(
                 "rlt validate needs held-out rows, but has none. Set data.val_rows or data.val_source."
@@ -271,39 +245,39 @@ class StratosDataModule(LightningDataModule):
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch; completions that the rows bring are attached as rollouts."""
-        if self.task in ("teacher_sft", "student_sft"):
-            return SFTBatch(items)
-        if self.task != "score":
-            return PromptBatch(items)
-        rollouts = [self.rollout(problem, problem.given_completion) for problem in items]
-        return PromptBatch(items, Rollouts(rollouts, group_size=1, policy_version=0, temperature=1.0))
+        return self._task.build_batch(items)
+
+    @property
+    def readers(self) -> Readers:
+        """Return the formats in which teacher and students read."""
+        return self._task.readers
+
+    @property
+    def format(self) -> ChatFormat:
+        """Return the contexts of the teacher and of the first student."""
+        return self._task.format
+
+    @property
+    def views(self) -> TeacherViews | None:
+        """Return what the teacher of student_opd sees; None in other tasks."""
+        return self._task.views
 
     @property
     def stop(self) -> str:
         """Return the text that ends a completion; '' if only an end-of-sequence token does."""
-        return "" if self.task in ("student_rl", "student_opd") else self.format.end_tag
+        return self._task.stop
 
     def rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem."""
-        if self.views is not None:
-            return self.views.rollout(problem, completion)
-        if self.task == "student_rl":
-            return self.format.student_rollout(problem, completion)
-        return self.readers.with_views(self.format.rollout(problem, completion))
+        return self._task.build_rollout(problem, completion)
 
-    def turn_of(self, rollout: Rollout) -> tuple[str, str] | None:
-        """Return thought and solution of the turn that stage 4 makes of a completion.
-
-        An explanation is the thought before the problem's solution. An answer has a thought and a solution of
-        its own; None if it cannot be split into them.
-        """
-        if self.task == "student_rl":
-            return split_response(rollout.text, self.format.tags)
-        return rollout.text, rollout.problem.solution
+    def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
+        """Return thought and solution of the turn that stage 4 makes of a completion; None without both."""
+        return self._task.split_turn(rollout)
 
     def student_length(self, rollout: Rollout) -> int | None:
         """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
-        if (turn := self.turn_of(rollout)) is None:
+        if (turn := self.split_turn(rollout)) is None:
             return None
         problem, (thought, solution) = rollout.problem, map(self.format.student_tags.wrap, turn)
         example = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
@@ -314,7 +288,7 @@ class StratosDataModule(LightningDataModule):
 
         It must have text and an end, its thought may hold no tag, and it must fit into the student's context.
         """
-        turn, limit = self.turn_of(rollout), self.student_context
+        turn, limit = self.split_turn(rollout), self.student_context
         if turn is None or not (rollout.closed and turn[0]):
             return False
         if any(holds_tag(turn[0], tags) for tags in (self.format.tags, self.format.student_tags)):
@@ -335,7 +309,7 @@ class StratosDataModule(LightningDataModule):
 
     def trained_format(self) -> ModelFormat:
         """Return the format in which this run trains its model."""
-        if self.task in ("rlt", "score", "teacher_sft"):
+        if self._task.role == "teacher":
             prompts = Counter([self.format.teacher_system_prompt])
             return ModelFormat.of_rows("teacher", self.format.tags, prompts)
         return ModelFormat.of_rows("student", self.format.student_tags, self.system_prompts)
@@ -368,26 +342,152 @@ class StratosDataModule(LightningDataModule):
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer else 1
 
-    def _choose_formats(self) -> list[ChosenFormat]:
-        tokenizer = require_model(self.tokenizer_name)
-        if self.task == "student_opd":
-            # With a hint a teacher answers as the student does, whatever it was trained for.
-            explains = self.student_names and self.view.kind == "explanation"
-            teacher = self.student_names[0] if explains else None
-            return [choose_format(self.format_options, teacher, tokenizer)]
-        learns = self.task in ("teacher_sft", "student_sft")
-        if self.task in ("student_sft", "student_rl"):
-            return [choose_format(self.format_options, None, tokenizer, learns)]
-        return choose_formats(self.format_options, tokenizer, () if learns else self.student_names, learns)
+    def _load_task(self) -> Task:
+        """Choose the formats, load the tokenizers, and return what turns rows into items."""
+        limits = ItemLimits(
+            self.max_prompt_length, self.max_solution_length, self.max_length, self.long_traces
+        )
+        return TASKS[self.task].load(
+            self.format_options,
+            require_model(self.tokenizer_name),
+            self.student_names,
+            self.trust_remote_code,
+            self.trace_columns,
+            limits,
+            self.view,
+        )
 
-    def _tokenised(
-        self, sources: list[Source], reading: Reading, sieve: Sieve | None = None
-    ) -> list[Tokenised]:
-        """Return what became of sources; row numbers continue from one to the next."""
-        cache = TokenCache(token_folder(self.token_cache))
-        return Preparation(sources, reading, self.raw, self._item_maker, cache, sieve).tokenised()
+    def _tokenise(
+        self, sources: list[Source], reader: SourceReader, row_filter: RowFilter | None = None
+    ) -> list[StoredSource]:
+        """Read and tokenise sources, or find them in the cache; row numbers continue from one to the next."""
+        cache = TokenCache(find_token_folder(self.token_cache))
+        keys = [""] * len(sources)  # without a folder nothing is looked up
+        if cache.folder:
+            keys = build_keys(sources, reader, self.raw, self._task, row_filter)
+
+        found: list[StoredSource] = []
+        first_row = 1
+        for number, (source, key) in enumerate(zip(sources, keys, strict=True)):
+            stored = cache.load(key, str(source))
+            if stored is None and row_filter is not None and row_filter.finds_duplicates:
+                for earlier in sources[row_filter.num_sources : number]:
+                    # It was in the cache, so that the filter has not seen its rows.
+                    rows = self._read(earlier, reader)
+                    deque(tokenise(rows, self._task, BadRowReport(str(earlier)), row_filter), maxlen=0)
+            if stored is None:
+                report = BadRowReport(str(source))
+                rows = self._read(source, reader)
+                items = tokenise(rows, self._task, report, row_filter)
+                stored = cache.save(key, items, report)
+            stored.report.first_row = first_row
+            first_row += stored.report.last_row
+            found.append(stored)
+        return found
+
+    def _read(self, source: Source, reader: SourceReader) -> Iterator[NumberedRow]:
+        """Read the rows of a source; a row with several whole responses becomes several."""
+        return self.raw.split_rows(reader.read(source), self._task.format.tags)
+
+    def _check_rows(self) -> None:
+        """Report the rows that are not used, and stop if they are too many, or not those of the model."""
+        path = Path(self.output_dir) / "data_report.json" if self.output_dir else None
+        if path and self._rank() == 0:
+            write_reports(path, self.reports)
+        for report in self.reports:
+            report.check(self.max_bad_frac, path)
+            for line in report.lines():
+                rank_zero_warn(line + (f"; see {path}" if path else ""))
+        self._task.chosen.check_rows(self.system_prompts)
 
 
 def stratos_of(trainer: Trainer) -> StratosDataModule:
     """Return a run's datamodule, which Lightning's types do not know."""
     return cast(StratosDataModule, trainer.datamodule)  # type: ignore[attr-defined]
+
+
+# Checks of the settings, made when the datamodule is built
+
+
+def require_settings(data: StratosDataModule) -> None:
+    """Check the settings of a StratosDataModule.
+
+    Raises:
+        InputError: Naming the setting.
+    """
+    require_sizes(
+        prompts_per_step=data.prompts_per_step,
+        max_prompt_length=data.max_prompt_length,
+        max_solution_length=data.max_solution_length,
+        max_length=data.max_length,
+        student_context=data.student_context,
+        val_batch_size=data.val_batch_size,
+        max_rows=data.reader.max_rows,
+        num_embedded_rows=data.reader.num_embedded_rows,
+    )
+    require_trace_columns(data.trace_columns)
+    require_held_out(data.val_rows, data.max_bad_frac)
+    if not data.sources:
+        raise InputError("data.source must name at least one source, but is an empty list. Name one.")
+    if data.val_weights:
+        raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
+    if data.task != "student_opd" and data.view != ViewOptions():
+        raise InputError(
+            f"data.view says what the teacher of student_opd sees, but data.task is {data.task}. Leave it "
+            "out, or set data.task to student_opd."
+        )
+    if data.weights and data.order:
+        raise InputError(
+            "Sources may have weights, or data.order may be set, but not both: an order by difficulty "
+            "mixes the sources in its own way. Drop one."
+        )
+
+
+def require_sizes(**sizes: int | None) -> None:
+    """Check that sizes, where they are set, are at least 1.
+
+    Raises:
+        InputError: Naming the setting.
+    """
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+
+
+def require_trace_columns(columns: list[str]) -> None:
+    """Check that columns of traces are different ones, and no column of completions.
+
+    Raises:
+        InputError: If they are not.
+    """
+    if len(set(columns)) != len(columns) or not columns:
+        raise InputError(
+            f"data.trace_columns must name one or several different columns, but is {columns}. Change it."
+        )
+    if "completion" in columns:
+        raise InputError(
+            "data.trace_columns must name columns of traces, but names completion. Name "
+            f"{TRACE_COLUMN} instead: a row's completion is scored in its place."
+        )
+
+
+def require_held_out(val_rows: int, max_bad_frac: float) -> None:
+    """Check the number of held-out rows, and the part of rows that may be unusable.
+
+    Raises:
+        InputError: Naming the setting.
+    """
+    if val_rows < 0:
+        raise InputError(f"data.val_rows must be at least 0, but is {val_rows}. 0 holds none out.")
+    if not 0 <= max_bad_frac <= 1:
+        raise InputError(
+            f"data.max_bad_frac must be in [0, 1], but is {max_bad_frac}. Set a part of the rows."
+        )
+
+
+def find_models(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
+    """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
+    module: Any = trainer.lightning_module
+    students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
+    readers = students.names if students else (teacher,) if teacher else ()
+    return getattr(module, "pretrained", None), readers

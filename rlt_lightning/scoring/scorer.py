@@ -8,16 +8,14 @@ completion ───────────┴▶ Rollout ─▶ StudentScorer 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
-from rlt_lightning.datamodules.items import ItemMaker
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.tokenise import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.packed import HeadOptions
@@ -82,17 +80,7 @@ class ExplanationScorer:
         self.format, self.tokenizer = self.readers.formats[0], self.readers.formats[0].tokenizer
         require_scorable(reward, self.readers.formats, names)
         self.readers.warn_of_guesses()
-        self.items = ItemMaker(
-            format=self.format,
-            task="rlt",
-            trace_columns=[TRACE_COLUMN],
-            keep_row_prompts=chosen[0].keeps_row_prompts,
-            # The caller has chosen its rows.
-            max_prompt_length=sys.maxsize,
-            max_solution_length=None,
-            max_length=sys.maxsize,
-            long_traces="drop",
-        )
+        self.task = RLTTask(self.readers)  # without limits: the caller has chosen its rows
         self.teacher_name = teacher
         self.reward = reward
         self.student_dtype: Dtype = student_dtype
@@ -114,14 +102,12 @@ class ExplanationScorer:
             InputError: If the row cannot be used; it names the number and the reason.
         """
         try:
-            problem = self.items.items_of(number, self.items.parsed(row), row)[0]
+            return self.task.build_problem(number, self.task.parse(row), row)
         except BadRowError as error:
             raise InputError(
                 f"Row {number} must have a question and a solution, but cannot be used: {error.detail}. "
                 "Correct it, or leave it out."
             ) from error
-        assert isinstance(problem, Problem)
-        return problem
 
     def problems(self, rows: Iterable[dict[str, Any]]) -> list[Problem]:
         """Tokenise rows, numbered from 1; equal rows share one problem, and its number.
