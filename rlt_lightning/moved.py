@@ -28,6 +28,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "datamodules.token_cache": ("datamodules.tokenised",),
     "datamodules.uneven": ("tasks.stepwise",),
     "datamodules.word_sums": ("tasks.stepwise",),
+    "judging.worker": ("judging.judge",),
     "loggers": ("run.wandb_logger",),
     "records.catalogue": ("run.metrics",),
     "records.catalogue.entry": ("run.metrics",),

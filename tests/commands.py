@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -121,6 +122,14 @@ class Running:
         """Kill the command and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for something that happens soon, however busy the machine is."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"it has not happened within {seconds:g} s"
+        time.sleep(0.01)
 
 
 def start(

@@ -157,6 +157,7 @@ def test_every_public_path_imports() -> None:
     [
         ("rlt_lightning", "torch"),
         ("rlt_lightning.judging.answers", "torch"),
+        ("rlt_lightning.judging.judge", "torch"),
         ("rlt_lightning.gloo", "lightning"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
+from commands import wait_until
 from lightning.pytorch import Trainer
 from test_rlt_module import data, module, rollout_callback
 
@@ -75,8 +77,17 @@ def test_the_bar_shows_phase_and_held_out_batch(
 
 
 def test_only_the_innermost_wait_is_printed(capsys: Captured) -> None:
-    with waiting_for("the push", after_s=0.05), waiting_for("a worker", after_s=0.05):
-        time.sleep(0.3)
+    inside, asked = Event(), Counter[str]()
+
+    def told(what: str) -> str:
+        """Return the text once both waits have begun, and count how often it was asked for."""
+        inside.wait()
+        asked[what] += 1
+        return what
+
+    with waiting_for(partial(told, "the push"), after_s=0), waiting_for(partial(told, "a worker"), after_s=0):
+        inside.set()
+        wait_until(lambda: min(asked["the push"], asked["a worker"]) > 1)  # the first lines are decided
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(line.startswith("waiting for a worker: ") for line in lines)

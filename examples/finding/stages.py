@@ -95,7 +95,7 @@ class Stages:
 
 def run_rlt(words: list[str], log: Path) -> None:
     """Run `rlt` with these words in this process, which ends when the one that started it has ended."""
-    from rlt_lightning.judging.worker import end_with_run
+    from rlt_lightning.judging.judge import end_with_run
 
     threading.Thread(target=end_with_run, daemon=True).start()
     os.chdir(ROOT)

@@ -1,7 +1,6 @@
 """Find the answer in a response and decide whether it is right: plain functions on bounded texts.
 
-Functions that may hang or crash run in the processes of `rlt_lightning.judging.judge`. They start faster if
-this module imports little.
+Functions that may hang or crash run in the processes of `rlt_lightning.judging.judge`.
 """
 
 from __future__ import annotations

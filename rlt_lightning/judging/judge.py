@@ -1,19 +1,28 @@
 """Judge responses against references, in processes that are killed when they take too long.
 
-Judge ─▶ ProcessPool ─▶ forkserver (has imported WORKER_MODULES) ─▶ worker ─▶ judging.answers
-  │          │                                                        │
-  │          └── kills and replaces a worker after `deadline_s` ──────┤
-  └── starts a new pool if an idle worker dies, which ends the pool ──┘
+    Judge ─▶ ProcessPool ─▶ forkserver (has imported WORKER_MODULES) ─▶ worker ─▶ judging.answers
+      │          │                                                        │
+      │          └── kills and replaces a worker after `deadline_s` ──────┤
+      └── starts a new pool if an idle worker dies, which ends the pool ──┘
+
+A killed worker is replaced within a second because the forkserver has done its imports. So this module and
+`judging.answers` must stay small: neither loads torch (tests/test_layout.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,12 +41,12 @@ from rlt_lightning.judging.answers import (
     solution_block,
     solves_countdown,
 )
-from rlt_lightning.judging.worker import enter_worker
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
-# Neither loads torch, so that processes start within a second.
-WORKER_MODULES = ["math_verify", "rlt_lightning.judging.answers"]
+# What the processes need. Names, because the forkserver imports them, not this process.
+WORKER_MODULES = ["math_verify", "rlt_lightning.judging.judge"]
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 POLL_S = 1.0  # between two checks that the processes of a waiting task still exist
 MAX_POOLS = 2  # a task is given up after this many pools broke
 # Name of a process that only imports the main script, and its exit status if that import starts a judge.
@@ -288,3 +297,32 @@ def result_of(pool: ProcessPool, future: Future[Any]) -> Any:
         if not pool.active:
             raise BrokenProcessPool("The pool ended before the task.")
     return future.result()
+
+
+# In the judging processes
+
+
+def enter_worker(memory_gib: float) -> None:
+    """Make a judging process end with the run, limit its memory, and import what its first task needs."""
+    import math_verify  # noqa: F401
+
+    threading.Thread(target=end_with_run, daemon=True).start()
+    if sys.platform == "linux":
+        # No thread runs while C code computes a power tower; the kernel's signal ends the process even then.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        import resource
+
+        # The imports take up to one GiB, which does not count against the answer.
+        start = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = start + int(memory_gib * 2**30)
+        # The system may have set a lower limit already.
+        with contextlib.suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def end_with_run() -> None:
+    """End this process as soon as the run's process has ended, for whatever reason."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)
