@@ -17,11 +17,12 @@ import torch
 from balance import GROUP_SIZE, PROMPT, lengths_of_step
 from side_by_side import CPU, benchmark_parser, finish, read_options
 
-from rlt_lightning.modules.meter import PhaseCost
-from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.scorer import Scorer, Students, known_empty
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import Layout, micro_batches
-from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
+from rlt_lightning.types import Completion, Problem, Rollout
 
 SOLUTION, SUFFIX, ROW = 400, 12, 16384  # tokens
 GOAL = 1.02
@@ -58,7 +59,8 @@ def waves_of(rows: list[Rollout]) -> list[list[Rollout]]:
 
 def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
     """Return the tokens that the student computes for a step that is read in these waves."""
-    cost, known = PhaseCost(), {}
+    stats = PhaseStats()
+    known: dict[int, Any] = {}
     # The separator and the closing tag, as a format makes of an empty trace.
     empty: Any = SimpleNamespace(
         completion_from_trace=lambda problem, trace: Completion([1, 1], None, "stop"),
@@ -68,13 +70,13 @@ def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
     def plan(extents: Any) -> Any:
         return [(row, 1.0) for row in micro_batches(extents, ROW, layout)]
 
-    options: Any = {"cost": cost, "chat_format": empty}
-    scorer = StudentScorer(nothing, nothing, RLTReward(baseline=baseline), CPU, plan, **options)
+    readers: Any = SimpleNamespace(formats=[empty])
+    models, students = [ReadModel(nothing)], Students.of("student", None)
+    reward = RLTReward(baseline=baseline)
+    scorer = Scorer(reward, students, models, nothing, plan, CPU, readers=readers)
     for rows in waves:
-        found = scorer.token_scores(Rollouts(rows, 1, 0, 0.7), known)
-        pairs = zip(rows, found.empty_log_probs, strict=False)
-        known |= {row.problem.row: values for row, values in pairs}
-    return cost.tokens
+        known |= known_empty(rows, scorer.score(rows, 0.7, known, stats))
+    return stats.tokens
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ GOAL, MAX_BYTES = 5.0, 8.0  # how much faster a later start must be; bytes a tok
 START = """
 import json, sys, time
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.modules.meter import resident_bytes
+from rlt_lightning.modules.phases import resident_bytes
 source, cache, model, longest, lists = json.loads(sys.argv[1])
 before, start = resident_bytes(), time.perf_counter()
 data = StratosDataModule(source, task="student_sft", tokenizer=model, token_cache=cache, max_length=longest)

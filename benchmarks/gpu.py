@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
-from rlt_lightning.modules.meter import forward_flops, matmul_rate
+from rlt_lightning.modules.phases import forward_flops, matmul_rate
 from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
 from rlt_lightning.numerics.attention import KERNELS
 

@@ -23,7 +23,6 @@ from rlt_lightning.models.packed import log_probs_of
 from rlt_lightning.numerics import Head, PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
 from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.types import Rollouts
 
 GOAL = 0.99  # of the variance in time that a straight line explains
 # Prefixes, tokens through the head, completions of one problem.
@@ -44,8 +43,8 @@ def reward_by_completions(
     scorer = scorer_of(model, model, RLTReward(), recompute=False)
     series = {}
     for number in counts:
-        rollouts = Rollouts(group.rollouts[:number], number, 0, group.temperature)
-        series[number] = median_of(lambda rollouts=rollouts: scorer(rollouts), rounds)
+        rows = group.rollouts[:number]
+        series[number] = median_of(lambda rows=rows: scorer(rows, group.temperature), rounds)
         print(f"reward of {number} completions {series[number]}", flush=True)
     return series
 

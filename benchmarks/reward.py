@@ -1,4 +1,4 @@
-"""The reward of one group: `StudentScorer` against a loop over samples with full logits.
+"""The reward of one group: `Scorer` against a loop over samples with full logits.
 
     .venv/bin/python benchmarks/reward.py [--rounds 5]
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -86,18 +87,19 @@ def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward) -> Te
     return torch.stack(found)
 
 
-def scorer_of(policy: Any, student: Any, reward: RLTReward, recompute: bool) -> StudentScorer:
+def scorer_of(policy: Any, student: Any, reward: RLTReward, recompute: bool) -> Scorer:
     """Return a scorer that works on the CPU, in rows of 16k tokens."""
 
     def call(model: Any, function: Any, *arguments: Any) -> Any:
         return function(model, *arguments)
 
-    return StudentScorer(
-        partial(call, policy),
-        partial(call, student),
+    return Scorer(
         reward,
-        CPU,
+        Students.of("student", None),
+        [ReadModel(partial(call, student))],
+        partial(call, policy),
         lambda extents: [(row, 1.0) for row in micro_batches(extents, max_tokens=16384)],
+        CPU,
         recompute=lambda unknown: recompute,
     )
 
@@ -115,7 +117,7 @@ def main() -> None:
     rewards: dict[str, Tensor] = {}
 
     def ours(recompute: bool) -> Tensor:
-        return scorer_of(policy, student, reward, recompute)(rollouts).terms.reward
+        return scorer_of(policy, student, reward, recompute)(rollouts.rollouts, TEMPERATURE).terms.reward
 
     functions = {
         "loop over samples": lambda: loop(plain_policy, plain_student, rollouts, reward),

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import rlt_lightning
-from rlt_lightning.modules.meter import peak_memory, reset_peak_memory, resident_bytes, synchronise
+from rlt_lightning.modules.phases import peak_memory, reset_peak_memory, resident_bytes, synchronise
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.sampled import SampledModule
-from rlt_lightning.modules.scoring import TokenScores
+from rlt_lightning.modules.scorer import Scorer, TokenScores
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
@@ -133,15 +133,23 @@ class Counted(SampledModule):
         return super().plan(extents, meeting)
 
 
+class TellingScorer(Scorer):
+    """Tells when students have read something."""
+
+    def score_students(self, *arguments: Any) -> list[tuple[TokenScores, ...]]:
+        found = super().score_students(*arguments)
+        Counting.scored.set()
+        return found
+
+
 class Counting(Counted, RLTModule):
     """RLT that tells when something was scored."""
 
     scored: ClassVar[Event] = Event()
 
-    def token_scores(self, *arguments: Any) -> list[TokenScores]:
-        found = super().token_scores(*arguments)
-        self.scored.set()
-        return found
+    @property
+    def scorer(self) -> Scorer:
+        return TellingScorer(**vars(super().scorer))
 
 
 class Distilling(Counted, OPDModule):

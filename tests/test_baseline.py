@@ -22,11 +22,9 @@ from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import scoring
-from rlt_lightning.modules.baseline import empty_rollout
+from rlt_lightning.modules import scorer
 from rlt_lightning.modules.reading import Reading
-from rlt_lightning.modules.scoring import TokenScores
-from rlt_lightning.modules.students import Students
+from rlt_lightning.modules.scorer import CompletionScores, Students, empty_rollout
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
@@ -126,7 +124,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
         read.append(problem.row)
         return empty_rollout(problem, chat_format)
 
-    monkeypatch.setattr(scoring, "empty_rollout", counted)
+    monkeypatch.setattr(scorer, "empty_rollout", counted)
     student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
     witness, rlt = Witness(), module("miniature", reward=EMPTY)
     rlt.students = Students.of(student, None)
@@ -149,7 +147,8 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     for places in ([6, 1], [0, 4, 5], [2, 3, 7]):
         reading.add({place: rows[place] for place in places})
     assert sorted(read) == [rows[0].problem.row, rows[4].problem.row]
-    waves = rlt.rewards(batch.rollouts, reading.in_order().scores).terms
+    found = [CompletionScores(one) for one in reading.in_order().scores]
+    waves = rlt.scorer.rewards(rows, found).terms
     torch.testing.assert_close(waves.baseline, terms.baseline, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
 
 
@@ -245,4 +244,4 @@ def test_rlt_explain_prints_the_gain_as_the_term() -> None:
 
 def test_what_travels_between_ranks_has_a_place_only_with_a_baseline() -> None:
     one: list[Tensor] = [torch.zeros(1)]
-    assert TokenScores(one, one).empty_log_probs == ()
+    assert CompletionScores(one, one).empty_log_probs == ()

@@ -46,7 +46,7 @@ from rlt_lightning.engines import (
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics import NonFiniteError
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.report.charts import spread_of
@@ -229,9 +229,9 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     assert completions["labels"]["repetition_reward"] == "Repetition term"
 
 
-def scorer(kind: str) -> StudentScorer:
+def scorer(kind: str) -> Scorer:
     nothing: Any = None
-    return StudentScorer(nothing, nothing, Terms(kind=kind), torch.device("cpu"), nothing)
+    return Scorer(Terms(kind=kind), Students((), ()), [], nothing, nothing, torch.device("cpu"))
 
 
 def rollouts(*numbers: int) -> list[Rollout]:

@@ -11,7 +11,7 @@ from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.judged import per_token, with_exchange
-from rlt_lightning.modules.students import Students
+from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.divergence import divergence, sampled_advantages
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.pretrained import load_tokenizer

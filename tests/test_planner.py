@@ -216,7 +216,7 @@ def test_the_slowest_rank_is_that_of_drawn_lengths() -> None:
 
 
 def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
-    from rlt_lightning.modules.meter import flops, forward_flops
+    from rlt_lightning.modules.phases import flops, forward_flops
     from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, row_of
 
     step = replace(STEP, prompts=2, layout="shared_prefix")

@@ -29,8 +29,8 @@ from rlt_lightning.models.lora import LoRA, add_adapter, merged_weights, without
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
 from rlt_lightning.models.weights import stored_once, trained, whole_tensors
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.modules.meter import flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import flops
 from rlt_lightning.plan import memory
 from rlt_lightning.plan.models import Models
 from rlt_lightning.plan.settings import Processes, read_model

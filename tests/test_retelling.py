@@ -28,14 +28,14 @@ from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scoring import StudentScorer, student_sequence
+from rlt_lightning.modules.scorer import Scorer, Students, student_sequence
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.scoring.scorer import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
-from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
+from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
 PIECES = [
@@ -149,12 +149,13 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
     return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)
 
 
-def scorer(teacher: Any, student: Any, **options: Any) -> StudentScorer:
+def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
     def plan(extents: Any) -> Any:
         return [(row, 1.0) for row in micro_batches(extents, max_tokens=3000, layout="packed")]
 
-    reward = RLTReward(**options)
-    return StudentScorer(Entry(teacher), Entry(student), reward, torch.device("cpu"), plan)
+    reward, students = RLTReward(**options), Students.of("student", None)
+    models = [ReadModel(Entry(student))]
+    return Scorer(reward, students, models, Entry(teacher), plan, torch.device("cpu"))
 
 
 # What the student reads
@@ -270,7 +271,7 @@ def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimato
         pytest.skip("exp(-d) of a long span under two random models is inf")
     teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
     rows = rollouts_of(retelling, number)
-    scored = scorer(teacher, student, kl_estimator=estimator)(Rollouts(rows, 1, 0, 0.7))
+    scored = scorer(teacher, student, kl_estimator=estimator)(rows, 0.7)
     largest = 0.0
     for i, rollout in enumerate(rows):
         assert rollout.retold is not None
@@ -428,7 +429,7 @@ def test_what_the_student_cannot_hold_names_the_row(retelling: RetellingFormat) 
     teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
     student.config.max_position_embeddings = 50
     with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
-        scorer(teacher, student)(Rollouts(rollouts_of(retelling, 1), 1, 0, 0.7))
+        scorer(teacher, student)(rollouts_of(retelling, 1), 0.7)
 
 
 def verb(name: str, tiny_model: str, *options: str) -> str:

@@ -19,8 +19,8 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence

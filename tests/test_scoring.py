@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlt_lightning.modules.scoring import StudentScorer
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
+from rlt_lightning.types import Completion, Problem, Rollout
 
 # Log-probs by token id: 5 and 6 are the separator that is given, 7 and 8 the explanation, 9 the solution.
 TEACHER = {5: -0.1, 6: -0.2, 7: -1.0, 8: -2.0}
@@ -31,14 +32,15 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
     problem = Problem(1, "q", "s", [1], [5, 6], [2], [3], [9])
     completion = Completion([7, 8, 4], [TEACHER[7], TEACHER[8], -0.3], "stop")
     rollout = Rollout(problem, completion, num_body=2, num_think=2, text="So.", closed=True)
-    scorer = StudentScorer(
-        teacher,
-        student,
+    scorer = Scorer(
         RLTReward(score_given=score_given),
-        torch.device("cpu"),
+        Students.of("fake", None),
+        [ReadModel(student)],
+        teacher,
         lambda extents: [(row, 1.0) for row in micro_batches(extents, max_tokens=100)],
+        torch.device("cpu"),
     )
-    return scorer(Rollouts([rollout], 1, 0, temperature=0.7))
+    return scorer([rollout], temperature=0.7)
 
 
 def test_given_tokens_are_not_in_the_kl() -> None:

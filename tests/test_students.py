@@ -30,7 +30,7 @@ from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules import rlt as rlt_module
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.students import Students
+from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combined_terms
 from rlt_lightning.pretrained import load_model

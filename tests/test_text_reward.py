@@ -20,7 +20,7 @@ from torch import Tensor
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.modules import CorrectnessReward, RLTModule, TextReward
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.text_reward import CorrectnessTerms, judged
+from rlt_lightning.modules.text_reward import CorrectnessTerms, judge_texts
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, RewardTerms, Rollout
@@ -278,7 +278,7 @@ class SeededReward(TextReward):
 
 def test_a_term_may_have_no_name_of_a_column() -> None:
     with pytest.raises(InputError, match=r"of SeededReward must have names .*, but have seed\. Choose"):
-        judged(SeededReward(), [], R1)
+        judge_texts(SeededReward(), [], R1)
 
 
 @pytest.mark.full

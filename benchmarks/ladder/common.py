@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.meter import synchronise
+from rlt_lightning.modules.phases import synchronise
 
 OUT = Path(os.environ.get("OUT", "runs/gpu_ladder"))
 TINY = bool(os.environ.get("REHEARSE")) and not torch.cuda.is_available()

@@ -33,8 +33,8 @@ from rlt_lightning.models.kernels import (
     checked_liger,
 )
 from rlt_lightning.models.packed import HeadOptions, scored_hidden_states
-from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics import Head, linear_log_probs
 from rlt_lightning.numerics.attention import (
     KERNELS,

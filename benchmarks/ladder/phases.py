@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 
 from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.packed import HeadOptions
-from rlt_lightning.modules.meter import forward_flops, matmul_rate, synchronise
+from rlt_lightning.modules.phases import forward_flops, matmul_rate, synchronise
 
 KINDS = {  # the first that fits
     "attention": r"flash|fmha|attn",

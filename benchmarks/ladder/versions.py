@@ -12,7 +12,7 @@ from side_by_side import provenance
 
 import rlt_lightning.cli
 import rlt_lightning.strategies  # noqa: F401
-from rlt_lightning.modules.meter import matmul_rate
+from rlt_lightning.modules.phases import matmul_rate
 
 # What `rlt` does first, in a process that has not imported torch, and what PyTorch makes of it.
 ALLOCATOR = """

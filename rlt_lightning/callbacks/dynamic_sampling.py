@@ -198,8 +198,8 @@ def scores_of(
             reading.add(dict(enumerate(rows)))
         reading = reading.in_order()
         with module.phase("score"):
-            found = reading.share.scores_of_own(reading.scores, module.device)
-            return module.rewards(rollouts, found) if rows else None
+            found = reading.share.scores_of_own(reading.scores)
+            return module.scorer.rewards(rollouts.rollouts, found) if rows else None
 
 
 def with_new(num_groups: int, places: Sequence[int], size: int = 1) -> list[int]:

@@ -48,7 +48,7 @@ from rlt_lightning.callbacks.waves import read_in_waves
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.modules.meter import PhaseCost
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.seeds import mix_seed
@@ -246,7 +246,7 @@ class RolloutCallback(Callback):
             refill(dynamic, self.link, trainer, pl_module, batch, order_of)
         following = None
         # Every step logs the same metrics, also the last of an asynchronous run, which pushes nothing.
-        pl_module.phase.phases.setdefault("push", PhaseCost())
+        pl_module.phase.phases.setdefault("push", PhaseStats())
         if self.asynchronous and pl_module.global_step + 1 < pl_module.total_steps():
             upcoming = trainer.train_dataloader.peek()  # type: ignore[union-attr]
             following = self._order(trainer, pl_module, upcoming.problems, pl_module.global_step + 1)

@@ -21,8 +21,8 @@ from rlt_lightning.models.quantised import require_same_states, require_settings
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.checked import check_model, fused_adamw
 from rlt_lightning.modules.logged import speed_metrics
-from rlt_lightning.modules.meter import StepMeter, matmul_rate
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
 from rlt_lightning.modules.validated import Validation
 from rlt_lightning.numerics.packing import (
     Extent,
@@ -93,7 +93,7 @@ class PolicyModule(LightningModule):
         self.seed = seed
         self.lora = lora
         self.kernels = kernels
-        self.phase = StepMeter()
+        self.phase = PhaseTimer()
         # FLOP/s of the device, measured at the start of the fit.
         self.peak_flops = 0.0
         # The metrics of the last step.

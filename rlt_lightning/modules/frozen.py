@@ -1,4 +1,4 @@
-"""A model that is only read: the student, or the reference."""
+"""Models that are only read: the student, the reference, or the policy without its adapter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,24 @@ from torch import Tensor
 
 from rlt_lightning.strategies.sharding import Entry, Whole
 
+# run(function, *arguments) is function(model, *arguments).
+Run = Callable[..., Any]
 
-class FrozenModel:
-    """A model that is only read. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
+
+class ReadModel:
+    """A model that is only read, through `run`; its weights are on the device."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[Run]:
+        """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
+        yield self.run
+
+
+class FrozenModel(ReadModel):
+    """A model that is only read, with weights of its own. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
 
     Args:
         entry: The entry of the model.
@@ -21,9 +36,8 @@ class FrozenModel:
     """
 
     def __init__(self, entry: Entry, offload: bool = False) -> None:
+        super().__init__(entry)
         self.model: Any = entry.model.eval().requires_grad_(False)
-        # run(function, *arguments) returns function(model, *arguments).
-        self.run: Callable[..., Any] = entry
         self.offload = offload
 
     def place(self, device: torch.device, sharding: Whole) -> None:
@@ -38,8 +52,8 @@ class FrozenModel:
                 tensor.data = tensor.data.pin_memory()
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[Callable[..., Any]]:
-        """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
+    def on(self, device: torch.device) -> Iterator[Run]:
+        """See `ReadModel`."""
         if not self.offload:
             yield self.run
             return

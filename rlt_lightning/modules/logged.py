@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from rlt_lightning.modules.meter import GIB, PhaseCost
+from rlt_lightning.modules.phases import GIB, PhaseStats
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.rewards import RLTRewardTerms
@@ -92,7 +92,7 @@ def mismatch_metrics(mismatch: Mismatch, alarm: float | None, step: int) -> dict
     }
 
 
-def speed_metrics(phases: dict[str, PhaseCost], num_tokens: int, peak_flops: float) -> dict[str, float]:
+def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: float) -> dict[str, float]:
     """Return what the step cost, by phase.
 
     Args:

@@ -7,7 +7,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
                              with dynamic sampling batch.scores too, and other problems where they are equal
     Reading*                 in waves while others are sampled, or all at once in training_step (`reading.py`)
       ├ Share*               divide all ranks' rollouts by their tokens (`shares.py`)
-      └ token_scores         StudentScorer: student and teacher read this rank's share; the reference too
+      └ Scorer               student and teacher read this rank's share; the reference too (`scorer.py`)
     training_step
       ├ require_rollouts     refuse missing or stale rollouts
       ├ rewards*             what the student said, of whole groups, becomes batch.scores
@@ -20,13 +20,12 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
 
 With sharded weights, each forward and backward waits for the other ranks too. To follow a batch, open
-`datamodules/stratos.py`, `callbacks/rollout.py`, this file, `scoring.py` (reward) and `base.py` (optimizer
+`datamodules/stratos.py`, `callbacks/rollout.py`, this file, `scorer.py` (reward) and `base.py` (optimizer
 step). `models/packed.py` runs a micro-batch through a model; `numerics/` computes, `logged.py` counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -37,25 +36,24 @@ from torch import Tensor
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels
-from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
-from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.logged import held_out_metrics, reward_metrics, rollout_metrics
-from rlt_lightning.modules.meter import PhaseCost
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.reading import read_all
-from rlt_lightning.modules.retold import require_scorable
 from rlt_lightning.modules.sampled import SampledModule
-from rlt_lightning.modules.scoring import (
-    StudentScorer,
-    TokenScores,
-    engine_mismatch,
+from rlt_lightning.modules.scorer import (
+    Named,
+    Scorer,
+    Students,
+    require_scorable,
     sampled_extents,
     sampled_sequence,
 )
 from rlt_lightning.modules.shares import StepTotals, require_group
-from rlt_lightning.modules.students import Named, Students, ask_students
-from rlt_lightning.modules.text_reward import TextReward, judged
+from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.balance import imbalance
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -226,7 +224,8 @@ class RLTModule(SampledModule):
         share = reading.share
         if batch.scores is None:
             with self.phase("score"):
-                batch.scores = self.rewards(rollouts, share.scores_of_own(reading.scores, self.device))
+                own = share.scores_of_own(reading.scores)
+                batch.scores = self.scorer.rewards(rollouts.rollouts, own)
         rewards = batch.scores.terms.reward  # (N,)
         with self.phase("train") as cost:
             advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
@@ -239,7 +238,7 @@ class RLTModule(SampledModule):
         self.log_step(metrics | batch.counts, len(rollouts.rollouts))
 
     def update_policy(
-        self, rollouts: Rollouts, advantages: Tensor, references: list[Tensor], cost: PhaseCost
+        self, rollouts: Rollouts, advantages: Tensor, references: list[Tensor], cost: PhaseStats
     ) -> dict[str, Any]:
         """Take one optimizer step on the policy loss.
 
@@ -293,38 +292,27 @@ class RLTModule(SampledModule):
         entropy_share = entropy.detach().sum() / totals.num_tokens
         return loss, metrics | {"policy/loss": loss.detach(), "policy/entropy": entropy_share}, mismatch
 
+    @property
+    def scorer(self) -> Scorer:
+        """Return what scores completions with this module's models."""
+        # The policy without its adapter is the initial teacher.
+        reference = self.reference or ReadModel(partial(self.run, without_adapter))
+        return Scorer(
+            self.reward,
+            self.students,
+            self.student_models,
+            self.run,
+            self.plan_forward,
+            self.device,
+            self.head,
+            stratos_of(self.trainer).readers,
+            self.recomputes,
+            reference if self.policy_loss.kl_coef else None,
+        )
+
     def score(self, rollouts: Rollouts) -> Scores:
         """Compute the reward of every rollout, the RLT reward with the student."""
-        return self.rewards(rollouts, self.token_scores(rollouts))
-
-    def token_scores(
-        self,
-        rollouts: Rollouts,
-        cost: PhaseCost | None = None,
-        known: list[dict[int, Tensor]] | None = None,
-    ) -> list[TokenScores]:
-        """Let each student read rollouts, of any problems; nothing if the reward asks no model.
-
-        `known` has what each student has said of empty explanations already, (S,), by the problem's row.
-        """
-        scorer_of = partial(self.scorer, cost=cost)
-        return ask_students(self.student_models, scorer_of, rollouts, self.device, known)
-
-    def rewards(self, rollouts: Rollouts, scores: list[TokenScores]) -> Scores:
-        """Return the reward of every rollout from what the students said."""
-        if isinstance(self.reward, TextReward):
-            terms = judged(self.reward, rollouts.rollouts, stratos_of(self.trainer).format.tags)
-            return Scores(terms.to(self.device), [], [], [])
-        return self.students.rewards(self.scorer(self.student_models[0].run), rollouts.rollouts, scores)
-
-    def scorer(
-        self, student: Callable[..., Any], number: int = 0, cost: PhaseCost | None = None
-    ) -> StudentScorer:
-        """Return what computes the RLT reward with a student, which `number` names."""
-        assert isinstance(self.reward, RLTReward)
-        own = stratos_of(self.trainer).readers.formats[number]
-        options = self.plan_forward, self.head, self.recomputes, cost, own
-        return StudentScorer(self.run, student, self.reward, self.device, *options)
+        return self.scorer(rollouts.rollouts, rollouts.temperature)
 
     def recomputes(self, unknown: bool) -> bool:
         """Return whether to recompute the teacher's log-probs, of which this rank's may be unknown."""
@@ -341,7 +329,7 @@ class RLTModule(SampledModule):
         rollouts = self.require_rollouts(batch)
         with self.phase("score"):
             scores = self.score(rollouts)
-            mismatch = engine_mismatch(self, rollouts)
+            mismatch = self.scorer.engine_mismatch(rollouts.rollouts, rollouts.temperature)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 

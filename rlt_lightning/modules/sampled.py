@@ -13,9 +13,9 @@ from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.checked import get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.logged import mismatch_metrics
-from rlt_lightning.modules.meter import PhaseCost, forward_flops
+from rlt_lightning.modules.phases import PhaseStats, forward_flops
 from rlt_lightning.modules.reading import Reading
-from rlt_lightning.modules.scoring import sampled_log_probs
+from rlt_lightning.modules.scorer import sampled_log_probs
 from rlt_lightning.modules.shares import StepTotals
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
@@ -118,7 +118,7 @@ class SampledModule(PolicyModule):
         sequences: list[ScoredSequence],
         extents: list[Extent],
         loss_of: MicroBatchLoss,
-        cost: PhaseCost,
+        cost: PhaseStats,
     ) -> dict[str, Any]:
         """Accumulate a loss over packed micro-batches and take one optimizer step.
 

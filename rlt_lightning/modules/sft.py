@@ -11,8 +11,8 @@ from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.meter import forward_flops
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics.packing import Extent, Layout, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import Dtype, context_length

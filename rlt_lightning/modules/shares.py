@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from rlt_lightning.modules.scoring import TokenScores
+from rlt_lightning.modules.scorer import CompletionScores, TokenScores
 from rlt_lightning.numerics.balance import divide
 from rlt_lightning.types import InputError, Rollout
 
@@ -106,34 +106,20 @@ class Share:
         own = -(-prompt // self.group_size) if self.shares_prefix else prompt
         return own + len(rollout.completion.token_ids)
 
-    def scores_of_own(self, found: list[TokenScores], device: torch.device) -> list[TokenScores]:
+    def scores_of_own(self, found: list[tuple[TokenScores, ...]]) -> list[CompletionScores]:
         """Turn the numbers of this rank's share into those of its own problems, by asking all ranks.
 
         Args:
-            found: Of each student, in the order of `numbers`, which is ascending; empty if none was asked.
-            device: The device of the result.
+            found: Of each completion what each student computed, in the order of `numbers`, ascending.
         """
+        scores = [CompletionScores(one) for one in found]
         if self.world_size == 1:
-            return found
-        # Of each student the columns of its numbers, of each completion the numbers of all students.
-        tables = [list(zip(*(column for column in one if column), strict=True)) for one in found]
-        arrays = {
-            number: [[values.cpu().numpy() for values in table[i]] for table in tables]
-            for i, number in enumerate(self.numbers if tables else [])
+            return scores
+        on_cpu = {
+            n: one.to(torch.device("cpu"), copy=True) for n, one in zip(self.numbers, scores, strict=False)
         }
-        by_number = {number: row for part in gather(arrays, self.world_size) for number, row in part.items()}
-        if not by_number or not self.num_own:
-            return []
-        own = [by_number[self.first + place] for place in range(self.num_own)]
-        return [
-            TokenScores(
-                *(
-                    [torch.tensor(values, device=device) for values in column]
-                    for column in zip(*rows, strict=True)
-                )
-            )
-            for rows in zip(*own, strict=True)
-        ]
+        by_number = {number: row for part in gather(on_cpu, self.world_size) for number, row in part.items()}
+        return [by_number[self.first + place] for place in range(self.num_own)] if by_number else []
 
     def of_own(self, values: Tensor) -> Tensor:
         """Turn a number for each completion of this share into those of its own problems, (num_own,)."""

@@ -99,7 +99,7 @@ class CorrectnessReward(TextReward):
             self.judge.close()
 
 
-def judged(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+def judge_texts(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
     """Return the reward's terms for N rollouts.
 
     Raises:

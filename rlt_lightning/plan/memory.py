@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rlt_lightning.models.cpu_linear import packing_pays
 from rlt_lightning.models.weights import FILE_BYTES
-from rlt_lightning.modules.meter import GIB
+from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup
 
 Sizes = dict[str, float]  # part -> bytes on one device

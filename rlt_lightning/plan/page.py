@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-from rlt_lightning.modules.meter import GIB
+from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import Setup
 from rlt_lightning.plan.time import kv_capacity, rows_at_once
 from rlt_lightning.plan.verdict import Plan

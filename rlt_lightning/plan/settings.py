@@ -28,8 +28,8 @@ from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
-from rlt_lightning.modules.meter import GIB, flops, matmul_rate, resident_bytes
 from rlt_lightning.modules.optimizer import states_8bit_bytes
+from rlt_lightning.modules.phases import GIB, flops, matmul_rate, resident_bytes
 from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.rewards import RLTReward
@@ -539,7 +539,7 @@ def count_logits_bytes(module: PolicyModule, on_cpu: bool) -> int:
 
 
 def count_teacher_passes(module: RLTModule, rollouts: RolloutCallback) -> int:
-    """Return how often the teacher runs once more for the reward; see `StudentScorer`."""
+    """Return how often the teacher runs once more for the reward; see `Scorer`."""
     reward = module.reward
     if not isinstance(reward, RLTReward):
         return 0

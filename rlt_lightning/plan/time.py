@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlt_lightning.modules.meter import GIB
+from rlt_lightning.modules.phases import GIB
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup, Step
 from rlt_lightning.plan.memory import pushed_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlt_lightning.modules.meter import GIB
+from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import Setup
 from rlt_lightning.plan.memory import Phase, list_phases
 from rlt_lightning.plan.time import StepTime, estimate_step, rows_at_once

@@ -25,7 +25,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.students import Named, one_or_several
+from rlt_lightning.modules.scorer import Named, one_or_several
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype

@@ -12,7 +12,6 @@ from typing_extensions import override
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import read_rows, sources_of
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.modules.baseline import scores_of_nothing
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.heat import (
@@ -215,7 +214,7 @@ class Explainer(Callback):
         terminal, module = this_terminal(), cast(RLTModule, pl_module)
         # In the precision in which RLTModule scored the explanation.
         with trainer.precision_plugin.forward_context():
-            nothing = scores_of_nothing(module, batch.rollouts, readers)
+            nothing = module.scorer.score_empty(rollout.problem, batch.rollouts.temperature)
         empty = score_rows(nothing)[0] | token_columns(rollout, nothing, 0, readers.formats)
         reward = module.reward
         assert isinstance(reward, RLTReward)

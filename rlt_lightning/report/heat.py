@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 
 from rlt_lightning.chat.screen import has_styles
-from rlt_lightning.modules.students import Students
+from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import find_metric

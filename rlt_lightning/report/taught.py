@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.modules.baseline import scores_of_nothing
-from rlt_lightning.modules.students import Students
+from rlt_lightning.modules.scorer import Students
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.report.heat import (
@@ -75,7 +74,7 @@ class Taught:
         rows, empty = list(rollout_rows(batch)), None
         parts_of = {label: parts_in(one) for label, one in scores.by_student.items()}
         if isinstance(module.reward, RLTReward):
-            before = scores_of_nothing(module, batch.rollouts, data.readers)
+            before = module.scorer.score_empty(rollouts[0].problem, batch.rollouts.temperature)
             empty = score_rows(before)[0] | token_columns(rollouts[0], before, 0, data.readers.formats)
             for i, rollout in enumerate(rollouts):
                 rows[i] |= token_columns(rollout, scores, i, data.readers.formats)

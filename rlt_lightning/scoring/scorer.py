@@ -1,14 +1,14 @@
 """The RLT reward of explanations that another program has sampled, computed as `rlt predict` does.
 
 row ────────▶ Problem ┐
-completion ───────────┴▶ Rollout ─▶ StudentScorer (modules/scoring.py) ─▶ reward and its terms
+completion ───────────┴▶ Rollout ─▶ Scorer (modules/scorer.py) ─▶ reward and its terms
                                         ├ students: loaded here, frozen
                                         └ teacher: a model of the caller, by which it has sampled
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,15 @@ from rlt_lightning.datamodules.tokenise import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.packed import HeadOptions
-from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.retold import require_scorable
-from rlt_lightning.modules.scoring import StudentScorer
-from rlt_lightning.modules.students import Named, Students, ask_students, one_or_several
+from rlt_lightning.modules.frozen import FrozenModel, Run
+from rlt_lightning.modules.scorer import Named, Scorer, Students, one_or_several, require_scorable
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import TagStyle, decode
-from rlt_lightning.types import BadRowError, Completion, InputError, Problem, RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import BadRowError, Completion, InputError, Problem, RewardTerms, Rollout
 
 
 class ExplanationScorer:
@@ -131,9 +129,7 @@ class ExplanationScorer:
         """Attach a completion to its problem, as every student reads it."""
         return self.readers.with_views(self.format.rollout(problem, completion))
 
-    def terms(
-        self, rollouts: Sequence[Rollout], teacher: Callable[..., Any], device: torch.device
-    ) -> RewardTerms:
+    def terms(self, rollouts: Sequence[Rollout], teacher: Run, device: torch.device) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
 
         Args:
@@ -144,21 +140,15 @@ class ExplanationScorer:
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite.
         """
-        students = self._ready_students(teacher, device)
-
-        def scorer_of(student: Callable[..., Any], number: int) -> StudentScorer:
-            options = self._plan, self.head, bool, None, self.readers.formats[number]
-            return StudentScorer(teacher, student, self.reward, device, *options)
-
-        rows = list(rollouts)
-        asked = Rollouts(rows, 1, 0, self.reward.teacher_temperature)
-        found = ask_students(students, scorer_of, asked, device)
-        return self.students.rewards(scorer_of(students[0].run, 0), rows, found).terms
+        models = self._ready_students(teacher, device)
+        options = teacher, self._plan, device, self.head, self.readers
+        scorer = Scorer(self.reward, self.students, models, *options)
+        return scorer(list(rollouts), self.reward.teacher_temperature).terms
 
     def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(extents, self.micro_batch_tokens, self.layout)]
 
-    def _ready_students(self, teacher: Callable[..., Any], device: torch.device) -> list[FrozenModel]:
+    def _ready_students(self, teacher: Run, device: torch.device) -> list[FrozenModel]:
         """Return the students on a device; the first time, load them, and check all models."""
         if not self.student_models:
             options = None, self.trust_remote_code, "the frozen student"

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 @dataclass
-class PhaseCost:
+class PhaseStats:
     """What one phase of a step has cost so far.
 
     Attributes:
@@ -61,17 +61,17 @@ def unwatched(phase: str) -> AbstractContextManager[None]:
 
 
 @dataclass
-class StepMeter:
+class PhaseTimer:
     """Measures the phases of a step. Each runs inside `watch(phase)`, which the progress bar sets."""
 
-    phases: dict[str, PhaseCost] = field(default_factory=dict)
+    phases: dict[str, PhaseStats] = field(default_factory=dict)
     watch: Callable[[str], AbstractContextManager[None]] = unwatched
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[PhaseCost]:
+    def __call__(self, phase: str) -> Iterator[PhaseStats]:
         """Add what the block costs to `phase`."""
-        cost = self.phases.setdefault(phase, PhaseCost())
+        cost = self.phases.setdefault(phase, PhaseStats())
         # Otherwise the work of the phase before would count here.
         synchronise(self.device)
         reset_peak_memory(self.device)
@@ -84,7 +84,7 @@ class StepMeter:
                 cost.seconds += time.perf_counter() - start
                 cost.peak_bytes = max(cost.peak_bytes, peak_memory(self.device))
 
-    def lap(self) -> dict[str, PhaseCost]:
+    def lap(self) -> dict[str, PhaseStats]:
         """Return the costs since the last call, and start from zero."""
         phases, self.phases = self.phases, {}
         return phases

@@ -1,0 +1,846 @@
+"""What models compute of a list of completions: the RLT reward's tokens, and the reference's log-probs.
+
+    rows ─┬▶ as student 1 reads them ─▶ student 1 ─┐              ┐
+          ├▶ as student 2 reads them ─▶ student 2 ─┼▶ TokenScores ├▶ CompletionScores, one per row
+          ├▶ teacher, once for all students ───────┘              │
+          └▶ reference ─▶ log-probs of the sampled tokens ────────┘
+
+    CompletionScores of whole groups ─▶ rewards ─▶ Scores of each student ─▶ one reward (numerics/students.py)
+
+`score` may be called for a step's completions in chunks, in any order, on any rank: what it returns is of one
+completion each. `rewards` runs no model. A solution without an explanation is read with the explanations of
+its problem, whose prompt it shares (`reward.baseline: empty`), and once a step, since students are frozen.
+
+Ranks with sharded weights wait for each other in every forward, so they call the Scorer equally often, and
+`plan` gives them equally many micro-batches. A rank without completions scores another's, a dummy.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
+from math import isfinite
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.readers import Readers
+from rlt_lightning.datamodules.retelling import RetellingFormat
+from rlt_lightning.models.announce import announce
+from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.packed import (
+    HeadOptions,
+    ModelHead,
+    ask,
+    head_exact_kl,
+    log_probs_of,
+    scored_hidden_states,
+    states_and_log_probs,
+)
+from rlt_lightning.modules.frozen import ReadModel, Run
+from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
+from rlt_lightning.numerics.importance import Mismatch
+from rlt_lightning.numerics.packing import (
+    Extent,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    to_padded,
+)
+from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms, require_finite
+from rlt_lightning.numerics.spans import span_kl
+from rlt_lightning.numerics.students import Reduction, combined_terms
+from rlt_lightning.run.metrics import build_student_metrics, register
+from rlt_lightning.types import InputError, Problem, Retold, Rollout, Scores
+
+# Divides sequences into micro-batches, with their weights. Ranks that wait for each other in a forward get
+# equally many: a rank with fewer repeats one with weight 0, which does not count.
+Plan = Callable[[list[Extent]], list[tuple[MicroBatch, float]]]
+# Names of students, with their weights or without.
+Named = list[str] | dict[str, float]
+
+announce_once = cache(announce)
+
+
+class TokenScores(NamedTuple):
+    """What one student and the teacher compute of the tokens of one completion.
+
+    Attributes:
+        solution_log_probs: The student's log-probs of the solution, (S,), nats.
+        kl: The KL of the explanation's tokens, (K,), nats.
+        empty_log_probs: The student's log-probs of the solution after an empty explanation, (S,), nats; None
+            without a baseline.
+    """
+
+    solution_log_probs: Tensor
+    kl: Tensor
+    empty_log_probs: Tensor | None = None
+
+
+class CompletionScores(NamedTuple):
+    """What models compute of one completion.
+
+    Attributes:
+        students: By each student; none if the reward asks no model.
+        reference: The reference's log-probs of the sampled tokens, (T,), nats; None without a KL penalty.
+    """
+
+    students: tuple[TokenScores, ...]
+    reference: Tensor | None = None
+
+    def to(self, device: torch.device, copy: bool = False) -> CompletionScores:
+        """Return the same on a device; another process can be sent only copies.
+
+        A tensor here may be a part of a larger one, all of which would be sent.
+        """
+
+        def moved(values: Any) -> Any:
+            return None if values is None else values.to(device, copy=copy)
+
+        students = (TokenScores(*map(moved, one)) for one in self.students)
+        return CompletionScores(tuple(students), moved(self.reference))
+
+
+@dataclass(frozen=True)
+class Students:
+    """Which students score, and how their rewards become one.
+
+    Example:
+        `Students.of("miniature", {"a": 1.0, "b": 0.5}, "mean")` has names ("a", "b"), weights (1.0, 0.5).
+
+    Attributes:
+        names: Their models; none if the reward asks no model.
+        weights: One for each, above 0.
+        reduction: The weighted mean of their rewards, or the smallest.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    reduction: Reduction = "mean"
+
+    @classmethod
+    def of(cls, student: str | None, students: Named | None, reduction: Reduction = "mean") -> Students:
+        """Return the students that settings name.
+
+        Args:
+            student: The only one; None if no model scores. Not read where `students` are named.
+            students: Several, with weights or without.
+            reduction: See `Students`.
+
+        Raises:
+            InputError: If the settings contradict each other, or a weight cannot be one.
+        """
+        if reduction not in ("mean", "min"):
+            raise InputError(f"model.student_reduction must be mean or min, but is {reduction!r}. Set it.")
+        if students is None:
+            return cls((student,), (1.0,), reduction) if student is not None else cls((), (), reduction)
+        if student not in (None, DEFAULT_MODEL):
+            raise InputError(
+                f"Either model.student or model.students names who scores, but the first is {student} and "
+                f"the second {', '.join(students)}. Set one of them to null."
+            )
+        if not students:
+            raise InputError(
+                "model.students must name at least one student, but is empty. Name them, or set it to null."
+            )
+        weights = dict(students) if isinstance(students, dict) else dict.fromkeys(students, 1.0)
+        for name, weight in weights.items():
+            if not (isinstance(weight, (int, float)) and isfinite(weight) and weight > 0):
+                raise InputError(
+                    f"A weight of model.students must be a number above 0, but that of {name} is {weight}. "
+                    "Correct it, or leave the student out."
+                )
+        if reduction == "min" and len(set(weights.values())) > 1:
+            raise InputError(
+                "model.student_reduction min takes the smallest reward of any student, so weights would mean "
+                f"nothing, but model.students gives {weights}. List the names without weights, or set mean."
+            )
+        return cls(tuple(students), tuple(float(weights[name]) for name in students), reduction)
+
+    def ready_for(self, reward: Reward) -> Students:
+        """Return the students, and add the metrics of several to the catalogue.
+
+        Raises:
+            InputError: If a reward that asks models has none, or one that asks none has some.
+        """
+        require_student(reward, self.first)
+        if len(self.names) > 1:
+            register(*(metric for label in self.labels for metric in build_student_metrics(label)))
+        return self
+
+    @property
+    def first(self) -> str | None:
+        """Return the first student, for whom problems and rollouts are made; None if there is none."""
+        return self.names[0] if self.names else None
+
+    @property
+    def labels(self) -> list[str]:
+        """Return a short name of each for metrics and columns, in letters, digits and underscores.
+
+        It is the last part of the model's name, or as many parts as tell students apart; a student that is
+        named twice gets a number.
+        """
+        parts = [PurePath(name).parts for name in self.names]
+        longest = max(map(len, parts), default=0)
+        found: list[str] = []
+        for length in range(1, longest + 1):
+            found = [re.sub(r"\W", "_", "_".join(part[-length:]), flags=re.ASCII) for part in parts]
+            if len(set(found)) == len(set(self.names)):
+                break
+        labels: list[str] = []
+        for label in found:
+            numbered = (f"{label}_{number}" for number in count(2))
+            labels.append(label if label not in labels else next(n for n in numbered if n not in labels))
+        return labels
+
+    def in_words(self) -> str:
+        """Return names and weights, for people."""
+        if len(self.names) < 2:
+            return ", ".join(self.names)
+        if self.reduction == "min":
+            return f"the smallest reward of {', '.join(self.names)}"
+        weighed = (f"{name} ({weight:g})" for name, weight in zip(self.names, self.weights, strict=True))
+        return f"the mean of {', '.join(weighed)}"
+
+
+def one_or_several(student: str | Named | None) -> tuple[str | None, Named | None]:
+    """Return `model.student` and `model.students` of an argument that may be either."""
+    return (student, None) if student is None or isinstance(student, str) else (None, student)
+
+
+@dataclass
+class Scorer:
+    """Scores completions: one student forward for both terms of the RLT reward, at most one teacher forward.
+
+    The sampled estimators of r_KL take the teacher's log-probs from the completions, if they have them at the
+    reward's temperature.
+
+    Args:
+        reward: The reward and its options.
+        students: Which students score; none if the reward asks no model.
+        models: Their models.
+        teacher: Calls the teacher: teacher(function, *arguments) is function(model, *arguments).
+        plan: Divides sequences into micro-batches.
+        device: The device on which models compute.
+        head: How log-probs are computed from hidden states.
+        readers: How each student reads; None: no baseline and no text is asked for.
+        recompute: recompute(missing) returns whether to run the teacher again. `missing` is true if some of
+            this rank's completions came without the teacher's log-probs. Ranks that wait for each other in a
+            forward must get the same answer.
+        reference: The reference; None without a KL penalty.
+    """
+
+    reward: Reward
+    students: Students
+    models: Sequence[ReadModel]
+    teacher: Run
+    plan: Plan
+    device: torch.device
+    head: HeadOptions = HeadOptions()
+    readers: Readers | None = None
+    recompute: Callable[[bool], bool] = bool
+    reference: ReadModel | None = None
+
+    def __call__(self, rows: list[Rollout], temperature: float) -> Scores:
+        """Return the rewards of whole groups of completions; see `score_students` and `rewards`."""
+        return self.rewards(rows, [CompletionScores(one) for one in self.score_students(rows, temperature)])
+
+    def score(
+        self,
+        rows: list[Rollout],
+        temperature: float,
+        known: Mapping[int, Sequence[Tensor]] | None = None,
+        stats: PhaseStats | None = None,
+    ) -> list[CompletionScores]:
+        """Let students, teacher and reference read N completions, of any problems.
+
+        Args:
+            rows: The completions.
+            temperature: The temperature at which they were sampled.
+            known: What each student has computed of empty explanations already, by the problem's row; see
+                `known_empty`.
+            stats: Counts the tokens that models compute.
+
+        Raises:
+            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
+        """
+        students = self.score_students(rows, temperature, known, stats)
+        references = self.reference_log_probs(rows, temperature, stats)
+        if not references:
+            return [CompletionScores(one) for one in students]
+        return [CompletionScores(*both) for both in zip(students, references, strict=True)]
+
+    @torch.no_grad()
+    def score_students(
+        self,
+        rows: list[Rollout],
+        temperature: float,
+        known: Mapping[int, Sequence[Tensor]] | None = None,
+        stats: PhaseStats | None = None,
+    ) -> list[tuple[TokenScores, ...]]:
+        """Let each student read N completions, one student after the other; the teacher is asked once.
+
+        Returns:
+            For each completion what each student computed; nothing if the reward asks no model.
+        """
+        if not self.models:
+            return [()] * len(rows)
+        views = [[row.read_by(number) for row in rows] for number in range(len(self.models))]
+        several = len(views) > 1
+        teacher_log_probs = self._score_longest_views(views, temperature, stats) if several else [None]
+        by_student = []
+        for number, model in enumerate(self.models):
+            empty = {row: values[number] for row, values in (known or {}).items()}
+            with model.on(self.device) as student:
+                one = student, number, views[number], temperature, empty, teacher_log_probs[number], stats
+                by_student.append(self._score_with_baseline(*one))
+        return list(zip(*by_student, strict=True))
+
+    @torch.no_grad()
+    def reference_log_probs(
+        self, rows: list[Rollout], temperature: float, stats: PhaseStats | None = None
+    ) -> list[Tensor]:
+        """Return the reference's log-probs of sampled tokens, N of (T,); [] without a KL penalty."""
+        if self.reference is None:
+            return []
+        sequences = [sampled_sequence(row) for row in rows]
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        with self.reference.on(self.device) as reference:
+            for micro_batch, weight in self.plan(sampled_extents(rows)):
+                packed = self._pack(sequences, micro_batch, weight, stats)
+                flat, _ = reference(log_probs_of, packed, temperature, self.head)
+                lengths = [len(rows[i].completion.token_ids) for i in micro_batch.indices]
+                for i, values in zip(micro_batch.indices, flat.split(lengths), strict=True):
+                    found[i] = values
+        return found
+
+    @torch.no_grad()
+    def rewards(self, rows: list[Rollout], found: Sequence[CompletionScores]) -> Scores:
+        """Return the rewards of N completions, whole groups, from what models computed of each.
+
+        Args:
+            rows: The completions.
+            found: What models computed of them, on any device. No model is run.
+
+        Raises:
+            NonFiniteError: If a reward is NaN or infinite, naming the rows.
+            InputError: If the reward's extra terms have wrong names or shapes.
+        """
+        if isinstance(self.reward, TextReward):
+            assert self.readers is not None, "a reward of texts needs their tags"
+            terms = judge_texts(self.reward, rows, self.readers.formats[0].tags)
+            return Scores(terms.to(self.device), [], [], [])
+        extra = self.extra_terms(rows)
+        found = [one.to(self.device) for one in found]
+        by_student = [
+            self._student_rewards(
+                [row.read_by(number) for row in rows], [one.students[number] for one in found], extra
+            )
+            for number in range(len(self.students.names))
+        ]
+        if len(by_student) == 1:
+            return by_student[0]
+        each = [scores.terms for scores in by_student if isinstance(scores.terms, RLTRewardTerms)]
+        combined = combined_terms(each, self.students.weights, self.students.reduction)
+        labels = self.students.labels
+        return replace(by_student[0], terms=combined, by_student=dict(zip(labels, by_student, strict=True)))
+
+    def score_empty(self, problem: Problem, temperature: float) -> Scores:
+        """Return the scores, N = 1, of an empty explanation, with which others are compared."""
+        assert self.readers is not None, "an empty explanation needs a format"
+        empty = self.readers.with_views(empty_rollout(problem, self.readers.formats[0]))
+        return self([empty], temperature)
+
+    @torch.no_grad()
+    def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
+        """Compare the engine's log-probs of completions with those of the teacher's current weights."""
+        mismatch = Mismatch()
+        sequences = [sampled_sequence(row) for row in rows]
+        for micro_batch, weight in self.plan(sampled_extents(rows)):
+            packed = self._pack(sequences, micro_batch, weight)
+            chosen = [rows[i] for i in micro_batch.indices]
+            # The engine's log-probs of greedy completions are at temperature 1.
+            flat, _ = self.teacher(log_probs_of, packed, temperature or 1.0, self.head)
+            log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
+            engine_log_probs = sampled_log_probs(chosen, log_probs, needed=False)
+            if engine_log_probs is not None and weight:
+                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
+        return mismatch
+
+    def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
+        """Return the terms that the reward adds to RLT's, each (N,), in the order of their names."""
+        reward = self.rlt_reward
+        name, names = type(reward).__name__, reward.extra_names
+        terms = reward.extra_terms(rows)
+        if not isinstance(terms, dict) or set(terms) != set(names):
+            found = list(terms) if isinstance(terms, dict) else type(terms).__name__
+            raise InputError(
+                f"{name}.extra_terms must return the terms of {name}.extra_names, {list(names)}, but "
+                f"returned {found}. Let them agree."
+            )
+        for term, values in terms.items():
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if shape != (len(rows),):
+                raise InputError(
+                    f"{name}.extra_terms must return tensors with one number per rollout, ({len(rows)},), "
+                    f"but '{term}' is {shape}. Correct it."
+                )
+            require_finite(values, f"reward term '{term}'", [r.problem.row for r in rows])
+        return {term: terms[term].to(self.device, torch.float32) for term in names}
+
+    @property
+    def rlt_reward(self) -> RLTReward:
+        """Return the reward, where it is one that asks models."""
+        assert isinstance(self.reward, RLTReward)
+        return self.reward
+
+    # One student
+
+    def _score_with_baseline(
+        self,
+        student: Run,
+        number: int,
+        rows: list[Rollout],
+        temperature: float,
+        known: Mapping[int, Tensor],
+        teacher_log_probs: list[Tensor] | None,
+        stats: PhaseStats | None,
+    ) -> list[TokenScores]:
+        """Let a student read N completions, and with a baseline an empty one of each problem.
+
+        Args:
+            student: Calls the student.
+            number: Its number, from 0.
+            rows: The completions as it reads them.
+            temperature: The temperature at which they were sampled.
+            known: What it has computed of empty explanations already, (S,), by the problem's row.
+            teacher_log_probs: N of (K,), nats, of the think tokens; None: to be found.
+            stats: Counts the tokens that models compute.
+        """
+        if self.rlt_reward.baseline == "none":
+            return self._score_student(student, rows, temperature, teacher_log_probs, stats)
+        assert self.readers is not None, "a baseline needs the format of empty explanations"
+        missing = {r.problem.row: r.problem for r in rows if r.problem.row not in known}
+        empty = [empty_rollout(problem, self.readers.formats[number]) for problem in missing.values()]
+        if teacher_log_probs is not None:  # what the teacher says of an empty one enters nothing
+            lengths = (len(think_tokens(row, self.rlt_reward.score_given)) for row in empty)
+            zeros = (torch.zeros(length, device=self.device) for length in lengths)
+            teacher_log_probs = [*teacher_log_probs, *zeros]
+        found = self._score_student(student, [*rows, *empty], temperature, teacher_log_probs, stats)
+        of_empty = [one.solution_log_probs for one in found[len(rows) :]]
+        by_row = {**known, **dict(zip(missing, of_empty, strict=True))}
+        return [
+            one._replace(empty_log_probs=by_row[row.problem.row])
+            for row, one in zip(rows, found[: len(rows)], strict=True)
+        ]
+
+    def _score_student(
+        self,
+        student: Run,
+        rows: list[Rollout],
+        temperature: float,
+        teacher_log_probs: list[Tensor] | None,
+        stats: PhaseStats | None,
+    ) -> list[TokenScores]:
+        """Run student and teacher over N completions; see `_score_with_baseline`."""
+        reward = self.rlt_reward
+        think = [think_tokens(r, reward.score_given) for r in rows]
+        # The student's tokens of the explanation, which may be others.
+        num_read = [r.retold.num_think if r.retold else len(ids) for r, ids in zip(rows, think, strict=True)]
+        students = [student_sequence(r, number) for r, number in zip(rows, num_read, strict=True)]
+        require_room(student, rows, students)
+        teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
+        given = teacher_log_probs
+        if given is None:
+            given = self._sampled_log_probs(rows, temperature, stats)
+        needs_teacher = [] if given is not None else teachers
+        extents = [
+            Extent(
+                r.problem.row,
+                max(len(s.prefix) for s in sequences),
+                max(len(s.rest) for s in sequences),
+            )
+            for r, *sequences in zip(rows, students, needs_teacher or students, strict=True)
+        ]
+        found = [TokenScores(torch.empty(0), torch.empty(0))] * len(rows)
+        for micro_batch, weight in self.plan(extents):
+            packed = self._pack(students, micro_batch, weight, stats)
+            # (M, H), (M,)
+            hidden, log_probs = student(states_and_log_probs, packed, reward.student_temperature, self.head)
+            num_think = [len(think[i]) for i in micro_batch.indices]
+            splits = [
+                n for i in micro_batch.indices for n in (num_read[i], len(rows[i].problem.solution_ids))
+            ]
+            pieces = log_probs.split(splits)  # think, solution, think, solution, …
+            numbers = [rows[i].problem.row for i in micro_batch.indices]
+            require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
+            require_finite_rows(pieces[::2], "student log-prob of the explanation", numbers)
+            if reward.kl_estimator == "exact":
+                teachers_packed = self._pack(teachers, micro_batch, weight, stats)
+                values = self._exact_kl(student, teachers_packed, torch.cat(hidden.split(splits)[::2]))
+            else:
+                teacher_values = (
+                    self._teacher_forward(self._pack(teachers, micro_batch, weight, stats))
+                    if given is None
+                    else torch.cat([given[i] for i in micro_batch.indices])
+                )
+                retold = [rows[i].retold for i in micro_batch.indices]
+                values = sampled_kl(reward.token_kl, teacher_values, torch.cat(pieces[::2]), retold)
+            kl_rows = values.split(num_think)
+            require_finite_rows(kl_rows, "KL of the explanation", numbers)
+            for place, i in enumerate(micro_batch.indices):
+                found[i] = TokenScores(pieces[2 * place + 1], kl_rows[place])
+        return found
+
+    def _exact_kl(self, student: Run, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
+        """Return KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,)."""
+        reward = self.rlt_reward
+
+        def with_teacher(teacher: Any) -> Tensor:
+            hidden = scored_hidden_states(teacher, packed)
+            teacher_head = ModelHead(teacher, reward.teacher_temperature)
+
+            def with_student(model: Any) -> Tensor:
+                student_head = ModelHead(model, reward.student_temperature)
+                return head_exact_kl(teacher_head, hidden, student_head, student_hidden, self.head)
+
+            return student(with_student)
+
+        return self.teacher(with_teacher)
+
+    def _student_rewards(
+        self, rows: list[Rollout], found: list[TokenScores], extra: dict[str, Tensor]
+    ) -> Scores:
+        """Return the rewards by one student of N completions, as it reads them."""
+        solution_log_probs = [one.solution_log_probs for one in found]
+        kl = [one.kl for one in found]
+        padded, solution_mask = pad_rows(solution_log_probs)  # (N, S)
+        kl_values, kl_mask = pad_rows(kl)  # (N, K)
+        format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
+        of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]
+        empty = {"empty_log_probs": pad_rows(of_empty)[0]} if of_empty else {}
+        terms = self.rlt_reward(padded, solution_mask, kl_values, kl_mask, format_ok, extra, **empty)
+        require_finite(terms.reward, "reward", [r.problem.row for r in rows])
+        think = [think_tokens(r, self.rlt_reward.score_given) for r in rows]
+        return Scores(terms, solution_log_probs, think, kl)
+
+    # The teacher
+
+    def _teacher_forward(self, packed: PackedSequences) -> Tensor:
+        """Return the teacher's log-probs of the scored tokens, (M,), nats."""
+        log_probs, _ = self.teacher(log_probs_of, packed, self.rlt_reward.teacher_temperature, self.head)
+        return log_probs
+
+    def _sampled_log_probs(
+        self, rows: list[Rollout], temperature: float, stats: PhaseStats | None
+    ) -> list[Tensor] | None:
+        """Return the teacher's log-probs of each row's think tokens, (K,), as sampled; None if unknown."""
+        reward = self.rlt_reward
+        if reward.kl_estimator == "exact" or temperature != reward.teacher_temperature:
+            return None
+        if self.recompute(any(r.completion.log_probs is None for r in rows)):
+            return None
+        sampled = [
+            torch.tensor(r.completion.log_probs[: r.num_think], device=self.device)
+            for r in rows
+            if r.completion.log_probs is not None
+        ]
+        if not reward.score_given:
+            return sampled
+        given = self._given_log_probs([r.problem for r in rows], stats)
+        return [
+            torch.cat([given[r.problem.row], log_probs]) for r, log_probs in zip(rows, sampled, strict=True)
+        ]
+
+    def _given_log_probs(self, problems: list[Problem], stats: PhaseStats | None) -> dict[int, Tensor]:
+        """Return the teacher's log-probs of the separator at the end of each prompt, by the problem's row.
+
+        No engine sampled it, so each prompt that ends with one goes through the teacher once.
+        """
+        prompts = list({p.row: p for p in problems if p.think_prefix}.values())
+        found = {p.row: torch.empty(0, device=self.device) for p in problems}
+        sequences = [
+            ScoredSequence([], p.teacher_prompt, scored_end(len(p.teacher_prefix), len(p.think_prefix)))
+            for p in prompts
+        ]
+        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in prompts]
+        lengths = [len(p.think_prefix) for p in prompts]
+        for prompt, values in zip(
+            prompts, self._teacher_log_probs(sequences, extents, lengths, stats), strict=True
+        ):
+            found[prompt.row] = values
+        return found
+
+    def _score_longest_views(
+        self, views: list[list[Rollout]], temperature: float, stats: PhaseStats | None
+    ) -> Sequence[list[Tensor] | None]:
+        """Return the teacher's log-probs of each view's think tokens, N of (K,), with one forward at most.
+
+        The views of a completion count the same tokens of the teacher, but for a few at either end. So the
+        longest is computed, and each view gets its part.
+
+        Args:
+            views: The completions, as each student reads them.
+            temperature: The temperature at which they were sampled.
+            stats: Counts the tokens that the teacher computes.
+
+        Returns:
+            None for each view with kl_estimator exact, which compares hidden states: the teacher runs with
+            each student.
+        """
+        reward = self.rlt_reward
+        if reward.kl_estimator == "exact":
+            return [None] * len(views)
+        rows = [longest_view(row) for row in zip(*views, strict=True)]
+        whole = self._sampled_log_probs(rows, temperature, stats)
+        if whole is None:
+            lengths = [len(think_tokens(row, reward.score_given)) for row in rows]
+            sequences = [teacher_sequence(row, length) for row, length in zip(rows, lengths, strict=True)]
+            extents = [
+                Extent(row.problem.row, len(one.prefix), len(one.rest))
+                for row, one in zip(rows, sequences, strict=True)
+            ]
+            whole = self._teacher_log_probs(sequences, extents, lengths, stats)
+        parts = []
+        for view in views:
+            of_view = []
+            for row, longest, values in zip(view, rows, whole, strict=True):
+                num_given = len(longest.problem.think_prefix) if reward.score_given else 0
+                first = num_given - (len(row.problem.think_prefix) if reward.score_given else 0)
+                of_view.append(values[first : num_given + row.num_think])
+            parts.append(of_view)
+        return parts
+
+    def _teacher_log_probs(
+        self,
+        sequences: list[ScoredSequence],
+        extents: list[Extent],
+        lengths: list[int],
+        stats: PhaseStats | None,
+    ) -> list[Tensor]:
+        """Run the teacher over N sequences, and return its log-probs of the scored tokens of each.
+
+        Args:
+            sequences: What it reads.
+            extents: Their lengths.
+            lengths: How many tokens of each are scored.
+            stats: Counts the tokens.
+        """
+        found: list[Tensor] = [torch.empty(0)] * len(sequences)
+        for micro_batch, weight in self.plan(extents):
+            values = self._teacher_forward(self._pack(sequences, micro_batch, weight, stats))
+            of_rows = values.split([lengths[i] for i in micro_batch.indices])
+            for i, one in zip(micro_batch.indices, of_rows, strict=True):
+                found[i] = one
+        return found
+
+    def _pack(
+        self,
+        sequences: list[ScoredSequence],
+        micro_batch: MicroBatch,
+        weight: float,
+        stats: PhaseStats | None = None,
+    ) -> PackedSequences:
+        """Return one row with the sequences of a micro-batch, and count its cost."""
+        packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+        if stats is not None:
+            stats.count(packed, sequences, micro_batch, weight)
+        return packed
+
+
+def known_empty(rows: Sequence[Rollout], found: Sequence[CompletionScores]) -> dict[int, tuple[Tensor, ...]]:
+    """Return what each student computed of empty explanations, by the problem's row; {} without a baseline.
+
+    Args:
+        rows: Completions that were scored earlier in the step.
+        found: What models computed of them.
+    """
+    known: dict[int, tuple[Tensor, ...]] = {}
+    for row, one in zip(rows, found, strict=True):
+        values = [student.empty_log_probs for student in one.students]
+        if values and values[0] is not None:
+            known[row.problem.row] = tuple(v for v in values if v is not None)
+    return known
+
+
+def think_tokens(rollout: Rollout, score_given: bool) -> list[int]:
+    """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
+    given = rollout.problem.think_prefix if score_given else []
+    return given + rollout.body[: rollout.num_think]
+
+
+def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
+    """Return the explanation in the student's context; score think and solution tokens (RLT, figure 3)."""
+    problem, retold = rollout.problem, rollout.retold
+    body, num_body_think = rollout.body, rollout.num_think
+    if retold is not None:
+        body, num_body_think = retold.token_ids, retold.num_think
+    prefix = problem.student_prefix + problem.think_prefix
+    rest = body + problem.student_suffix + problem.solution_ids
+    num_between = len(body) - num_body_think + len(problem.student_suffix)
+    scored = scored_end(len(prefix) + num_body_think - num_think, num_think)
+    scored += scored_end(num_between, len(problem.solution_ids))
+    return ScoredSequence(prefix, rest, scored)
+
+
+def teacher_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
+    """Return the explanation in the teacher's context; the same think tokens are scored."""
+    prompt, explanation = rollout.problem.teacher_prompt, rollout.body[: rollout.num_think]
+    scored = scored_end(len(prompt) + len(explanation) - num_think, num_think)
+    return ScoredSequence(prompt, explanation, scored)
+
+
+def sampled_sequence(rollout: Rollout) -> ScoredSequence:
+    """Return prompt and completion; every sampled token is scored, the end tag included."""
+    prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
+    return ScoredSequence(prompt, completion, scored_end(len(prompt), len(completion)))
+
+
+def sampled_extents(rows: list[Rollout]) -> list[Extent]:
+    """Return the lengths of prompts and completions; completions of one problem share the prompt."""
+    return [Extent(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids)) for r in rows]
+
+
+def sampled_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Tensor | None:
+    """Return the engine's log-probs of the sampled tokens, (n, T), padded with 0 like `like`.
+
+    Returns:
+        None if the engine did not send all of them.
+
+    Raises:
+        RuntimeError: If it did not, but they are needed.
+    """
+    values = [row.completion.log_probs for row in rows]
+    if any(value is None for value in values):
+        if needed:
+            raise RuntimeError(
+                "Stale rollouts and importance sampling need the log-probs of the policy that sampled, but "
+                "the engine sent none. Let it report them, or set model.max_staleness to 0 and "
+                "model.importance_sampling to null."
+            )
+        return None
+    tensors = [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
+    return pad_sequence(tensors, batch_first=True)
+
+
+def longest_view(views: Sequence[Rollout]) -> Rollout:
+    """Return a rollout with all tokens that any of its views counts, at its start and at its end."""
+    longest = max(views, key=lambda row: row.num_think)
+    given = max((row.problem for row in views), key=lambda problem: len(problem.think_prefix))
+    return replace(longest, problem=given, retold=None)
+
+
+def empty_rollout(problem: Problem, chat_format: ChatFormat) -> Rollout:
+    """Return an explanation without text, closed by its tag: the student then reads its tags and no more.
+
+    Its tokens are those of an empty trace, and an explanation of exactly these gains 0. None of them counts
+    in r_KL.
+    """
+    completion = chat_format.completion_from_trace(problem, "")
+    # They enter nothing. Without them the teacher would read the step's completions again.
+    return chat_format.rollout(problem, replace(completion, log_probs=[0.0] * len(completion.token_ids)))
+
+
+def sampled_kl(
+    estimate: Callable[[Tensor, Tensor], Tensor],
+    teacher_log_probs: Tensor,
+    student_log_probs: Tensor,
+    retold: Sequence[Retold | None],
+) -> Tensor:
+    """Estimate the KL of the teacher's think tokens, on spans where the student's tokens are others.
+
+    Args:
+        estimate: Estimates it from log-probs, such as `RLTReward.token_kl`.
+        teacher_log_probs: Of n explanations, one after the other, (sum of K,), nats.
+        student_log_probs: The same of the student, in its own tokens.
+        retold: What the student read of each, n; None for each: the teacher's tokens.
+
+    Returns:
+        (sum of K,), nats.
+    """
+    spans = [span for one in retold if one is not None for span in one.spans]
+    if None in retold:
+        return estimate(teacher_log_probs, student_log_probs)
+    return span_kl(estimate, teacher_log_probs, student_log_probs, spans)
+
+
+def scored_end(num_given: int, num_scored: int) -> list[bool]:
+    """Return a mask of tokens that are given, followed by tokens that are scored."""
+    return [False] * num_given + [True] * num_scored
+
+
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Stack rows of different lengths; return values (N, T), padded with 0, and their token_mask."""
+    return to_padded(torch.cat(list(rows)), [len(row) for row in rows])
+
+
+def require_finite_rows(rows: Sequence[Tensor], term: str, row_numbers: list[int]) -> None:
+    """Check that every value of every row is finite, naming the rows where one is not."""
+    values, _ = pad_rows(rows)
+    require_finite(values, term, row_numbers)
+
+
+def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Sequence[str]) -> None:
+    """Check that a reward can be computed with students, and name each that reads explanations as text.
+
+    Args:
+        reward: The reward.
+        formats: The format of each student; one also without a student.
+        students: Their names.
+
+    Raises:
+        InputError: If it sums over a vocabulary that the models do not share.
+    """
+    of_others = [s for s, own in zip(students, formats, strict=False) if isinstance(own, RetellingFormat)]
+    for student in of_others:
+        if isinstance(reward, RLTReward) and reward.kl_estimator == "exact":
+            raise InputError(
+                "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
+                f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare "
+                "the models on spans of text; or choose models of one family."
+            )
+        announce_once(
+            f"the student {student} reads every explanation as text, in tokens of its own: its tokenizer is "
+            "not the teacher's"
+        )
+
+
+def require_room(student: Callable[..., Any], rows: list[Rollout], sequences: list[ScoredSequence]) -> None:
+    """Check that retold explanations fit into the student's context.
+
+    Explanations that teacher and student read in the same tokens were checked before the run.
+
+    Args:
+        student: Calls the student.
+        rows: N rollouts.
+        sequences: What the student reads of each.
+
+    Raises:
+        InputError: If one does not; it names the row.
+    """
+    if not any(row.retold for row in rows):
+        return
+    context: int = ask(student, longest_sequence)
+    for row, sequence in zip(rows, sequences, strict=True):
+        if len(sequence.scored) > context:
+            raise InputError(
+                f"What the student reads must fit into its context of {context} tokens, but row "
+                f"{row.problem.row}, with a completion of {len(row.completion.token_ids)} tokens of the "
+                f"teacher, has {len(sequence.scored)} tokens of the student. Lower "
+                "rollouts.sampling.max_completion_length or, for given traces, data.max_length."
+            )
+
+
+def longest_sequence(model: Any) -> int:
+    """Return the most tokens that a model takes; some have no limit."""
+    limit: int = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+    return limit
