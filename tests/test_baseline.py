@@ -16,7 +16,6 @@ from ranks import run
 from test_rlt_module import Witness, module, rollout_callback, slow_log_probs, trainer
 from test_strategies import largest_difference, weights
 from tiny import CHAINS
-from torch import Tensor
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
@@ -240,8 +239,3 @@ def test_rlt_explain_prints_the_gain_as_the_term() -> None:
     [term, same] = re.findall(r"^ +solution +(\S+).*?(\S+) against an empty", gaining.stdout, re.M | re.S)[0]
     assert float(gain) > 0.1
     assert (term, same) == (gain, gain)
-
-
-def test_what_travels_between_ranks_has_a_place_only_with_a_baseline() -> None:
-    one: list[Tensor] = [torch.zeros(1)]
-    assert CompletionScores(one, one).empty_log_probs == ()

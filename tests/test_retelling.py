@@ -27,6 +27,7 @@ from rlt_lightning.datamodules import StratosDataModule, readers
 from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Scorer, Students, student_sequence
 from rlt_lightning.numerics.packing import micro_batches

@@ -28,7 +28,7 @@ class ReadModel:
 
 
 class FrozenModel(ReadModel):
-    """A model that is only read, with weights of its own. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
+    """A model with its own weights. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
 
     Args:
         entry: The entry of the model.
