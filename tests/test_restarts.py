@@ -24,7 +24,7 @@ from test_multinode import two_nodes
 from test_rank_failures import STRATEGIES
 from test_strategies import full
 
-from rlt_lightning.cli.restarts import require_restartable
+from rlt_lightning.cli.ranks import require_restartable
 from rlt_lightning.cli.stages import SaveConfig
 from rlt_lightning.types import InputError
 

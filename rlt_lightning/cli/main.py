@@ -23,8 +23,8 @@ from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
-from rlt_lightning.cli.failure import MISTAKES
 from rlt_lightning.cli.parser import OneLineParser, bare_words, end_with_mistake
+from rlt_lightning.cli.ranks import MISTAKES
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.cli.teach import TeachCommandLine
 from rlt_lightning.datamodules import StratosDataModule

@@ -26,7 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from rlt_lightning import __version__, callbacks
-from rlt_lightning.cli import next_steps, ranks, restarts
+from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.gpus import trainer_devices
 from rlt_lightning.modules import EvaluationModule
@@ -183,7 +183,7 @@ class RLTCommandLine(LightningCLI):
         """Choose and make the run folder before anything is built."""
         config = self.config[self.subcommand]
         require_loggers(as_list(config.trainer.logger))
-        restarts.require_restartable(config.resume)
+        ranks.require_restartable(config.resume)
         verb = str(self.subcommand)
         default = "" if config.output_dir else self.default_run_folder(config.config)
         options = (config.get("ckpt_path"), config.resume, config.overwrite)
@@ -231,7 +231,7 @@ class RLTCommandLine(LightningCLI):
             config[name] = made
         trainer = super().instantiate_trainer(**kwargs)
         ranks.watch_trainer(trainer)
-        restarts.announce_restart()
+        ranks.announce_restart()
         return trainer
 
     def _parse_ckpt_path(self) -> None:
