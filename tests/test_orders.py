@@ -13,8 +13,7 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.datamodules.loader import StepLoader
-from rlt_lightning.datamodules.orders import Difficulty, EpochOrder, Shuffled, Weighted
+from rlt_lightning.datamodules.loader import Difficulty, EpochOrder, Shuffled, StepLoader, Weighted
 from rlt_lightning.datamodules.sources import WeightedSource
 from rlt_lightning.types import InputError
 

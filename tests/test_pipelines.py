@@ -23,7 +23,7 @@ from test_text_reward import SeededReward
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, split_words
-from rlt_lightning.datamodules.responses import RawResponses, split_raw, split_response, tidy_response
+from rlt_lightning.datamodules.rows import RawResponses, split_raw, split_response, tidy_response
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule

@@ -20,7 +20,7 @@ from commands import ROOT, python, rlt
 import rlt_lightning
 from rlt_lightning import RLTModule, RLTReward, Sampling, StratosDataModule, Teacher, Trainer, score
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
-from rlt_lightning.datamodules.sources import read_rows, sources_of
+from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.types import InputError
 
@@ -205,7 +205,7 @@ def test_bad_rows_in_memory_are_reported_like_those_of_a_file(tmp_path: Path) ->
 @pytest.mark.parametrize("source", [5, {"question": "q"}, ["chains", 5]])
 def test_a_source_of_another_type_is_refused(source: Any) -> None:
     with pytest.raises(InputError, match="A source must be a name, a path, a list of dictionaries"):
-        sources_of(source)
+        parse_sources(source)
 
 
 def test_rows_may_stand_in_a_config(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from test_layout import imports, module_name
 
 from rlt_lightning.datamodules import StratosDataModule, tokenised
 from rlt_lightning.datamodules.filters import Filters
-from rlt_lightning.datamodules.responses import RawResponses
+from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.tokenise import TASKS, RLTTask, StudentSFTTask, TaskName
 from rlt_lightning.datamodules.tokenised import delete_unused

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from rlt_lightning.datamodules.sources import sources_of
+from rlt_lightning.datamodules.sources import parse_sources
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
@@ -220,12 +220,12 @@ def sampling_of(config: Namespace) -> Options:
 
 def named_source(data: Namespace) -> Any:
     """Return the source of a run as an option; FILE stands for rows that its config holds."""
-    return data.source if all(isinstance(source, str) for source in sources_of(data.source)) else "FILE"
+    return data.source if all(isinstance(source, str) for source in parse_sources(data.source)) else "FILE"
 
 
 def new_questions(data: Namespace) -> Options:
     """Return options for questions that this run has not seen: an embedded source has others by seed."""
-    if all(source in EMBEDDED for source in sources_of(data.source)):
+    if all(source in EMBEDDED for source in parse_sources(data.source)):
         # The next seed is that of quickstart_smollm2_warmup, so the one after it.
         return {"data.source": data.source, "data.seed": data.seed + 2}
     return {"data.source": "FILE"}

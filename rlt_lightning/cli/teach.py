@@ -26,7 +26,7 @@ from rlt_lightning.callbacks import DistillationWriter
 from rlt_lightning.cli.borrowed import OneProblemCommandLine
 from rlt_lightning.cli.parser import bare_words
 from rlt_lightning.cli.stages import frozen_student
-from rlt_lightning.datamodules.sources import names_of
+from rlt_lightning.datamodules.sources import name_sources
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, key_from
 from rlt_lightning.models.announce import announce
@@ -105,7 +105,7 @@ class TeachCommandLine(OneProblemCommandLine):
             data.update(Namespace(source=options.file, max_rows=None))
         number, columns = given_row(options, data.as_dict())
         named = options.file is not None or options.row is not None
-        self.problem = f"Row {number} of {names_of(data.source)}" if named else "The problem"
+        self.problem = f"Row {number} of {name_sources(data.source)}" if named else "The problem"
         self.take(config, columns, number, "rlt")
         rollouts.update(Namespace(num_traces=options.num, val_sampling=None, asynchronous=False))
         if options.temperature is not None:

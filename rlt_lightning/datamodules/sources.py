@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import hashlib
 import json
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow
-from rlt_lightning.datamodules.files import READERS, columns_of, read_file, readable
-from rlt_lightning.datamodules.hub import (
-    SOURCE_CHOICES,
-    is_hub_folder,
-    is_saved,
-    load_hub,
-    load_saved,
-    rows_of,
-    version_of,
-)
 from rlt_lightning.datamodules.rows import has_texts
+from rlt_lightning.models.announce import announce, announce_reading
+from rlt_lightning.models.waiting import without_hub_retries
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.tasks.countdown import complete_columns
-from rlt_lightning.types import BadRowError, InputError, as_list
+from rlt_lightning.types import BadRowError, BadRowReason, InputError, as_list
+
+SOURCE_CHOICES = (
+    "'arithmetic' (the default), 'arithmetic:KIND' such as 'arithmetic:addition', 'chains', 'word_sums' or "
+    "'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging "
+    "Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
+)
 
 WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
 
@@ -48,7 +48,7 @@ class MemoryRows:
     def numbered(self) -> Iterator[NumberedRow]:
         """Yield the rows with their numbers."""
         for number, row in enumerate(self.rows, start=1):
-            yield number, columns_of(dict(row) if isinstance(row, Mapping) else row)
+            yield number, read_columns(dict(row) if isinstance(row, Mapping) else row)
 
     def digest(self) -> str:
         """Return a hash of the rows."""
@@ -82,14 +82,14 @@ class WeightedSource:
             )
 
 
-def sources_of(setting: Any) -> list[Source]:
+def parse_sources(setting: Any) -> list[Source]:
     """Return the sources that `data.source` or `data.val_source` names; a list of dictionaries is one source.
 
     Raises:
         InputError: If one is neither a name nor rows.
     """
     found: list[Source] = []
-    for value, _ in _weighted(setting):
+    for value, _ in _pair_weights(setting):
         if isinstance(value, (str, MemoryRows)):
             found.append(value)
         elif isinstance(value, Path):
@@ -104,16 +104,16 @@ def sources_of(setting: Any) -> list[Source]:
     return found
 
 
-def weights_of(setting: Any) -> list[float]:
+def parse_weights(setting: Any) -> list[float]:
     """Return the weight of each source of a setting; an empty list if none has one.
 
     Raises:
         InputError: If only some have one.
     """
-    weights = [weight for _, weight in _weighted(setting)]
+    weights = [weight for _, weight in _pair_weights(setting)]
     known = [weight for weight in weights if weight is not None]
     if known and len(known) < len(weights):
-        without = sources_of(setting)[weights.index(None)]
+        without = parse_sources(setting)[weights.index(None)]
         raise InputError(
             f"Either all sources of data.source have a weight or none, but '{without}' has none. Write it as "
             f"{{source: {without}, weight: 1}}."
@@ -121,12 +121,12 @@ def weights_of(setting: Any) -> list[float]:
     return known
 
 
-def names_of(setting: Any) -> str:
+def name_sources(setting: Any) -> str:
     """Return the names of a setting's sources, for a message."""
-    return ", ".join(map(str, sources_of(setting)))
+    return ", ".join(map(str, parse_sources(setting)))
 
 
-def _weighted(setting: Any) -> list[tuple[Any, float | None]]:
+def _pair_weights(setting: Any) -> list[tuple[Any, float | None]]:
     """Return the sources of a setting, as they are given, each with its weight, or None."""
     found: list[tuple[Any, float | None]] = []
     for value in [setting] if _is_table(setting) else as_list(setting):
@@ -180,7 +180,7 @@ class SourceReader:
         """
         number = 0
         for number, columns in islice(self._numbered_rows(source), self.max_rows):
-            yield number, complete(columns)
+            yield number, complete_row(columns)
         if not number:
             raise InputError(
                 f"The source must have at least one row, but '{source}' has none. Use {SOURCE_CHOICES}."
@@ -197,21 +197,21 @@ class SourceReader:
             return [*settings, source.digest()]
         if source in EMBEDDED:
             return [*settings, list(self._numbered_rows(source))]
-        name = hub_name(source)
+        name = parse_hub_name(source)
         folder = Path(source if name is None else name[0]).expanduser()
         if name is None and not is_saved(folder):
-            files = files_of(source, self.split)
+            files = list_files(source, self.split)
         elif folder.is_dir():
-            files = visible_files(folder)
+            files = list_visible(folder)
         elif self.streaming:
             assert name is not None
-            return [*settings, version_of(*name, self.split)]
+            return [*settings, find_version(*name, self.split)]
         else:
             assert name is not None
             dataset = load_hub(*name, self.split, streaming=False)
             settings.append(dataset._fingerprint)
             files = [Path(file["filename"]) for file in dataset.cache_files]
-        return [*settings, name and name[1], [(file.name, digest_of(file)) for file in files]]
+        return [*settings, name and name[1], [(file.name, hash_file(file)) for file in files]]
 
     def _numbered_rows(self, source: Source) -> Iterator[NumberedRow]:
         if isinstance(source, MemoryRows):
@@ -221,20 +221,20 @@ class SourceReader:
         if source in EMBEDDED:
             rows = EMBEDDED[source](self.num_embedded_rows, self.seed, self.split)
             yield from enumerate(rows, start=1)
-        elif (name := hub_name(source)) is not None:
-            yield from rows_of(load_hub(*name, self.split, self.streaming), source, self.split)
+        elif (name := parse_hub_name(source)) is not None:
+            yield from number_rows(load_hub(*name, self.split, self.streaming), source, self.split)
         elif folder.is_dir() and is_saved(folder):
             yield from enumerate(load_saved(folder, self.split), start=1)
         else:
             offset = 0
-            for path in files_of(source, self.split):
+            for path in list_files(source, self.split):
                 number = 0
                 for number, columns in read_file(path):
                     yield offset + number, columns
                 offset += number
 
 
-def complete(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
+def complete_row(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
     """Write out the problem of a row that has no texts, or return why it has none; keep other rows."""
     if isinstance(columns, BadRowError) or has_texts(columns):
         return columns
@@ -255,7 +255,7 @@ def read_rows(
     return list(SourceReader(split, num_embedded_rows, seed, max_rows).read(source))
 
 
-def hub_name(source: str) -> tuple[str, str] | None:
+def parse_hub_name(source: str) -> tuple[str, str] | None:
     """Return hub id, or folder of a copy, and configuration of a data set in the hub's form; else None."""
     name, _, configuration = source.partition(":")
     path = Path(source).expanduser()
@@ -268,7 +268,7 @@ def hub_name(source: str) -> tuple[str, str] | None:
     return name, configuration
 
 
-def visible_files(folder: Path) -> list[Path]:
+def list_visible(folder: Path) -> list[Path]:
     """Return the files of a folder and of its sub-folders, in order; hidden ones left out."""
     return [
         path
@@ -277,9 +277,9 @@ def visible_files(folder: Path) -> list[Path]:
     ]
 
 
-def digest_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return a hash of a file's contents."""
-    with readable(path), path.open("rb") as file:
+    with name_unreadable(path), path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
@@ -287,7 +287,7 @@ def digest_of(path: Path) -> str:
 SPLIT_NAMES = {"train", "test", "validation", "val", "dev"}
 
 
-def files_of(source: str, split: str) -> list[Path]:
+def list_files(source: str, split: str) -> list[Path]:
     """Return a file, or the files of a folder: all of one kind, only the split's if they are named after it.
 
     Raises:
@@ -296,7 +296,7 @@ def files_of(source: str, split: str) -> list[Path]:
     folder = Path(source).expanduser()
     if folder.is_file():
         return [folder]
-    files = [path for path in visible_files(folder) if path.suffix in READERS]
+    files = [path for path in list_visible(folder) if path.suffix in READERS]
     kinds = sorted({path.suffix for path in files})
     if len(kinds) != 1:
         found = f"holds {', '.join(kinds)}" if kinds else "holds none"
@@ -312,3 +312,243 @@ def files_of(source: str, split: str) -> list[Path]:
             f"{', '.join(others)}. Set data.split (of an evaluation set: its split), or name one file."
         )
     return of_split or files
+
+
+# Files
+
+PARQUET_ROWS = 1000  # that are in memory at a time
+
+
+def read_file(path: Path) -> Iterator[NumberedRow]:
+    """Yield the rows of a file, numbered from 1; in a JSONL file by its lines.
+
+    Raises:
+        InputError: If it is of another kind, or cannot be read as a whole.
+    """
+    if path.suffix not in READERS:
+        raise InputError(
+            f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {SOURCE_CHOICES}."
+        )
+    announce_reading(path)
+    with name_unreadable(path):
+        yield from READERS[path.suffix](path)
+
+
+@contextlib.contextmanager
+def name_unreadable(path: Path) -> Iterator[None]:
+    """Turn a failure to read a file into one line."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"The data file {path} must be readable, but is not ({shorten_error(error)}). Check its "
+            "permissions, its encoding (UTF-8), and that it is complete."
+        ) from error
+
+
+def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+    """Read one row per line. A broken line is a bad row; blank lines count, but are not rows."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, read_columns(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield number, BadRowError(BadRowReason.BROKEN_JSON, str(error))
+
+
+def _read_json(path: Path) -> Iterator[NumberedRow]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"The file {path} must be valid JSON, but is not ({error}). Correct it; if it holds one object "
+            "per line, name it .jsonl."
+        ) from error
+    if isinstance(content, dict):
+        content = content.get("data")
+    if not isinstance(content, list):
+        raise InputError(
+            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert '
+            "it to one of them, or to .jsonl."
+        )
+    for number, value in enumerate(content, start=1):
+        yield number, read_columns(value)
+
+
+def _read_parquet(path: Path) -> Iterator[NumberedRow]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            batches = file.iter_batches(PARQUET_ROWS)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    except pyarrow.ArrowException as error:
+        raise InputError(
+            f"The file {path} must be a whole Parquet file, but is not ({shorten_error(error)}). Write it "
+            f"again, or use {SOURCE_CHOICES}."
+        ) from error
+
+
+def _read_csv(path: Path) -> Iterator[NumberedRow]:
+    """Read a table whose first line names the columns; every cell is text, even if it looks like a number."""
+    # A reasoning trace is longer than the default allows.
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                if None in row or None in row.values():
+                    detail = "the row has more or fewer cells than the header"
+                    yield number, BadRowError(BadRowReason.WRONG_TYPE, detail)
+                else:
+                    yield number, dict(row)
+        except csv.Error as error:
+            raise InputError(
+                f"The file {path} must be valid CSV, but is not ({error}). Correct it, or convert it "
+                "to .jsonl."
+            ) from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
+
+
+def read_columns(value: Any) -> dict[str, Any] | BadRowError:
+    """Return a row's columns, or why it has none."""
+    if isinstance(value, dict):
+        return value
+    return BadRowError(BadRowReason.WRONG_TYPE, f"a row must be an object, but is {type(value).__name__}")
+
+
+# Data sets in the hub's form: from the hub, copies of them in folders, and folders of `save_to_disk`
+
+README, INFOS = "README.md", "dataset_infos.json"
+POINTER = b"version https://git-lfs"  # begins the file that git keeps in place of a large one
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` has written a folder."""
+    return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Return whether a folder is a data set as the hub keeps it: its card says which files are which."""
+    if (folder / INFOS).is_file():
+        return True
+    readme = folder / README
+    if not readme.is_file():
+        return False
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    header = text.partition("\n---")[0] if text.startswith("---\n") else ""
+    return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
+
+
+def load_hub(name: str, configuration: str, split: str, streaming: bool) -> Any:
+    """Load a data set from the hub, or from a copy in a folder.
+
+    Args:
+        name: Hub id, or path of the copy.
+        configuration: Which of its parts; '' if it has only one.
+        split: Which of its splits.
+        streaming: Read rows as they are asked for, rather than all of them before the first.
+
+    Raises:
+        InputError: If it cannot be loaded, with the library's reason.
+    """
+    import datasets
+
+    from_where = "" if Path(name).is_dir() else " from the Hugging Face hub or its cache"
+    announce(f"loading the data set {name}{configuration and f':{configuration}'}{from_where}")
+    with name_unloadable(name + (configuration and f":{configuration}"), split):
+        require_no_pointers(Path(name))
+        return datasets.load_dataset(name, configuration or None, split=split, streaming=streaming)
+
+
+def number_rows(dataset: Any, name: str, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a data set, numbered from 1."""
+    with name_unloadable(name, split):
+        yield from enumerate(dataset, start=1)
+
+
+def find_version(name: str, configuration: str, split: str) -> str:
+    """Return what a streamed data set of the hub is read from: the addresses of its files, with the commit.
+
+    Raises:
+        InputError: If it cannot be found.
+    """
+    import datasets
+
+    with name_unloadable(name, split):
+        builder = datasets.load_dataset_builder(name, configuration or None)
+        return f"{builder.hash} {builder.config.data_files}"
+
+
+@contextlib.contextmanager
+def name_unloadable(name: str, split: str) -> Iterator[None]:
+    """Turn a failure to load or read a data set into one line."""
+    import datasets
+
+    try:
+        with without_hub_retries():
+            yield
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"The data set '{name}', split '{split}', could not be loaded ({shorten_error(error)}). Check "
+            f"data.split and the network, or use {SOURCE_CHOICES}."
+        ) from error
+
+
+def require_no_pointers(folder: Path) -> None:
+    """Check that a folder that git has copied holds the files themselves.
+
+    Raises:
+        InputError: If it holds what git keeps in place of a large file.
+    """
+    for path in sorted(folder.rglob("*.parquet")):
+        with path.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise InputError(
+                    f"The file {path} must be a table, but is what git keeps in place of it. Run `git lfs "
+                    f"pull` in {folder}, or copy the data set with `hf download`."
+                )
+
+
+def load_saved(folder: Path, split: str) -> Any:
+    """Load what `save_to_disk` has written; an empty list for a set that was saved without rows.
+
+    Raises:
+        InputError: If it cannot be loaded, or lacks the split.
+    """
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except IndexError:
+        # The library fails on a set that was saved without rows.
+        return []
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"The saved data set {folder} must be loadable, but is not ({shorten_error(error)}). Save it "
+            "again, or name another source."
+        ) from error
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise InputError(
+            f"The saved data set {folder} must have the split '{split}', but has {', '.join(dataset)}. "
+            "Set data.split, or the split of an evaluation set."
+        )
+    return dataset[split]
+
+
+def shorten_error(error: Exception) -> str:
+    """Return the beginning of an error's text without its line ends."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -15,17 +15,23 @@ from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_
 from rlt_lightning.datamodules.filters import Filters, RowFilter
 from rlt_lightning.datamodules.format_choice import FormatOptions, require_model, tags_text
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.loader import OrderedLoader, StepLoader
-from rlt_lightning.datamodules.orders import ByDifficulty, Difficulty, EpochOrder, Weighted, hold_out
+from rlt_lightning.datamodules.loader import (
+    ByDifficulty,
+    Difficulty,
+    EpochOrder,
+    OrderedLoader,
+    StepLoader,
+    Weighted,
+    hold_out,
+)
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.responses import RawResponses, holds_tag
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, RawResponses, holds_tag
 from rlt_lightning.datamodules.sources import (
     Source,
     SourceReader,
-    names_of,
-    sources_of,
-    weights_of,
+    name_sources,
+    parse_sources,
+    parse_weights,
 )
 from rlt_lightning.datamodules.tokenise import (
     TASKS,
@@ -156,9 +162,9 @@ class StratosDataModule(LightningDataModule):
         view: ViewOptions = ViewOptions(),
     ) -> None:
         super().__init__()
-        self.sources, self.val_sources = sources_of(source), sources_of(val_source)
-        self.weights, self.val_weights = weights_of(source), weights_of(val_source)
-        self.source = names_of(source)  # for messages
+        self.sources, self.val_sources = parse_sources(source), parse_sources(val_source)
+        self.weights, self.val_weights = parse_weights(source), parse_weights(val_source)
+        self.source = name_sources(source)  # for messages
         self.reader = SourceReader(split, num_embedded_rows, seed, max_rows, streaming)
         self.task: TaskName = task
         self.trace_columns = list(trace_columns)

@@ -35,15 +35,16 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.responses import RawResponses, split_response
 from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
+    RawResponses,
     check_columns,
     fill_solution,
     parse_row,
     require_judgeable,
+    split_response,
 )
 from rlt_lightning.datamodules.sources import Source, SourceReader
 from rlt_lightning.datamodules.tokenised import Item, MadeItem, describe_format, hash_code, hash_value

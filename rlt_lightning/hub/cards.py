@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from rlt_lightning.checkpoints.card import CARD, LICENCE, read_card
-from rlt_lightning.datamodules.sources import READERS, MemoryRows, sources_of
+from rlt_lightning.datamodules.sources import READERS, MemoryRows, parse_sources
 from rlt_lightning.models.announce import announce
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.metrics import find_metric, training_name
@@ -122,14 +122,14 @@ def settings_text(run: Path) -> str:
     data = (settings.get("data") or {}).get("init_args") or {}
     for name in ("source", "val_source"):
         # Rows are no settings; as in a proposed command, FILE stands for them.
-        if any(isinstance(source, MemoryRows) for source in sources_of(data.get(name))):
+        if any(isinstance(source, MemoryRows) for source in parse_sources(data.get(name))):
             data[name] = "FILE"
     return without_places(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def source_names(settings: dict[str, Any]) -> list[str]:
     """Return the names of the sources of a run's rows; rows that its config holds have none."""
-    sources = sources_of(((settings.get("data") or {}).get("init_args") or {}).get("source"))
+    sources = parse_sources(((settings.get("data") or {}).get("init_args") or {}).get("source"))
     return [source for source in sources if isinstance(source, str)]
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.datamodules.sources import read_rows, sources_of
+from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
@@ -145,7 +145,7 @@ def require_same_problem(recorded: Row, columns: Row, tags: TagStyle, options: E
 def read_row(number: int, data: dict[str, Any]) -> Row:
     """Return the columns of a row; its number counts through all sources."""
     first = 1
-    for source in sources_of(data["source"]):
+    for source in parse_sources(data["source"]):
         rows = read_rows(source, data["split"], data["num_embedded_rows"], data["seed"], data["max_rows"])
         if number < first + rows[-1][0]:
             columns = dict(rows).get(number + 1 - first)

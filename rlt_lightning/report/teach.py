@@ -24,7 +24,7 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import readers_of_run
 from rlt_lightning.chat.conversation import tell
 from rlt_lightning.datamodules.rows import missing_columns, parse_row
-from rlt_lightning.datamodules.sources import names_of
+from rlt_lightning.datamodules.sources import name_sources
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.client import ADDRESS
 from rlt_lightning.models.waiting import waiting_for
@@ -136,7 +136,7 @@ def given_row(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]:
         columns = read_row(number, data)
         if missing := missing_columns(columns, (), allows_completion=False):
             raise InputError(
-                f"Row {number} of {names_of(data['source'])} must have question and solution, or "
+                f"Row {number} of {name_sources(data['source'])} must have question and solution, or "
                 f"conversations, but lacks {' and '.join(missing)}. Choose another."
             )
         return number, columns
