@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from fake_worker import FakeWorker, worker_of
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
@@ -156,6 +157,7 @@ def test_without_overlap_rollouts_are_never_stale(tiny_model: str, tmp_path: Pat
     assert [seen for _, seen in steps] == [seen for _, seen in whole.steps]  # seeded by step and problem
 
 
+@pytest.mark.full
 def test_auto_weighs_what_another_process_samples(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,9 +267,7 @@ def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
     assert_same(stopped, resumed, whole=whole)
 
 
-@pytest.mark.parametrize(
-    "step", [2, pytest.param(4, marks=pytest.mark.full)]
-)  # in the middle and at the end of an epoch
+@pytest.mark.parametrize("step", [2, full(4)])  # in the middle and at the end of an epoch
 def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     tiny_model: str, tmp_path: Path, whole: Witness, step: int
 ) -> None:
@@ -318,9 +318,7 @@ def test_a_resume_without_workers_leaves_the_checkpoint_alone(
             assert {path: path.read_bytes() for path in checkpoint.rglob("*.*")} == before
 
 
-@pytest.mark.parametrize(
-    "answered", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("answered", [full(0), 1, full(2)])
 def test_a_worker_that_comes_back_in_time_changes_no_completion(
     tiny_model: str, tmp_path: Path, whole: Witness, answered: int
 ) -> None:
@@ -340,6 +338,7 @@ def test_a_worker_that_comes_back_in_time_changes_no_completion(
         assert [staleness for staleness, _ in seen] == [0, 1, answered, 1]  # a mixed step counts as stale
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_changes_nothing_while_another_serves(
     tiny_model: str, tmp_path: Path, whole: Witness
 ) -> None:
@@ -348,6 +347,7 @@ def test_a_worker_that_dies_changes_nothing_while_another_serves(
     assert_same(seen, whole=whole)
 
 
+@pytest.mark.full
 def test_validation_in_between_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
     data = {"val_rows": 2}
     runs = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from ranks import run
 from test_rlt_module import Witness, module, rollout_callback, slow_log_probs, trainer
@@ -78,9 +79,13 @@ def test_r_ss_of_the_empty_explanation_is_subtracted_as_it_would_enter() -> None
     assert set(terms.recorded()) - set(RLTReward()(*columns).recorded()) == {"baseline"}
 
 
-@pytest.mark.parametrize("estimator", ["k1", "exact"])
 @pytest.mark.parametrize(
-    "advantages", [GroupNormalisedAdvantages(), GroupCenteredAdvantages(), LeaveOneOutAdvantages()]
+    ("advantages", "estimator"),
+    [
+        (GroupNormalisedAdvantages(), "k1"),
+        full(GroupCenteredAdvantages(), "k1"),
+        full(LeaveOneOutAdvantages(), "exact"),
+    ],
 )
 def test_advantages_and_gradients_are_those_without_it(
     advantages: AdvantageEstimator, estimator: Any, tmp_path: Path
@@ -149,10 +154,6 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     found = [CompletionScores(one) for one in reading.in_order().scores]
     waves = rlt.scorer.rewards(rows, found).terms
     torch.testing.assert_close(waves.baseline, terms.baseline, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
-
-
-def full(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])

@@ -127,6 +127,7 @@ def test_a_benchmark_uses_the_shared_options(name: str) -> None:
     assert "ArgumentParser(" not in source, "benchmark_parser gives all benchmarks the same options"
 
 
+@pytest.mark.full
 def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
     monkeypatch.chdir(ROOT)

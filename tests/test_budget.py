@@ -116,6 +116,7 @@ def test_a_minimum_lengthens_the_thought(engine: HFEngine, chat_format: ChatForm
     assert not longer.cut
 
 
+@pytest.mark.full
 def test_a_thought_that_has_waited_often_enough_may_end_short(
     engine: HFEngine, chat_format: ChatFormat
 ) -> None:

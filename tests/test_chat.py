@@ -355,6 +355,7 @@ def test_a_terminal_shows_styles_remembers_turns_and_stops_answers(serve: Any, t
     assert [body["seed"] for body in server.bodies] == [0, 1, 0, 1, 2, 3, 3]
 
 
+@pytest.mark.full
 def test_a_terminal_stops_the_answer_of_a_model_in_this_process(tiny_model: str) -> None:
     terminal = Terminal(
         f"--model.path={tiny_model}", "--model.dtype=float32", "--max_tokens=1900", NO_COLOR="1"

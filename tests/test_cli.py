@@ -18,6 +18,7 @@ import datasets
 import pytest
 import torch
 import yaml
+from cases import full
 from commands import ROOT, Running, rlt, start
 from fake_worker import FakeWorker, worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -268,6 +269,7 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_is_kept_beside_the_newest(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -594,9 +596,7 @@ def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    "verb", ["fit", *(pytest.param(v, marks=pytest.mark.full) for v in ("predict", "test"))]
-)
+@pytest.mark.parametrize("verb", ["fit", *(full(v) for v in ("predict", "test"))])
 def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model: str, tmp_path: Path) -> None:
     config = {"fit": "tests/rlt.yaml", "predict": "configs/generate.yaml", "test": "configs/evaluate.yaml"}
     command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]

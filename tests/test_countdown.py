@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from cases import full
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import solves_countdown
@@ -78,8 +79,8 @@ def test_a_target_is_solved_if_and_only_if_another_search_reaches_it(numbers: li
     "numbers",
     [
         [0, 2, 5, 5, 7],
-        pytest.param([3, 4, 5, 7, 50], marks=pytest.mark.full),
-        pytest.param([1, 1, 2, 2, 3, 3], marks=pytest.mark.full),
+        full([3, 4, 5, 7, 50]),
+        full([1, 1, 2, 2, 3, 3]),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ import pytest
 import torch
 import wandb
 import yaml
+from cases import full
 from commands import ROOT, python, rlt
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
@@ -51,7 +52,7 @@ OTHER_MODULES |= {"reward/baseline", "reward/val_baseline"}  # of reward.baselin
 OTHER_MODULES |= {"rollout/half_character_frac"}  # of a student with another tokenizer
 
 
-@pytest.fixture(scope="module", params=["installed", pytest.param("oldest", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["installed", full("oldest")])
 def wandb_path(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment of a process with the installed wandb, or with the oldest that the package allows."""
     return {"PYTHONPATH": install_oldest()} if request.param == "oldest" else {}
@@ -109,6 +110,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_
         assert {run.axes[name] for name in prefixes} == {"iteration"}
 
 
+@pytest.mark.full
 def test_iterations_that_a_killed_run_may_not_have_written_are_logged_again(
     wandb_path: dict[str, str], tmp_path: Path
 ) -> None:
@@ -341,6 +343,7 @@ def on_terminal(code: str, folder: Path, **environment: str) -> str:
     return shown.decode()
 
 
+@pytest.mark.full
 def test_an_account_is_what_wandb_finds_and_nothing_is_asked(
     environment: pytest.MonkeyPatch, wandb_path: dict[str, str], tmp_path: Path
 ) -> None:

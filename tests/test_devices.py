@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
 import torch
+from cases import full
 from device_rules import Places, Refusing, rules_of
 from ruled_run import run_ruled
-
-
-def full(*values: Any) -> Any:
-    """Return a case that `make test` leaves to `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(

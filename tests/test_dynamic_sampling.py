@@ -224,7 +224,7 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return fit(tiny_model, tmp_path_factory.mktemp("whole"))[0]
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("rounds", [full(1), 2, full(5)])
 def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model: str, tmp_path: Path) -> None:
     # Two batches an epoch, so that rounds and batches cross the ends of epochs.
     seen, data = fit(tiny_model, tmp_path, rounds)
@@ -390,7 +390,7 @@ def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path:
 # Resuming, several processes
 
 
-@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize("done", [full(1), 2, full(3)])
 def test_a_resumed_run_draws_the_same_problems(
     done: int, tiny_model: str, tmp_path: Path, whole: Seen
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from fake_worker import worker_of
 from lightning.pytorch import Callback, Trainer
@@ -317,8 +318,8 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: P
     "strategy",
     [
         "ddp",
-        pytest.param("fsdp2", marks=pytest.mark.full),
-        pytest.param("zero3", marks=pytest.mark.full),
+        full("fsdp2"),
+        full("zero3"),
     ],
 )
 def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from cases import full
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
@@ -122,8 +123,8 @@ def judge() -> Iterator[Judge]:
     [
         ("aime24", 30),
         ("amc23", 40),
-        pytest.param("math500", 500, marks=pytest.mark.full),
-        pytest.param("gsm8k", 1319, marks=pytest.mark.full),
+        full("math500", 500),
+        full("gsm8k", 1319),
     ],
 )
 def test_reference_solutions_are_right_and_others_wrong(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from safetensors.torch import load_file
 from test_strategies import largest_difference
@@ -17,7 +18,7 @@ from rlt_lightning.models import weights
 from rlt_lightning.types import InputError
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("zero3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["single", full("zero3")])
 def test_a_checkpoint_becomes_an_ordinary_model_folder(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
@@ -53,7 +54,7 @@ def predict(folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dic
     return [json.loads(line) for line in (folder / "run" / "scores.jsonl").open()]
 
 
-@pytest.mark.parametrize("setting", ["paper", pytest.param("schulman_exp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("setting", ["paper", full("schulman_exp")])
 def test_rlt_predict_gives_the_released_codes_rewards(setting: str, smollm2: str, tmp_path: Path) -> None:
     columns = ("id", "question", "solution", "completion")
     rows = [{column: case[column] for column in columns} for case in CASES]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
@@ -21,9 +22,7 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / CHECKPOINT)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2_bf16", pytest.param("zero1_bf16", marks=pytest.mark.slow), full("zero3_bf16")]
-)
+@pytest.mark.parametrize("strategy", ["fsdp2_bf16", slow("zero1_bf16"), full("zero3_bf16")])
 def test_half_precision_strays_no_further_from_fp32_than_a_single_process(
     strategy: str, runs: dict[str, Path]
 ) -> None:

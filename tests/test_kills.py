@@ -18,6 +18,7 @@ from statistics import median
 
 import psutil
 import pytest
+from cases import slow
 from commands import RANK_1, Running, start
 from test_cli import explanation, metrics, weights
 from test_strategies import largest_difference
@@ -151,7 +152,7 @@ def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]
     ("strategy", "kills"),
     [
         ("single", [("writing", "all"), ("step", "all")]),
-        pytest.param("zero3", [("written", "rank 1")], marks=pytest.mark.slow),
+        slow("zero3", [("written", "rank 1")]),
     ],
 )
 def test_killed_and_resumed_equals_not_stopping(

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from cases import full
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,7 +54,7 @@ def test_entropy_by_hand():
     torch.testing.assert_close(token_entropy(logits), torch.tensor([math.log(2), 1.5 * math.log(2)]))
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("compiled", [False, full(True)])
 @pytest.mark.parametrize("scale", [LogitScale(0.7), LogitScale(0.7, 1.3, cap=3.0)])
 def test_blocks_equal_all_at_once(scale, compiled):
     if compiled and shutil.which("gcc") is None:
@@ -182,7 +183,7 @@ def test_no_tokens_give_no_log_probs_but_a_graph():
 
 @pytest.mark.parametrize("num_student_words", [VOCABULARY, VOCABULARY - 100, VOCABULARY + 100])
 @pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("compiled", [False, full(True)])
 def test_exact_kl_in_blocks_equals_all_at_once(num_student_words, cap, compiled):
     if compiled and shutil.which("gcc") is None:
         pytest.skip("torch.compile needs a C compiler on a CPU")

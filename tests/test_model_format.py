@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 import yaml
+from cases import full
 from commands import ROOT, rlt
 from test_next_steps import proposed
 from tiny import tiny_options
@@ -493,10 +494,7 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize(
     "verb",
-    [
-        name if name in ("fit", "test", "chat") else pytest.param(name, marks=pytest.mark.full)
-        for name in CONTRADICTIONS
-    ],
+    [name if name in ("fit", "test", "chat") else full(name) for name in CONTRADICTIONS],
 )
 def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, tmp_path: Path) -> None:
     teacher = trained(tmp_path / "teacher", miniature, "teacher", R1, system_prompt="")

@@ -76,6 +76,7 @@ def test_two_processes_divide_uneven_answers_and_train_as_one(
 # One process
 
 
+@pytest.mark.full
 def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path: Path) -> None:  # noqa: F811
     found = {}
     for layout in ("single", "packed", "shared_prefix", "auto"):
@@ -181,6 +182,7 @@ def test_an_engine_outside_the_process(
     assert ("rollout/mismatch_mean" in witness.metrics[0]) == (estimator == "sampled")
 
 
+@pytest.mark.full
 def test_a_compiled_head_is_checked_for_the_divergence(
     miniature: str,
     teacher: str,  # noqa: F811

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from fake_worker import FakeWorker
 from test_rlt_module import Witness, data, module, trainer
 from test_vllm_engine import (
@@ -114,7 +115,7 @@ def rows(witness: Witness) -> list[list[int]]:
     return [r.completion.token_ids for batch in witness.batches for r in batch.rollouts.rollouts]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["32-true", full("bf16-mixed")])
 def test_groups_are_scored_before_the_last_is_sampled(fit: Any, scored: Any, precision: str) -> None:
     engine = Waiting(patience_s=60)
     scored(engine)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import full
 from commands import ROOT, rlt
 from fake_worker import FakeWorker
 
@@ -237,7 +238,7 @@ def test_only_the_published_sets_fill_the_papers_columns() -> None:
     assert PUBLISHED.keys() == set(PAPER_SETS)
 
 
-@pytest.mark.parametrize("budget", ["null", pytest.param("{max_thinking_tokens: 4}", marks=pytest.mark.full)])
+@pytest.mark.parametrize("budget", ["null", full("{max_thinking_tokens: 4}")])
 def test_a_response_ends_where_the_context_does(budget: str, tiny_model: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_model)
     question = "one " * (2048 - 96)

@@ -109,6 +109,7 @@ def files(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in found}
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("stage", COMMANDS)
 def test_a_script_equals_the_command(both: dict[str, Path], stage: str) -> None:
     script, command = (runs / COMMANDS[stage][0] for runs in both.values())
@@ -380,6 +381,7 @@ def test_the_notebook_shows_reward_and_heat() -> None:
     assert NOTEBOOK.stat().st_size < 200_000
 
 
+@pytest.mark.docs
 def test_the_notebook_runs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="needs the extra dev")
     nbclient = pytest.importorskip("nbclient", reason="needs the extra dev")

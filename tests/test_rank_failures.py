@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow
 from commands import ROOT, start
 from test_kills import processes
 from test_strategies import full
@@ -85,11 +86,6 @@ class Ended:
 def fault(rank: int, hook: str, kind: str) -> str:
     arguments = {"rank": rank, "hook": hook, "kind": kind, "step": 0 if hook == "setup" else 1}
     return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
-
-
-def slow(*values: Any) -> Any:
-    """A case for the slow proofs."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from lightning.pytorch import Callback, Trainer
 from tiny import CHAINS, SHORT
@@ -263,9 +264,7 @@ def test_half_a_character_at_the_end_counts_on_neither_side(retelling: Retelling
 # What it scores
 
 
-@pytest.mark.parametrize(
-    ("estimator", "number"), [("k1", 10), ("k3", 10), pytest.param("k1", 200, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("estimator", "number"), [("k1", 10), ("k3", 10), full("k1", 200)])
 def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimator: str, number: int) -> None:
     texts = retelling.teachers_text, retelling.students_text
     if estimator == "k3" and not all(text.is_byte_level for text in texts):
@@ -308,6 +307,7 @@ def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimato
         print(f"figure: {number}: span sums and whole-text log-probs differ by at most {largest:.1e}")
 
 
+@pytest.mark.full
 def test_equal_tokenizers_through_spans_give_todays_figures(
     smollm2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

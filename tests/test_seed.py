@@ -31,6 +31,7 @@ def small(model: str) -> list[str]:
     return ["--config=tests/rlt.yaml", *models, *short]
 
 
+@pytest.mark.full
 def test_a_seed_sets_all_but_those_that_are_options(tiny_model: str, tmp_path: Path) -> None:
     # A seed option wins before and after --seed; a config does not.
     (tmp_path / "seeds.yaml").write_text("rollouts: {seed: 5}")

@@ -7,10 +7,10 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
@@ -20,11 +20,6 @@ from torch import Tensor
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STOP = 3
 MEASURED = ("reward/mean", "reward/val_mean", "student/kl_mean", "policy/entropy", "policy/grad_norm")
-
-
-def full(*values: Any) -> Any:
-    """Return a case that `make test` leaves to `make test-all`."""
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -148,7 +143,7 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
     [
         ("fsdp2", "miniature"),
         full("zero3", "miniature"),
-        ("ddp", "miniature-pieces"),  # with another tokenizer, and r_KL on spans
+        full("ddp", "miniature-pieces"),  # with another tokenizer, and r_KL on spans
         *(full(strategy, "miniature-pieces") for strategy in ("fsdp2", "zero3")),
     ],
 )

@@ -531,6 +531,7 @@ def test_tags_from_a_config(make_data: MakeData):
         )
 
 
+@pytest.mark.full
 def test_a_student_of_another_family_has_tokens_of_its_own(make_data: MakeData, smollm2: str, shared: Path):
     qwen = str(shared / "data/tokenizers/Qwen2.5-Instruct")
     alike = make_data(tokenizer=smollm2, student_tokenizer=smollm2)

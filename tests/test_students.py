@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from lightning.pytorch import Callback, Trainer
 from ranks import run
@@ -156,8 +157,8 @@ OTHERS = ["miniature-seed1", "miniature-qwen2"]
     "options",
     [
         {},
-        {"reward": RLTReward(kl_estimator="exact", score_given=True)},
-        {"teacher_log_probs": "recompute", "reward": RLTReward(score_given=True)},
+        full({"reward": RLTReward(kl_estimator="exact", score_given=True)}),
+        full({"teacher_log_probs": "recompute", "reward": RLTReward(score_given=True)}),
     ],
 )
 def test_real_students_combine_as_single_runs_do_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
@@ -321,10 +322,10 @@ def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
     [
         ("zero3", {}),
         ("zero3", {"early": True, "uneven": True}),
-        pytest.param("ddp", {"uneven": True}, marks=pytest.mark.full),
-        pytest.param("fsdp2", {"uneven": True}, marks=pytest.mark.full),
-        pytest.param("fsdp2", {"early": True, "uneven": True}, marks=pytest.mark.full),
-        pytest.param("ddp", {"dynamic": 2, "rows": 16}, marks=pytest.mark.full),
+        full("ddp", {"uneven": True}),
+        full("fsdp2", {"uneven": True}),
+        full("fsdp2", {"early": True, "uneven": True}),
+        full("ddp", {"dynamic": 2, "rows": 16}),
     ],
 )
 def test_two_processes_train_as_one(
@@ -451,6 +452,7 @@ def plan_of(tmp_path: Path, tiny_model: str, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
     one, other, both = (
         plan_of(tmp_path, tiny_model, f"--model.students=[{names}]")

@@ -259,6 +259,7 @@ def test_all_code_that_makes_tokens_is_in_the_key() -> None:
     assert found - in_key == set()
 
 
+@pytest.mark.full
 def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
     code = f"""
 from rlt_lightning.datamodules import StratosDataModule

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from lightning.pytorch import Trainer
 from tiny import StrictEntry
 from torch import Tensor
@@ -77,7 +78,7 @@ def lopsided(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scal
 
 
 @pytest.mark.parametrize("wrong", [leaking, forgetful, lopsided])
-@pytest.mark.parametrize("name", ["miniature", pytest.param("smollm2-135m", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["miniature", full("smollm2-135m")])
 def test_wrong_attention_is_found_in_half_precision(wrong: Any, name: str, monkeypatch: pytest.MonkeyPatch):
     model = StrictEntry(load_model(name, "bfloat16"))
     assert verified_layout(model, name, "shared_prefix") == "shared_prefix"

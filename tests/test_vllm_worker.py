@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from cases import slow
 from commands import rlt, start
 from sampling import sample_groups
 from tiny import CHAINS
@@ -353,9 +354,7 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
         ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sleep"), [pytest.param("zero3", False, marks=pytest.mark.slow), ("fsdp2", True)]
-)
+@pytest.mark.parametrize(("strategy", "sleep"), [slow("zero3", False), ("fsdp2", True)])
 def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
 ) -> None:
