@@ -17,8 +17,7 @@ from sampling import numbered
 from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
-from rlt_lightning.engines.drawing import row_uniforms, truncate
-from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
+from rlt_lightning.engines.hf import StopWatcher, eos_token_ids, row_uniforms, truncate
 from rlt_lightning.types import Completion, FinishReason
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import ROOT, Running
 
-from rlt_lightning.engines.weights import free_port
+from rlt_lightning.engines.launch import free_port
 
 WAIT_FOR_JOBS = "from strategy_run import main; main()"
 STEPS = 5  # of a job that does not say

@@ -15,11 +15,10 @@ from plain_engine import PlainEngine, draw_plainly
 from sampling import sample_groups
 
 from rlt_lightning.engines import HFEngine, Sampling
-from rlt_lightning.engines.decoders import slot_fault
-from rlt_lightning.engines.drawing import draw, invert, inverted_exactly
+from rlt_lightning.engines.hf import draw, invert, inverted_exactly
+from rlt_lightning.engines.slots import Prompts, attend, decode_attention, slot_fault
 from rlt_lightning.models.cpu_linear import packed_forward, packed_weights
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.numerics.decoding import Prompts, attend, decode_attention
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Completion
 

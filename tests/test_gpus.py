@@ -16,9 +16,8 @@ from fake_worker import fake_vllm
 from rlt_lightning import ALLOCATOR
 from rlt_lightning.__main__ import grow_segments
 from rlt_lightning.engines import Launch, VLLMEngine
-from rlt_lightning.engines.gpus import trainer_devices, visible_gpus, worker_gpus
-from rlt_lightning.engines.launch import LocalServer
-from rlt_lightning.engines.worker import server_of
+from rlt_lightning.engines.fleet import server_of
+from rlt_lightning.engines.launch import LocalServer, trainer_devices, visible_gpus, worker_gpus
 from rlt_lightning.types import InputError
 
 UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"

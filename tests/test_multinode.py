@@ -15,7 +15,7 @@ from commands import rlt
 from safetensors.torch import load_file
 from test_strategies import largest_difference
 
-from rlt_lightning.engines.weights import free_port
+from rlt_lightning.engines.launch import free_port
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "overlays"

@@ -36,7 +36,7 @@ from rlt_lightning.engines import (
     WorkersLost,
     build_requests,
 )
-from rlt_lightning.engines.weights import in_background
+from rlt_lightning.engines.threads import in_background
 from rlt_lightning.modules.reading import Reading
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.types import Completion

@@ -22,8 +22,7 @@ from test_vllm_worker import EXECUTABLE, LAUNCH, forked_vllm
 from rlt_lightning.cli.parser import bare_words
 from rlt_lightning.cli.teach import settings_of
 from rlt_lightning.engines import Launch
-from rlt_lightning.engines.launch import LocalServer
-from rlt_lightning.engines.weights import free_port
+from rlt_lightning.engines.launch import LocalServer, free_port
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.report.heat import Terminal, folded, hanging, shaded

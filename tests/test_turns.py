@@ -16,7 +16,7 @@ from test_vllm_engine import token_ids as ids
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
-from rlt_lightning.engines.worker import State
+from rlt_lightning.engines.fleet import State
 from rlt_lightning.types import InputError
 
 __all__ = ["start"]  # a fixture

@@ -46,11 +46,11 @@ from rlt_lightning.engines import (
     fleet,
     sample_all,
 )
+from rlt_lightning.engines.base import disagreement
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.nccl import SyncClient, WholeTensors, common_dtype
-from rlt_lightning.engines.staging import Staging, pieces
-from rlt_lightning.engines.verification import disagreement
+from rlt_lightning.engines.push import Staging, pieces
 from rlt_lightning.models.lora import LoRA, adapter_weights, add_adapter
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import Deferred, gather_in_groups

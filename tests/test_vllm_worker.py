@@ -39,8 +39,7 @@ from rlt_lightning.engines import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.launch import LocalServer
-from rlt_lightning.engines.weights import free_port
+from rlt_lightning.engines.launch import LocalServer, free_port
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model, load_tokenizer
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from rlt_lightning.engines import GlooPush, VLLMEngine
-from rlt_lightning.engines.staging import Staging, pieces
+from rlt_lightning.engines.push import Staging, pieces
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from fake_worker import FakeWorker, join_gloo, receive_gloo  # type: ignore[import-not-found]

@@ -36,7 +36,7 @@ from rlt_lightning.engines.base import (
     require_context,
     stream_completions,
 )
-from rlt_lightning.engines.weights import in_background
+from rlt_lightning.engines.threads import in_background
 from rlt_lightning.models.lora import adapter_weights, merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.base import PolicyModule

@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, key_from, refusal, trusted_certificates
-from rlt_lightning.engines.decoders import device_of
 from rlt_lightning.engines.hf import eos_token_ids
+from rlt_lightning.engines.slots import device_of
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.tags import TextStream, require_fast

@@ -28,7 +28,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from rlt_lightning import __version__, callbacks
 from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.engines.gpus import trainer_devices
+from rlt_lightning.engines.launch import trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.surroundings import global_rank, require_known_strategy

@@ -13,13 +13,12 @@ from rlt_lightning.engines.base import (
     sample_all,
 )
 from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, generate_with_budget
-from rlt_lightning.engines.disk import AdapterPush, DiskPush
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
+from rlt_lightning.engines.push import AdapterPush, DiskPush, GlooPush, NoPush, WeightPush
 from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.engines.vllm import VLLMEngine
-from rlt_lightning.engines.weights import GlooPush, NoPush, WeightPush
 
 __all__ = [
     "AdapterPush",

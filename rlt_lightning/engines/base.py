@@ -52,6 +52,8 @@ from rlt_lightning.types import Completion, InputError
 
 # Workers are verified by the first tokens of a prompt: this many.
 PROBE_TOKENS = 64
+# The largest difference that rounding explains, by the worker's data type: nats, mean over a text.
+AGREEMENT = {"float32": 5e-4, "float16": 0.02, "bfloat16": 0.1}
 # vLLM takes signed 64-bit seeds and adds the number of the completion.
 SEED_MASK = 2**62 - 1
 
@@ -341,6 +343,40 @@ def sample_all(
                 raise
         missing = [i for i in missing if len(groups[i]) < requests[i].num_completions]
     return [[group[number] for number in range(len(group))] for group in groups]
+
+
+def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: float) -> str | None:
+    """Say how a worker's log-probs differ from the trainer's of the latest version; None if they agree.
+
+    Even within the bound, a worker is stale if its log-probs are more than four times nearer to an earlier
+    version than to the latest: a small step moves log-probs by less than the bound, yet by more than rounding
+    does.
+
+    Args:
+        scores: The worker's log-probs of a text, nats.
+        log_probs: The trainer's log-probs of the text, nats, by policy version.
+        bound: The largest mean difference that rounding explains, nats.
+    """
+    distances = {version: mean_distance(scores, values) for version, values in log_probs.items()}
+    latest = max(distances)
+    nearest = min(distances, key=distances.__getitem__)
+    error = distances[latest]
+    if nearest != latest and distances[nearest] < error / 4:
+        return (
+            f"its log-probs differ by {error:.2g} nats per token from those of step {latest} and by "
+            f"{distances[nearest]:.2g} from those of step {nearest}: later pushes have not arrived."
+        )
+    if not error <= bound:
+        return (
+            f"its log-probs differ by {error:.2g} nats per token (at most {bound:g} is rounding) and fit no "
+            "earlier step either."
+        )
+    return None
+
+
+def mean_distance(a: list[float], b: list[float]) -> float:
+    """Return the mean absolute difference."""
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
 
 
 # The protocol of before: both functions go with the next release.

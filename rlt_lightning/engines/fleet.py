@@ -25,23 +25,62 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.engines.base import EngineError, NamedTensor
-from rlt_lightning.engines.client import WorkerError
-from rlt_lightning.engines.launch import Launch
-from rlt_lightning.engines.verification import verify_worker
-from rlt_lightning.engines.weights import WeightPush, run_to_end
-from rlt_lightning.engines.worker import NO_ANSWER, State, Worker, server_of
-from rlt_lightning.models.announce import size_text, weights_size
+from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, disagreement
+from rlt_lightning.engines.client import WorkerClient, WorkerError
+from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
+from rlt_lightning.engines.push import WeightPush
+from rlt_lightning.engines.threads import run_to_end
+from rlt_lightning.models.announce import model_size, size_text, weights_size
 from rlt_lightning.models.waiting import waiting_for
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.
 GREETING_S = 5.0
+NO_ANSWER = "It never answered."
+
+
+class State(Enum):
+    """Where a worker stands; the head of fleet.py draws it."""
+
+    DOWN = "down"
+    READY = "ready"
+    CURRENT = "current"
+    VERIFIED = "verified"
+
+
+class Worker(WorkerClient):
+    """A worker's routes, and all that the fleet knows of it."""
+
+    state = State.DOWN
+    reason = NO_ANSWER  # why it is down
+    silence = ""  # the error of the last attempt to greet it
+    asleep = False
+    losses = 0  # times it was lost since any prompt got all its completions
+    max_model_len = sys.maxsize  # tokens; known once it was greeted
+    server: LocalServer | None = None  # its process, if it was launched
+
+    @property
+    def up(self) -> bool:
+        """Tell whether the worker answers calls."""
+        return self.state is not State.DOWN
+
+    @property
+    def current(self) -> bool:
+        """Tell whether the worker has the weights of the last push."""
+        return self.state in (State.CURRENT, State.VERIFIED)
+
+    def go_down(self, reason: str) -> None:
+        """Mark the worker as down, and forget its weights and connections."""
+        self.state, self.reason, self.asleep = State.DOWN, reason, False
+        self.adapter = None
+        self.incarnation += 1
 
 
 class Fleet:
@@ -343,6 +382,62 @@ class Fleet:
             await asyncio.sleep(self.call_timeout_s / 4)
             unpaused = worker.require_unpaused(self.call_timeout_s)
             await asyncio.gather(self.require_current(worker), unpaused)
+
+
+def server_of(
+    worker: Worker, index: int, launch: Launch, model: str, push: WeightPush, logs: Path
+) -> LocalServer:
+    """Return the process of worker number `index`, not started yet."""
+    port = int(worker.url.rpartition(":")[2])
+    arguments, environment = push.launch_options()
+    command = launch.command(index, port, model, push.backend, str(worker.model)) + arguments
+    environment = environment | launch.environment | launch.visible_gpus(index)
+    if key := worker.api_key:
+        # Not on the command line, where every user of the machine could read it.
+        environment["VLLM_API_KEY"] = key
+    size = model_size(launch.model or model)
+    return LocalServer(command, environment, logs / f"worker-{index}.log", not worker.plain, size)
+
+
+async def verify_worker(
+    worker: WorkerClient,
+    token_ids: list[int],
+    log_probs: dict[int, list[float]],
+    needs_log_probs: bool,
+    deadline_s: float,
+) -> None:
+    """Compare a vLLM worker's log-probs of a text with the trainer's.
+
+    Args:
+        worker: The worker that is asked.
+        token_ids: The text.
+        log_probs: The trainer's log-probs of it, nats, by policy version; see `Engine.verify`.
+        needs_log_probs: Whether the worker must report log-probs at the sampling temperature.
+        deadline_s: Deadline of each call.
+
+    Raises:
+        EngineError: If the log-probs differ, or are those of another temperature.
+        WorkerError: If the worker does not answer.
+    """
+    scores = await worker.score(token_ids, deadline_s)
+    exact = await worker.reports_sampled_log_probs(token_ids[0], deadline_s)
+    if fault := disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+        advice = (
+            "It serves another model: let it serve the one that is loaded here."
+            if worker.plain
+            else "Its weights are stale, or a part of them, such as a tied output head; check its "
+            f"--weight-transfer-config and that it runs our {EXTENSION}."
+        )
+        raise EngineError(
+            f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, but "
+            f"{fault} {advice}"
+        )
+    if needs_log_probs and not exact:
+        raise EngineError(
+            f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but reports "
+            "raw ones. Start it with --logprobs-mode processed_logprobs, or set the engine's log_probs "
+            "to trainer."
+        )
 
 
 def urls_of(workers: Iterable[Worker]) -> str:

@@ -1,14 +1,26 @@
-"""Rollouts in the trainer's own process: the reference for every other engine."""
+"""Rollouts in the trainer's own process: the reference for every other engine.
+
+Batching is continuous: some completions are sampled, the others wait until a row is free.
+
+    waiting groups ──prefill──▶ begun groups ──begin──▶ rows ──accept──▶ finished drafts
+                                (prompt's slot)         (row's slot)     (the slot goes to the next)
+
+slots.py runs the model. Tokens are drawn from its logits by inverting the cumulative distribution.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn.functional import pad
 
 from rlt_lightning.engines.base import (
     Engine,
@@ -18,10 +30,18 @@ from rlt_lightning.engines.base import (
     SampleRequest,
     Sampling,
 )
-from rlt_lightning.engines.batch import Batch, Group
-from rlt_lightning.engines.decoders import Decoder, OwnCacheDecoder, SlotDecoder, device_of, slot_fault
+from rlt_lightning.engines.slots import Decoder, OwnCacheDecoder, SlotDecoder, device_of, slot_fault
 from rlt_lightning.models.cpu_linear import packed_weights, packing_pays
 from rlt_lightning.types import Completion, FinishReason
+
+# Tokens of prompts that are run at once, unless a single prompt has more.
+PREFILL_TOKENS = 8192
+# Words whose probabilities are added up in fp32 before float64 takes over.
+BLOCK = 128
+# A number this near to a boundary, as a fraction of the sum of all weights, is drawn again in float64. It is
+# several times the error of fp32: exp(l - max) is off by 2^-24 (|l - max| + 2), on average at most 8e-7 with
+# 150,000 words; a sum of 128 words by about 10 roundings, 6e-7.
+DOUBT = 1e-5
 
 
 class HFEngine(Engine):
@@ -190,3 +210,260 @@ def eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
+
+
+class Group:
+    """A prompt and its completions."""
+
+    def __init__(self, prompt: list[int], seed: int, num_completions: int, limit: int) -> None:
+        self.prompt = prompt
+        self.drafts = [
+            Draft(self, uniforms, seed) for uniforms in row_uniforms(seed, num_completions, limit).numpy()
+        ]
+        self.num_begun = 0
+        self.num_finished = 0
+        self.logits: Any = None  # of the first token, (V,), while completions wait
+
+    @property
+    def waiting(self) -> list[Draft]:
+        """Return the completions that have not begun."""
+        return self.drafts[self.num_begun :]
+
+
+@dataclass(eq=False)
+class Draft:
+    """A completion while it is being sampled."""
+
+    group: Group
+    uniforms: Sequence[float]  # in [0, 1): the row's own random numbers, one for each token
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+    @property
+    def unfinished(self) -> bool:
+        """Tell whether the completion has neither ended nor reached its limit."""
+        return self.finish_reason == "length" and len(self.token_ids) < len(self.uniforms)
+
+    def completion(self) -> Completion:
+        """Return the finished completion."""
+        return Completion(self.token_ids, self.log_probs, self.finish_reason, self.seed)
+
+
+class Batch:
+    """Samples groups to their end.
+
+    Args:
+        groups: What to sample, in this order.
+        decoder: Runs the model.
+        sampling: How tokens are drawn.
+        max_rows: Completions sampled at once.
+        finish_reason: Returns how a token sequence ended; length while it has not.
+        continues: Called before each run of the model with whether it has work; returns whether to run it.
+    """
+
+    def __init__(
+        self,
+        groups: list[Group],
+        decoder: Decoder,
+        sampling: Sampling,
+        max_rows: int,
+        finish_reason: Callable[[list[int]], FinishReason],
+        continues: Callable[[bool], bool],
+    ) -> None:
+        self.waiting = deque(groups)
+        self.decoder = decoder
+        self.sampling = sampling
+        self.max_rows = max_rows
+        self.finish_reason = finish_reason
+        self.continues = continues
+        self.begun: list[Group] = []  # by slot
+        self.rows: list[Draft] = []  # by slot
+        self.tokens: Any = None  # the rows' last tokens, (n,)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Sample until every group is finished."""
+        while True:
+            self._admit()
+            if not self.continues(bool(self.rows)):
+                return
+            self.tokens = self._accept(self.decoder.step(self.tokens), self.rows)
+            finished = [row for row, draft in enumerate(self.rows) if not draft.unfinished]
+            if finished:
+                self._drop(finished)
+
+    def _admit(self) -> None:
+        """Begin completions while there is room."""
+        while room := self._room():
+            ready = sum(len(group.waiting) for group in self.begun)
+            if self.waiting and ready < room:
+                self._prefill(room - ready)
+            fresh = [(slot, draft) for slot, group in enumerate(self.begun) for draft in group.waiting]
+            if not fresh:
+                return
+            self._begin(fresh[:room])
+
+    def _room(self) -> int:
+        """Return how many more completions may begin."""
+        if not self.decoder.in_turns:
+            return self.max_rows - len(self.rows)
+        if self.rows:
+            return 0
+        size = len((self.begun or self.waiting)[0].drafts) if self.begun or self.waiting else 0
+        return max(size, self.max_rows)
+
+    def _prefill(self, room: int) -> None:
+        """Run waiting prompts that have this many completions together, or fewer if a pass is full."""
+        chosen: list[Group] = []
+        num_rows = num_tokens = 0
+        while self.waiting and num_rows < room:
+            group = self.waiting[0]
+            num_rows += len(group.drafts)
+            num_tokens += len(group.prompt)
+            turn_is_full = self.decoder.in_turns and num_rows > room
+            if chosen and (turn_is_full or num_tokens > PREFILL_TOKENS):
+                break
+            chosen.append(self.waiting.popleft())
+        self.continues(True)
+        logits = self.decoder.prefill([group.prompt for group in chosen])
+        for group, own in zip(chosen, logits, strict=True):
+            group.logits = own
+        self.begun += chosen
+
+    def _begin(self, fresh: list[tuple[int, Draft]]) -> None:
+        """Draw the first token of each completion; a completion with more to come becomes a row."""
+        drafts = [draft for _, draft in fresh]
+        for draft in drafts:
+            draft.group.num_begun += 1
+        tokens = self._accept(torch.stack([draft.group.logits for draft in drafts]), drafts)
+        kept = [i for i, draft in enumerate(drafts) if draft.unfinished]
+        for i in kept:
+            self.decoder.add_row(fresh[i][0])
+            self.rows.append(drafts[i])
+        tokens = tokens[torch.tensor(kept, device=tokens.device, dtype=torch.long)]
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens])
+        self._count([draft for draft in drafts if not draft.unfinished])
+
+    def _accept(self, logits: Tensor, drafts: list[Draft]) -> Tensor:
+        """Draw and append one token per draft; return the tokens, (n,)."""
+        uniforms = torch.tensor(
+            [draft.uniforms[len(draft.token_ids)] for draft in drafts],
+            device=logits.device,
+            dtype=torch.float64,
+        )
+        history = self._history(drafts, logits.device)
+        tokens, log_probs = draw(logits.float(), history, uniforms, self.sampling)
+        for draft, token, log_prob in zip(drafts, tokens.tolist(), log_probs.tolist(), strict=True):
+            draft.token_ids.append(token)
+            draft.log_probs.append(log_prob)
+            draft.finish_reason = self.finish_reason(draft.token_ids)
+        return tokens
+
+    def _history(self, drafts: list[Draft], device: torch.device) -> Tensor:
+        """Return the tokens present in each row, (n, L); empty without a repetition penalty."""
+        if self.sampling.repetition_penalty == 1:
+            return torch.empty(len(drafts), 0, dtype=torch.long, device=device)
+        # The penalty counts each token once, so repeating the first one pads a row without effect.
+        rows = [list({*draft.group.prompt, *draft.token_ids}) for draft in drafts]
+        length = max(map(len, rows))
+        return torch.tensor([row + row[:1] * (length - len(row)) for row in rows], device=device)
+
+    def _drop(self, finished: list[int]) -> None:
+        """Remove rows; the last row moves into each place."""
+        drafts = [self.rows[row] for row in finished]
+        order = list(range(len(self.rows)))
+        for row in reversed(finished):
+            self.decoder.drop_row(row)
+            order[row] = order[-1]
+            order.pop()
+        self.rows = [self.rows[row] for row in order]
+        self.tokens = self.tokens[torch.tensor(order, device=self.tokens.device, dtype=torch.long)]
+        self._count(drafts)
+
+    def _count(self, finished: list[Draft]) -> None:
+        """Count finished completions, and free the slots of prompts whose completions are all finished."""
+        for draft in finished:
+            draft.group.num_finished += 1
+        for slot in reversed(range(len(self.begun))):
+            group = self.begun[slot]
+            if group.num_finished == len(group.drafts):
+                self.decoder.drop_prompt(slot)
+                self.begun[slot] = self.begun[-1]
+                self.begun.pop()
+                group.logits = None
+
+
+def row_uniforms(seed: int, num_completions: int, num_tokens: int) -> Tensor:
+    """Draw a group's random numbers, (num_completions, num_tokens), from its prompt's seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(num_completions, num_tokens, generator=generator, dtype=torch.float64)
+
+
+def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverse transform sampling.
+
+    Args:
+        logits: Model output in fp32, (n, V).
+        history: Tokens present in each row, prompt included, (n, L); read for the repetition penalty only.
+        uniforms: One number in [0, 1) per row, (n,).
+        sampling: Temperature and truncation.
+
+    Returns:
+        Token ids (n,) and their log-probs (n,) under softmax(logits / temperature) of the full vocabulary,
+        nats. Greedy sampling reports log-probs at temperature 1.
+    """
+    scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+    filtered = truncate(logits, history, sampling) if sampling.truncates else scaled
+    tokens = filtered.argmax(dim=-1) if sampling.temperature == 0 else invert(filtered, uniforms)
+    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
+
+
+def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first token of each row at which the cumulative softmax exceeds the uniform number, (n,).
+
+    Blocks of words are added up in fp32, the words of one block in float64. If a row's number lies so near
+    to a boundary that rounding could decide, `inverted_exactly` computes the row.
+    """
+    spare = -logits.shape[1] % BLOCK
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()  # (n, V)
+    blocks = pad(weights, (0, spare)).unflatten(1, (-1, BLOCK))  # (n, V / BLOCK, BLOCK)
+    sums = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    targets = uniforms[:, None] * sums[:, -1:]  # (n, 1)
+    chosen = torch.searchsorted(sums, targets, right=True).clamp(max=sums.shape[1] - 1)  # (n, 1)
+    before = pad(sums, (1, 0)).gather(1, chosen)
+    words = blocks[torch.arange(len(logits), device=logits.device), chosen[:, 0]]
+    edges = torch.cat([before, before + words.double().cumsum(dim=-1)], dim=1)  # (n, BLOCK + 1)
+    places = torch.searchsorted(edges, targets, right=True).squeeze(1) - 1
+    tokens = chosen[:, 0] * BLOCK + places
+    clear = (edges - targets).abs().amin(dim=-1) > DOUBT * sums[:, -1]
+    doubtful = (~clear).nonzero().squeeze(1)
+    if len(doubtful):
+        tokens[doubtful] = inverted_exactly(logits[doubtful], uniforms[doubtful])
+    return tokens
+
+
+def inverted_exactly(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Do what `invert` does in float64, slowly and plainly."""
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (n, V)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)  # (n,)
+    return tokens.clamp(max=logits.shape[-1] - 1)
+
+
+def truncate(logits: Tensor, history: Tensor, sampling: Sampling) -> Tensor:
+    """Apply repetition penalty, temperature, top-k, top-p and min-p, in that order, by transformers' code."""
+    from transformers.generation import logits_process as processors
+
+    if sampling.repetition_penalty != 1:
+        logits = processors.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(history, logits)
+    if sampling.temperature not in (0, 1):
+        logits = processors.TemperatureLogitsWarper(sampling.temperature)(history, logits)
+    if sampling.top_k:
+        logits = processors.TopKLogitsWarper(sampling.top_k)(history, logits)
+    if sampling.top_p < 1:
+        logits = processors.TopPLogitsWarper(sampling.top_p)(history, logits)
+    if sampling.min_p:
+        logits = processors.MinPLogitsWarper(sampling.min_p)(history, logits)  # type: ignore[arg-type]
+    return logits

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
-from rlt_lightning.engines.weights import (
+from rlt_lightning.engines.launch import free_port
+from rlt_lightning.engines.push import (
     Failures,
     WeightPush,
     dtype_named,
-    free_port,
-    in_background,
     on_each,
 )
+from rlt_lightning.engines.threads import in_background
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_tensors
 

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.engines.base import (
+    AGREEMENT,
     SEED_MASK,
     Engine,
     EngineError,
     NamedTensor,
     SampleRequest,
     Sampling,
+    disagreement,
     require_context,
 )
 from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
-from rlt_lightning.engines.verification import AGREEMENT, disagreement
 from rlt_lightning.types import Completion, InputError
 
 

@@ -39,11 +39,11 @@ from rlt_lightning.engines.base import (
     require_context,
 )
 from rlt_lightning.engines.client import ADDRESS, Request, WorkerError, key_from
-from rlt_lightning.engines.fleet import Fleet
+from rlt_lightning.engines.fleet import Fleet, Worker
 from rlt_lightning.engines.hf import eos_token_ids
-from rlt_lightning.engines.launch import Launch
-from rlt_lightning.engines.weights import GlooPush, WeightPush, free_port, iterate_in_thread
-from rlt_lightning.engines.worker import Worker
+from rlt_lightning.engines.launch import Launch, free_port
+from rlt_lightning.engines.push import GlooPush, WeightPush
+from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.weights import gather_in_groups

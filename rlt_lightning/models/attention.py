@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.models.slots import SlotCache
 from rlt_lightning.numerics.attention import Segments, segment_attention
 
 # The name of our attention as an attn_implementation.
@@ -22,6 +21,13 @@ class PackedRow:
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
+
+
+class RowCache(Protocol):
+    """Keeps keys and values of rows that are sampled token by token (engines/slots.py)."""
+
+    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+        """Return the attention of each row's new token, (n, 1, A, D), from queries (n, A, 1, D)."""
 
 
 def register_segment_attention() -> None:
@@ -43,7 +49,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packed_row: PackedRow | None = None,
-    slots: SlotCache | None = None,
+    slots: RowCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend within segments and to shared prefixes if a packed row is given, else like transformers' sdpa.

@@ -23,7 +23,7 @@ from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Engine
 from rlt_lightning.engines.base import Sampling
-from rlt_lightning.engines.decoders import architecture_fault
+from rlt_lightning.engines.slots import architecture_fault
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule

@@ -1,19 +1,32 @@
-"""How new weights get into vLLM workers; the default: broadcast over gloo."""
+"""How new weights get into vLLM workers: over gloo, the default, or through a folder; nccl.py: between GPUs.
+
+    WeightPush       pause ─▶ start ─▶ transfer ─▶ finish ─▶ reset the prefix cache ─▶ resume
+    ├── GlooPush     broadcasts tensor after tensor over TCP
+    ├── NCCLPush     lets vLLM broadcast from GPU to GPU (nccl.py)
+    ├── DiskPush     writes a folder of safetensors files
+    │   └── AdapterPush   only those of a LoRA
+    └── NoPush       nothing: workers have weights of their own
+
+GlooPush copies weights from a GPU, or to another data type, into one buffer while the other is sent:
+
+    fill A │ fill B │ fill A │ …
+           │ send A │ send B │ …
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import shutil
 import socket
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import Any, ClassVar, TypeVar
+from threading import Lock
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import torch
@@ -22,13 +35,16 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
-from rlt_lightning.engines.staging import Staging, pieces
+from rlt_lightning.engines.threads import in_background
 from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
+from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import full_shape, gather_in_groups
+from rlt_lightning.run.run_folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
-T = TypeVar("T")
 Failures = dict[str, Exception]  # URL of a worker -> what went wrong there
+# The ranks that --max-lora-rank takes.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class WeightPush(ABC):
@@ -280,6 +296,202 @@ class GlooPush(WeightPush):
         self.store = None
 
 
+class Staging:
+    """Two buffers in main memory, pinned for a GPU, so that its copies run beside the sending.
+
+    Weights that are in main memory in the right type are sent without a copy.
+
+    Args:
+        num_bytes: Size of each buffer.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.buffers: list[Tensor] = []
+        self.turn = 0
+
+    def fill(self, piece: Tensor, dtype: torch.dtype) -> StagedPiece:
+        """Begin to copy a flat piece into the buffer that was not filled last.
+
+        The buffer's previous content must have been sent.
+        """
+        if not piece.is_cuda and piece.dtype == dtype:
+            return StagedPiece(piece.view(torch.uint8))
+        if not self.buffers:
+            self.buffers = [self.buffer(piece.is_cuda) for _ in range(2)]
+        self.turn = 1 - self.turn
+        target = self.buffers[self.turn][: piece.numel() * dtype.itemsize]
+        # The GPU converts the type, so that fewer bytes leave it.
+        target.view(dtype).copy_(piece.to(dtype) if piece.is_cuda else piece, non_blocking=piece.is_cuda)
+        event = torch.cuda.Event() if piece.is_cuda else None
+        if event is not None:
+            event.record()
+        return StagedPiece(target, event, copied=True)
+
+    def buffer(self, pinned: bool) -> Tensor:
+        """Return a new buffer."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.buffers = []
+
+
+class StagedPiece:
+    """Bytes in main memory, which may still be arriving.
+
+    Args:
+        data: The bytes.
+        event: Completes when all bytes have arrived; None: they are there.
+        copied: Whether they lie in a buffer, so that their source may be freed.
+    """
+
+    def __init__(self, data: Tensor, event: torch.cuda.Event | None = None, copied: bool = False) -> None:
+        self.data = data
+        self.event = event
+        self.copied = copied
+
+    def arrived(self) -> Tensor:
+        """Wait for the bytes and return them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.data
+
+
+def pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
+    """Cut a tensor into flat pieces of at most `piece_bytes` in a type, but of one number at least."""
+    yield from tensor.detach().reshape(-1).split(max(1, piece_bytes // dtype.itemsize))
+
+
+class DiskPush(WeightPush):
+    """Write a folder of safetensors files, complete or absent, and let the workers load it.
+
+    Args:
+        bucket_mib: As in `WeightPush`; each bucket is a file.
+        timeout_s: As in `WeightPush`.
+        folder: Where the folders are written; every worker must see it under this path. None: in the run
+            folder.
+    """
+
+    backend = "disk"
+
+    def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0, folder: str | None = None) -> None:
+        super().__init__(bucket_mib, timeout_s)
+        self.own_folder = Path(folder) if folder else None
+        self.folder = self.own_folder or Path("weights")
+
+    def open(self, model: Any, folder: Path) -> None:
+        """Write into the run folder, unless another was given."""
+        self.folder = self.own_folder or folder
+
+    def transfer(
+        self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
+    ) -> None:
+        """Write, rename, load; then delete the folder of the push before."""
+        from safetensors.torch import save_file
+
+        parent = self.folder.resolve()
+        target, scratch = parent / version, parent / f"{version}.tmp"
+        for stale in (target, scratch):
+            shutil.rmtree(stale, ignore_errors=True)
+        problem: OSError | None = None
+        try:
+            scratch.mkdir(parents=True)
+            self.describe(scratch)
+        except OSError as error:
+            problem = error
+        names = iter(name for name, _ in named_tensors)
+        for number, tensors in enumerate(gather_in_groups(named_tensors, self.gather_bytes)):
+            bucket = {next(names): tensor.detach().cpu().contiguous() for tensor in tensors}
+            try:
+                if problem is None:
+                    save_file(bucket, scratch / self.file_name(number))
+            except OSError as error:
+                problem = error  # keep gathering: the other ranks do
+            bucket.clear()
+        if problem is not None:
+            raise EngineError(
+                f"The weights must be written to {scratch}, but that failed ({problem}). Make room."
+            )
+        scratch.rename(target)
+        on_each(workers, lambda worker: self.load(worker, target, version), failures)
+        own = version.rpartition("-")[0] if self.own_folder else ""  # a given folder may serve several runs
+        for other in parent.iterdir():
+            if other != target and VERSION_FOLDER.fullmatch(other.name) and other.name.startswith(own):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def describe(self, folder: Path) -> None:
+        """Write the files that belong beside the weights: none."""
+
+    def file_name(self, number: int) -> str:
+        """Return the name of a bucket's file."""
+        return f"model-{number:05d}.safetensors"
+
+    def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
+        """Let a worker load a folder."""
+        self.start(worker)
+        self.post(worker, "/update_weights", {"update_info": {"folder": str(folder)}})
+        self.finish(worker, version)
+
+
+class AdapterPush(DiskPush):
+    """Write only a LoRA's matrices, as peft does, and let the workers load them beside the base's weights.
+
+    There is far less to write and to load than merged weights, but sampling is slower, since each adapted
+    layer multiplies twice more. Requests name the push that they want, so an older adapter never serves them.
+
+    Args:
+        timeout_s: As in `WeightPush`.
+        folder: As in `DiskPush`.
+    """
+
+    backend = "adapter"
+    takes_adapters = True
+
+    def __init__(self, timeout_s: float = 300.0, folder: str | None = None) -> None:
+        super().__init__(timeout_s=timeout_s, folder=folder)
+        self.model: Any = None
+
+    @property
+    def gather_bytes(self) -> int:
+        """Return no limit: the matrices are few, and peft wants one file."""
+        return sys.maxsize
+
+    def open(self, model: Any, folder: Path) -> None:
+        """Require a model with an adapter."""
+        super().open(model, folder)
+        if not hasattr(model, "peft_config"):
+            raise InputError(
+                "AdapterPush needs a teacher with an adapter, but model.lora is not set. Set it, or push "
+                "whole weights with GlooPush."
+            )
+        self.model = model
+
+    def launch_options(self) -> tuple[list[str], dict[str, str]]:
+        """Let workers take one adapter at a time, of our rank or the next that vLLM has."""
+        rank = min((r for r in VLLM_RANKS if r >= self.model.peft_config[ADAPTER].r), default=VLLM_RANKS[-1])
+        arguments = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        return arguments, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+    def describe(self, folder: Path) -> None:
+        """Write the adapter's configuration."""
+        save_adapter_config(self.model, str(self.model.name_or_path), folder)
+
+    def file_name(self, number: int) -> str:
+        """Return peft's name for the file of an adapter."""
+        return ADAPTER_FILE
+
+    def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
+        """Load the new adapter, announce its version, and drop the one before."""
+        self.start(worker)
+        self.finish(worker, version)  # before the adapter: vLLM forgets adapters when weights change
+        adapter = {"lora_name": version, "lora_path": str(folder)}
+        self.post(worker, "/v1/load_lora_adapter", adapter, in_words=True)
+        former, worker.adapter = worker.adapter, version
+        if former is not None:
+            self.post(worker, "/v1/unload_lora_adapter", {"lora_name": former}, in_words=True)
+
+
 def on_each(
     workers: list[WorkerClient], function: Callable[[WorkerClient], Any], failures: Failures
 ) -> list[WorkerClient]:
@@ -293,62 +505,6 @@ def on_each(
         except (EngineError, RuntimeError) as error:  # RuntimeError: gloo's
             failures[worker.url] = error
     return done
-
-
-def in_background(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # handed on to whoever asks for the result
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also in a notebook, which has a running loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    return in_background(lambda: asyncio.run(work)).result()
-
-
-def iterate_in_thread(items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield what an async iterator yields. It runs in a thread, also while the caller is busy."""
-    arrived: SimpleQueue[T | None] = SimpleQueue()  # None: no more come
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
-
-    async def forward() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        begun.set_result((asyncio.get_running_loop(), task))
-        async for item in items:
-            arrived.put(item)
-
-    thread = in_background(lambda: asyncio.run(forward()))
-    thread.add_done_callback(lambda _: arrived.put(None))
-    try:
-        while (item := arrived.get()) is not None:
-            yield item
-        thread.result()
-    finally:
-        if not thread.done():  # the caller wants no more
-            loop, task = begun.result()
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(task.cancel)
-            wait([thread])
-
-
-def free_port(host: str = LOOPBACK) -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -1,0 +1,497 @@
+"""Run a model over prompts and then token by token, with a key-value cache of our own or of transformers.
+
+Our cache, `SlotCache`, is allocated once: a slot for every row that is being sampled, and one for every
+prompt.
+
+    slot of a row      the tokens it has sampled    (rows, heads, capacity, D) in each layer
+    slot of a prompt   its tokens, stored once      (prompts, heads, capacity, D) in each layer
+
+Rows and prompts fill the first slots without gaps: when one leaves, the last moves into its place. The
+model's layers call `update` as they call transformers' caches; the attention then reads the slots itself
+(`attend`), so that nothing is concatenated, repeated or padded on the left.
+
+A new token attends to its row's own tokens and to the prompt. The queries of all rows that continue a prompt
+read it together, as rows of one product; the result is merged with the attention to each row's own tokens by
+their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.models.attention import PackedRow
+from rlt_lightning.models.layouts import FORWARD_ERRORS, known_fault
+from rlt_lightning.numerics.attention import Segments, merge_
+
+# Runs the model with these keyword arguments.
+Call = Callable[..., Any]
+# Tokens for which a row has room at first; doubled when a row needs more, up to the longest limit.
+FIRST_CAPACITY = 256
+
+
+class Decoder(Protocol):
+    """Runs prompts, then one token at a time of every row."""
+
+    # Whether prompts can be added only while there are no rows.
+    in_turns: bool
+
+    def prefill(self, prompts: list[list[int]]) -> Tensor:
+        """Run prompts, which take the next slots; return the logits of their next tokens, (P, V)."""
+
+    def add_row(self, prompt: int) -> None:
+        """Begin a row that continues the prompt in this slot."""
+
+    def drop_row(self, row: int) -> None:
+        """Remove a row."""
+
+    def drop_prompt(self, prompt: int) -> None:
+        """Remove a prompt that no row continues."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to every row, (n,); return the logits of the next tokens, (n, V)."""
+
+
+class SlotDecoder:
+    """Uses our cache: a prompt's keys and values are stored once, and rows come and go at any time."""
+
+    in_turns = False
+
+    def __init__(self, call: Call, device: torch.device, max_rows: int, longest: int) -> None:
+        self.call = call
+        self.cache = SlotCache(max_rows, longest, device)
+        self.add_row = self.cache.add_row
+        self.drop_row = self.cache.drop_row
+        self.drop_prompt = self.cache.drop_prompt
+        # transformers passes on a mask of four dimensions as it is; our attention does not read it.
+        self.no_mask = torch.empty(1, 1, 1, 0, device=device)
+
+    def prefill(self, prompts: list[list[int]]) -> Tensor:
+        """See `Decoder`: the prompts are segments of one row, without padding."""
+        boundaries = tuple(accumulate(map(len, prompts), initial=0))
+        self.cache.begin_prefill(boundaries)
+        device = self.cache.device
+        output = self._run(
+            input_ids=torch.tensor([list(chain.from_iterable(prompts))], device=device),
+            position_ids=torch.tensor([[i for prompt in prompts for i in range(len(prompt))]], device=device),
+            packed_row=PackedRow(Segments(boundaries)),
+            logits_to_keep=torch.tensor(boundaries[1:], device=device) - 1,
+        )
+        return output.logits[0]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """See `Decoder`."""
+        positions = self.cache.begin_step()
+        output = self._run(input_ids=tokens[:, None], position_ids=positions[:, None], slots=self.cache)
+        return output.logits[:, -1]
+
+    def _run(self, **inputs: Any) -> Any:
+        return self.call(**inputs, attention_mask=self.no_mask, past_key_values=self.cache, use_cache=True)
+
+
+class OwnCacheDecoder:
+    """Uses transformers' cache, for any architecture; a prompt's states are copied for each of its rows."""
+
+    in_turns = True
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self.call = call
+        self.device = device
+        self.cache: Any = None
+        self.mask = torch.empty(0)  # (rows in the cache, tokens)
+        self.order: list[int] = []  # which row of the cache each row is
+
+    def prefill(self, prompts: list[list[int]]) -> Tensor:
+        """See `Decoder`: the prompts are padded on the left."""
+        length = max(map(len, prompts))
+        rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        self.mask = (torch.arange(length, device=self.device) >= length - lengths[:, None]).long()  # (P, L)
+        output = self.call(
+            input_ids=torch.tensor(rows, device=self.device),
+            attention_mask=self.mask,
+            position_ids=(self.mask.cumsum(dim=1) - 1).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = output.past_key_values
+        return output.logits[:, -1]
+
+    def add_row(self, prompt: int) -> None:
+        """See `Decoder`."""
+        self.order.append(prompt)
+
+    def drop_row(self, row: int) -> None:
+        """See `Decoder`."""
+        self.order[row] = self.order[-1]
+        self.order.pop()
+
+    def drop_prompt(self, prompt: int) -> None:
+        """Do nothing: the next `prefill` replaces the whole cache."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """See `Decoder`."""
+        if self.order != list(range(len(self.mask))):
+            order = torch.tensor(self.order, device=self.device)
+            self.cache.reorder_cache(order)
+            self.mask = self.mask[order]
+            self.order = list(range(len(order)))
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        return self.call(
+            input_ids=tokens[:, None],
+            attention_mask=self.mask,
+            position_ids=self.mask.sum(dim=1, keepdim=True) - 1,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+
+def architecture_fault(model: Any) -> str | None:
+    """Return why a model's configuration rules out our cache, or None."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if fault := known_fault(model, "shared_prefix"):
+        return fault
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {DynamicLayer}
+    if kinds:
+        return f"it needs layers of another kind ({', '.join(sorted(kind.__name__ for kind in kinds))})"
+    return None
+
+
+@torch.no_grad()
+def slot_fault(model: Any, call: Call) -> str | None:
+    """Compare our cache with the model's own forward on random tokens; return the fault, or None."""
+    if fault := architecture_fault(model):
+        return fault
+    device = device_of(model)
+    generator = torch.Generator().manual_seed(0)
+    num_words = min(1000, model.config.get_text_config().vocab_size)
+    first, second, *rests = (
+        torch.randint(num_words, (n,), generator=generator).tolist() for n in (5, 8, 3, 3, 3)
+    )
+    prompts = [first, first, second]
+    own = torch.stack(
+        [
+            call(input_ids=torch.tensor([prompt + rest], device=device), use_cache=False).logits[0, -4:]
+            for prompt, rest in zip(prompts, rests, strict=True)
+        ]
+    ).float()  # (3, 4, V)
+    try:
+        decoder = SlotDecoder(call, device, 3, 3)
+        logits = [decoder.prefill([first, second])[[0, 0, 1]]]
+        for slot in (0, 0, 1):
+            decoder.add_row(slot)
+        logits += [decoder.step(torch.tensor(tokens, device=device)) for tokens in zip(*rests, strict=True)]
+    except FORWARD_ERRORS as error:
+        return f"its forward fails with it ({str(error).splitlines()[0][:120]})"
+    difference = (torch.stack(logits, dim=1).float().log_softmax(-1) - own.log_softmax(-1)).abs()
+    exact = own_is_exact(model, device)
+    size, bound = (difference.max().item(), 1e-3) if exact else (difference.mean().item(), 0.05)
+    return None if size <= bound else f"log-probs differ by {size:.2g} nats with it"  # NaN is a fault too
+
+
+def own_is_exact(model: Any, device: torch.device) -> bool:
+    """Return whether the model computes in fp32 or float64."""
+    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
+    return exact and not torch.is_autocast_enabled(device.type)
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the device of the model's weights."""
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
+class Slots(NamedTuple):
+    """Keys and values of rows or of prompts in one layer, (slots, heads, capacity, D) each."""
+
+    keys: Tensor
+    values: Tensor
+
+    def grown(self, num_slots: int, capacity: int) -> Slots:
+        """Return slots that have at least this size and the same content."""
+        slots, _, tokens, _ = self.keys.shape
+        if num_slots <= slots and capacity <= tokens:
+            return self
+        larger = empty_slots(self.keys, self.values, max(slots, num_slots), max(tokens, capacity))
+        for new, old in zip(larger, self, strict=True):
+            new[:slots, :, :tokens] = old
+        return larger
+
+    def move(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens of one slot to another."""
+        for states in self:
+            states[target, :, :num_tokens] = states[source, :, :num_tokens]
+
+
+def empty_slots(key: Tensor, value: Tensor, num_slots: int, capacity: int) -> Slots:
+    """Return slots for states like these, (batch, heads, tokens, D).
+
+    They begin as zeros: a weight of 0 does not hide a NaN that lies in memory behind a row's last token.
+    """
+    return Slots(*(t.new_zeros(num_slots, t.shape[1], capacity, t.shape[3]) for t in (key, value)))
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompts that lie one after another in a packed row, and the slot of the first."""
+
+    boundaries: tuple[int, ...]
+    first_slot: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token for each of n rows.
+
+    Args:
+        lengths: Tokens of each row before this one, (n,).
+        used: Tokens of the longest row, this one included.
+        bias: (n, 1, 1, used): 0 on a row's tokens, -inf behind its last.
+        prompts: Which rows continue which prompt.
+    """
+
+    lengths: Tensor
+    used: int
+    bias: Tensor
+    prompts: Prompts
+
+
+class SlotCache:
+    """Keys and values of the rows that are being sampled and of their prompts.
+
+    Args:
+        max_rows: Rows at most.
+        longest: Tokens that a row samples at most.
+        device: Where the model computes.
+    """
+
+    def __init__(self, max_rows: int, longest: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.longest = longest
+        self.device = device
+        self.own: dict[int, Slots] = {}  # by layer
+        self.shared: dict[int, Slots] = {}
+        self.row_lengths: list[int] = []
+        self.prompt_of: list[int] = []  # slot of each row's prompt
+        self.prompt_lengths: list[int] = []
+        self.work: Prefill | Step | None = None
+        # What a step needs, until rows or prompts come or go.
+        self.lengths: Tensor | None = None
+        self.prompts: Prompts | None = None
+
+    def add_row(self, prompt: int) -> None:
+        """Begin a row that continues the prompt in this slot."""
+        self.row_lengths.append(0)
+        self.prompt_of.append(prompt)
+        self._forget()
+
+    def drop_row(self, row: int) -> None:
+        """Remove a row; the last row moves into its place."""
+        last = len(self.row_lengths) - 1
+        if row < last and self.row_lengths[last]:
+            for slots in self.own.values():
+                slots.move(last, row, self.row_lengths[last])
+        for numbers in (self.row_lengths, self.prompt_of):
+            numbers[row] = numbers[last]
+            numbers.pop()
+        self._forget()
+
+    def drop_prompt(self, prompt: int) -> None:
+        """Remove a prompt that no row continues; the last prompt moves into its place."""
+        last = len(self.prompt_lengths) - 1
+        if prompt < last:
+            for slots in self.shared.values():
+                slots.move(last, prompt, self.prompt_lengths[last])
+        self.prompt_lengths[prompt] = self.prompt_lengths[last]
+        self.prompt_lengths.pop()
+        self.prompt_of = [prompt if slot == last else slot for slot in self.prompt_of]
+        self._forget()
+
+    def begin_prefill(self, boundaries: tuple[int, ...]) -> None:
+        """Expect the states of prompts that lie one after another between these boundaries."""
+        self.work = Prefill(boundaries, len(self.prompt_lengths))
+        self.prompt_lengths += [end - start for start, end in pairwise(boundaries)]
+        self._forget()
+
+    def begin_step(self) -> Tensor:
+        """Expect the states of one new token of each row; return the tokens' positions, (n,)."""
+        if self.lengths is None or self.prompts is None:
+            self.lengths = torch.tensor(self.row_lengths, device=self.device)
+            self.prompts = self._prompts()
+            starts = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
+            self.positions = self.lengths + torch.tensor(starts, device=self.device)
+        else:
+            # Not in place: the work of the previous step may still use them.
+            self.lengths, self.positions = self.lengths + 1, self.positions + 1
+        used = max(self.row_lengths) + 1
+        bias = ending_bias(self.lengths + 1, used)
+        self.work = Step(self.lengths, used, bias, self.prompts)
+        self.row_lengths = [length + 1 for length in self.row_lengths]
+        return self.positions
+
+    def _forget(self) -> None:
+        self.lengths = self.prompts = None
+
+    def _prompts(self) -> Prompts:
+        """Give each row a place among the rows of its prompt."""
+        counts = [0] * len(self.prompt_lengths)
+        members = []
+        for prompt in self.prompt_of:
+            members.append(counts[prompt])
+            counts[prompt] += 1
+        most = max(counts)
+        places = [p * most + m for p, m in zip(self.prompt_of, members, strict=True)]
+        in_order = places == list(range(len(counts) * most))
+        bias = None
+        if len(set(self.prompt_lengths)) > 1:
+            lengths = torch.tensor(self.prompt_lengths, device=self.device)
+            bias = ending_bias(lengths, max(self.prompt_lengths))
+        return Prompts(None if in_order else torch.tensor(places, device=self.device), most, bias)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0, as transformers' empty caches do: positions are always given."""
+        return 0
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store new states, (batch, heads, tokens, D), in the type of the products; return them unchanged."""
+        stored = computed(key), computed(value)
+        if isinstance(self.work, Prefill):
+            self._store_prompts(self.work, *stored, layer_idx)
+        elif isinstance(self.work, Step):
+            self._store_tokens(self.work, *stored, layer_idx)
+        return key, value
+
+    def _store_prompts(self, work: Prefill, key: Tensor, value: Tensor, layer: int) -> None:
+        size = len(self.prompt_lengths), max(self.prompt_lengths)
+        slots = self.shared.get(layer) or empty_slots(key, value, *size)
+        self.shared[layer] = slots = slots.grown(*size)
+        for slot, (start, end) in enumerate(pairwise(work.boundaries), work.first_slot):
+            slots.keys[slot, :, : end - start] = key[0, :, start:end]
+            slots.values[slot, :, : end - start] = value[0, :, start:end]
+
+    def _store_tokens(self, work: Step, key: Tensor, value: Tensor, layer: int) -> None:
+        slots = self.own.get(layer)
+        if slots is None:
+            capacity = min(max(FIRST_CAPACITY, work.used), self.longest)
+            slots = empty_slots(key, value, self.max_rows, capacity)
+        elif work.used > slots.keys.shape[2]:
+            slots = slots.grown(self.max_rows, min(2 * slots.keys.shape[2], self.longest))
+        self.own[layer] = slots
+        rows, heads = key.shape[:2]
+        lines = torch.arange(rows * heads, device=key.device).view(rows, heads) * slots.keys.shape[2]
+        places = (lines + work.lengths[:, None]).flatten()
+        for states, new in zip(slots, (key, value), strict=True):
+            states.view(-1, states.shape[3]).index_copy_(0, places, new.reshape(rows * heads, -1))
+
+    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+        """Return the attention of each row's new token, (n, 1, A, D), from queries (n, A, 1, D)."""
+        assert isinstance(self.work, Step)
+        step, rows, prompts = self.work, len(self.row_lengths), len(self.prompt_lengths)
+        longest = max(self.prompt_lengths)
+        own_keys, own_values = (t[:rows, :, : step.used] for t in self.own[layer])
+        keys, values = (t[:prompts, :, :longest] for t in self.shared[layer])
+        query = computed(query)[:, :, 0]
+        found = decode_attention(
+            query, (own_keys, own_values, step.bias), (keys, values, step.prompts), scale
+        )
+        return found.unsqueeze(1)
+
+
+def computed(states: Tensor) -> Tensor:
+    """Return states in the type in which attention computes them: autocast's, where it is on."""
+    device = states.device.type
+    return states.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else states
+
+
+def ending_bias(lengths: Tensor, width: int) -> Tensor:
+    """Return (n, 1, 1, width), fp32: 0 on the first `lengths` places of each row, -inf behind them."""
+    places = torch.arange(width, device=lengths.device)
+    bias = torch.zeros(len(lengths), width, device=lengths.device)
+    return bias.masked_fill_(places >= lengths[:, None], -torch.inf)[:, None, None]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts that the rows continue.
+
+    Args:
+        places: (n,): prompt * members + member of each row; None: rows are in this order without gaps.
+        members: Rows of the prompt that has most.
+        bias: (P, 1, 1, L): 0 on a prompt's tokens, -inf behind its end; None: all have L tokens.
+    """
+
+    places: Tensor | None
+    members: int
+    bias: Tensor | None
+
+
+def decode_attention(
+    query: Tensor,
+    own: tuple[Tensor, Tensor, Tensor],
+    shared: tuple[Tensor, Tensor, Prompts],
+    scale: float,
+) -> Tensor:
+    """Return the attention of every row's new token.
+
+    Args:
+        query: (n, A, D): A heads of each row.
+        own: Keys and values of each row, (n, B, T, D), where A is a multiple of B, its new token included,
+            and their bias, (n, 1, 1, T): 0 on tokens, -inf behind the last.
+        shared: Keys and values of each prompt, (P, B, L, D), and which rows continue it.
+        scale: Multiplies the products of queries and keys.
+
+    Returns:
+        (n, A, D of the values).
+    """
+    keys, values, bias = own
+    rows, heads = keys.shape[:2]
+    query = query.reshape(rows, heads, -1, query.shape[-1])  # (n, B, A / B, D)
+    output, lse = attend(query, keys, values, bias, scale)
+    keys, values, prompts = shared
+    asked = by_prompt(query, prompts, len(keys))  # (P, B, members * A / B, D)
+    found, found_lse = attend(asked, keys, values, prompts.bias, scale)
+    merge_(output, lse, by_row(found, prompts, rows), by_row(found_lse.unsqueeze(-1), prompts, rows)[..., 0])
+    return output.reshape(rows, -1, output.shape[-1])
+
+
+def by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor:
+    """Gather the queries of each prompt's rows: (n, B, r, D) -> (P, B, members * r, D)."""
+    if prompts.places is not None:
+        room = query.new_zeros(num_prompts * prompts.members, *query.shape[1:])
+        query = room.index_copy_(0, prompts.places, query)
+    grouped = query.unflatten(0, (num_prompts, prompts.members))
+    return grouped.transpose(1, 2).flatten(2, 3)
+
+
+def by_row(found: Tensor, prompts: Prompts, num_rows: int) -> Tensor:
+    """Undo `by_prompt`: (P, B, members * r, D) -> (n, B, r, D)."""
+    rows = found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)
+    return rows if prompts.places is None else rows[prompts.places]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention without causality, (N, B, r, D), and its log-sum-exps, (N, B, r), fp32.
+
+    A CPU uses PyTorch's flash attention; other devices two products, which read keys and values once each.
+    """
+    if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
+        mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
+        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=mask, scale=scale
+        )
+        return found, lse
+    scores = (query @ key.transpose(2, 3)).float() * scale  # (N, B, r, L)
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(dim=-1)
+    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
