@@ -56,6 +56,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "loggers.hub": ("hub.push",),
     "loggers.hub_cards": ("hub.cards",),
     "loggers.hub_client": ("hub.client",),
+    "python.surroundings": ("python.environment",),
 }
 # Old package → new package, whose modules have kept their names, unless the table above has them.
 ROOMS = {

@@ -21,6 +21,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.plan import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.report.explain import Explainer, ExplainOptions, row_to_score
 from rlt_lightning.run.jsonl import Row, append_rows
+from rlt_lightning.run.run_folder import RunFolder
 from rlt_lightning.types import as_list
 
 
@@ -120,6 +121,7 @@ class OneProblemCommandLine(BorrowingCommandLine):
             task: What the row is made into.
         """
         self.folder = TemporaryDirectory(prefix="rlt-")
+        self.choice = RunFolder(Path(self.folder.name), None, resume=False, overwrite=False)
         path = Path(self.folder.name) / "problem.jsonl"
         path.write_text("\n" * (number - 1))
         append_rows(path, [row])

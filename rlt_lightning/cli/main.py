@@ -31,7 +31,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.python.surroundings import (
+from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
     global_rank,
     quiet_third_parties,

@@ -2,7 +2,7 @@
 
 parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
 before_instantiate_classes    choose and make the run folder (run/run_folder.py)
-instantiate_trainer           add what every run has; watch the other processes (ranks.py)
+instantiate_trainer           make the Trainer (python/trainer.py); watch the other processes (ranks.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
 after_fit, after_predict      say where everything is and what to do next (next_steps.py)
 """
@@ -18,10 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
@@ -31,11 +32,11 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.python.surroundings import global_rank, require_known_strategy
-from rlt_lightning.python.trainer import TESTING, TRAINING, make_parts
+from rlt_lightning.python.environment import global_rank
+from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import without_secrets
-from rlt_lightning.run.run_folder import choose_run_folder, open_run_folder, require_same_run
+from rlt_lightning.run.run_folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package
 
@@ -56,7 +57,7 @@ class SaveConfig(SaveConfigCallback):
     The entries of metrics that are not ours go to `catalogue.json` beside it.
     """
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that all ranks have found the same checkpoint, then write the file."""
         found = self.config.ckpt_path
         if (first := trainer.strategy.broadcast(found)) != found:
@@ -67,7 +68,7 @@ class SaveConfig(SaveConfigCallback):
             )
         super().setup(trainer, pl_module, stage)
 
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def save_config(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file; Lightning calls this on rank 0, before the models are loaded."""
         path = Path(trainer.default_root_dir) / "config.yaml"
         # A kill must not leave half a file: a resumed run compares its settings with this one.
@@ -102,6 +103,8 @@ class RLTCommandLine(LightningCLI):
     # The exit status of the process.
     status = 0
     run_folder: Path | None = None
+    # The same with its checkpoint, once it is open.
+    choice: RunFolder
     # The verb whose parser is being built.
     verb = ""
 
@@ -187,7 +190,7 @@ class RLTCommandLine(LightningCLI):
         verb = str(self.subcommand)
         default = "" if config.output_dir else self.default_run_folder(config.config)
         options = (config.get("ckpt_path"), config.resume, config.overwrite)
-        choice = choose_run_folder(verb, config.output_dir, default, *options)
+        self.choice = choice = choose_run_folder(verb, config.output_dir, default, *options)
         folder = RLTCommandLine.run_folder = choice.folder
         config.output_dir, config.ckpt_path = str(folder), choice.ckpt_path
         config.overwrite = choice.overwrite
@@ -214,8 +217,8 @@ class RLTCommandLine(LightningCLI):
         name = Path(str(configs[0])).stem if configs else str(self.subcommand)
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the logger, plugin and callbacks that every run has and no config needs to name."""
+    def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
+        """Make the Trainer of scripts, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
         of_every_run = (callbacks.RolloutCallback, callbacks.ResponseCallback)
@@ -224,12 +227,11 @@ class RLTCommandLine(LightningCLI):
                 f"Every run has one {type(other).__name__}, but trainer.callbacks names another. Remove it "
                 "there; its settings are those under rollouts."
             )
-        require_known_strategy(config["strategy"])
-        parts = make_parts(config["default_root_dir"], config["logger"], config["plugins"])
-        parts["callbacks"] = [ranks.FailureReport(), *named, *parts["callbacks"]]
-        for name, made in parts.items():
-            config[name] = made
-        trainer = super().instantiate_trainer(**kwargs)
+        config["callbacks"] = [ranks.FailureReport(), *named]
+        del config["default_root_dir"]  # the run folder
+        # The parser has shown the settings of Lightning's own, which are its own, too.
+        self.trainer_class = Trainer
+        trainer = super().instantiate_trainer(output_dir=self.choice, **kwargs)
         ranks.watch_trainer(trainer)
         ranks.announce_restart()
         return trainer

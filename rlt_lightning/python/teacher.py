@@ -29,7 +29,7 @@ from rlt_lightning.modules.scorer import Named, one_or_several
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.python.surroundings import TRAINER_DEFAULTS, quiet_third_parties
+from rlt_lightning.python.environment import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.report.heat import heat_html
 from rlt_lightning.report.taught import NoReward
 from rlt_lightning.report.teach import fit_context

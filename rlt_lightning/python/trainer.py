@@ -1,8 +1,13 @@
-"""Lightning's Trainer with what every run of `rlt` has: run folder, metrics, checkpoints, completions.
+"""The one place where a run is put together: run folder, loggers, checkpoints, completions, callbacks.
 
-Trainer(output_dir, …)                make_parts: loggers, plugins and callbacks, as `rlt` makes them
-fit, validate, predict, test          in_run_folder: open the folder, lend it to the datamodule
-                                      Lightning's method of the same name
+Scripts and the command line make the same Trainer:
+
+    script     Trainer(output_dir, callbacks=[…], …)
+                 fit, …   enter_run_folder: choose and open the folder, lend it to the datamodule
+                          Lightning's method of the same name
+    rlt fit    choose and open the folder before any class is made (cli/stages.py)
+               Trainer(RunFolder, callbacks of the settings, …)
+                 fit      Lightning's method
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from typing import Any
 import lightning.pytorch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
@@ -24,7 +30,7 @@ from rlt_lightning.callbacks.metrics import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
-from rlt_lightning.python.surroundings import (
+from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
     global_rank,
     quiet_third_parties,
@@ -33,6 +39,7 @@ from rlt_lightning.python.surroundings import (
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.run_folder import (
+    RunFolder,
     choose_run_folder,
     lock_folder,
     open_run_folder,
@@ -54,22 +61,6 @@ TRAINING: dict[str, type[Callback]] = {
 }
 
 
-def make_parts(folder: str, logger: Any, plugins: Any, progress_bar: bool = True) -> dict[str, list[Any]]:
-    """Return the loggers, plugins and callbacks of every run that have no settings, before the given ones.
-
-    Args:
-        folder: The run folder.
-        logger: Loggers that the user adds.
-        plugins: Plugins that the user adds.
-        progress_bar: Whether to show a line per iteration.
-    """
-    return {
-        "logger": [MetricsCSV(folder), *as_list(logger)],
-        "plugins": [FolderCheckpointIO(), *as_list(plugins)],
-        "callbacks": [*([IterationBar()] if progress_bar else []), MetricsResume()],
-    }
-
-
 class Trainer(lightning.pytorch.Trainer):
     """Lightning's Trainer for the modules of this package; a run equals that of `rlt` with the same settings.
 
@@ -77,7 +68,8 @@ class Trainer(lightning.pytorch.Trainer):
     folder of its name inside it. `fit` leaves the trained model in `output_dir/model`.
 
     Args:
-        output_dir: The run folder. If it contains a run, resume or overwrite must be set.
+        output_dir: The run folder. If it contains a run, resume or overwrite must be set. A RunFolder is
+            open already, for the one verb that the trainer then runs.
         resume: Resume the run in output_dir; start it if there is none.
         overwrite: Replace the run in output_dir.
         callbacks: Further callbacks. Every run has those of `TRAINING`, or of `TESTING` for `test`: one of
@@ -94,37 +86,41 @@ class Trainer(lightning.pytorch.Trainer):
 
     def __init__(
         self,
-        output_dir: str | Path,
+        output_dir: str | Path | RunFolder,
         *,
         resume: bool = False,
         overwrite: bool = False,
         callbacks: list[Callback] | Callback | None = None,
         logger: Logger | Iterable[Logger] | None = None,
         plugins: Any = None,
-        enable_progress_bar: bool = True,
-        enable_checkpointing: bool = True,
+        enable_progress_bar: bool | None = True,
+        enable_checkpointing: bool | None = True,
         **options: Any,
     ) -> None:
         quiet_third_parties()
         require_known_strategy(options.get("strategy", "auto"))
-        self.output_dir = Path(output_dir)
+        self._opened = output_dir if isinstance(output_dir, RunFolder) else None
+        self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
         self.resume, self.overwrite = resume, overwrite
         self._is_open = False
         given = as_list(callbacks)
-        self._training, self._testing = chosen(TRAINING, given), chosen(TESTING, given)
-        if not enable_checkpointing:
+        self._training, self._testing = (
+            complete_callbacks(TRAINING, given),
+            complete_callbacks(TESTING, given),
+        )
+        if enable_checkpointing is False:
             # Lightning refuses one that is given.
             self._training = [p for p in self._training if p in given or not isinstance(p, ModelCheckpoint)]
         named = [part for part in given if part not in [*self._training, *self._testing]]
-        parts = make_parts(str(self.output_dir), logger, plugins, enable_progress_bar)
-        [self._metrics, *_] = parts["logger"]
+        bar = [] if enable_progress_bar is False else [IterationBar()]
+        self._metrics = MetricsCSV(str(self.output_dir))
         super().__init__(
             default_root_dir=self.output_dir,
             enable_progress_bar=enable_progress_bar,
             enable_checkpointing=enable_checkpointing,
-            logger=parts["logger"],
-            plugins=parts["plugins"],
-            callbacks=[*named, *parts["callbacks"], *self._training],
+            logger=[self._metrics, *as_list(logger)],
+            plugins=[FolderCheckpointIO(), *as_list(plugins)],
+            callbacks=[*named, *bar, MetricsResume(), *self._training],
             **(TRAINER_DEFAULTS | options),
         )
 
@@ -139,7 +135,7 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> None:
         """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best."""
-        with self.in_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
 
     @override
@@ -153,7 +149,7 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Measure held-out rows: `trainer.validate(module, data)`."""
-        with self.in_run_folder("validate", datamodule or dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("validate", datamodule or dataloaders, ckpt_path) as path:
             return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
 
     @override
@@ -167,7 +163,7 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Evaluate a student: `trainer.test(EvaluationModule(…), EvaluationDataModule(…))`."""
-        with self.in_run_folder("test", datamodule or dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("test", datamodule or dataloaders, ckpt_path) as path:
             return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
 
     @override
@@ -181,18 +177,17 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> list[Any] | list[list[Any]] | None:
         """Write traces or scores into the run folder: `trainer.predict(module, data)`."""
-        with self.in_run_folder("predict", datamodule or dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("predict", datamodule or dataloaders, ckpt_path) as path:
             options = (datamodule, return_predictions, path, weights_only)
             return super().predict(model, dataloaders, *options)
 
     @contextmanager
-    def in_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
+    def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
         """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
         path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
         own = self._testing if verb == "test" else self._training
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
-        # Lightning lets checkpoints be written last, too.
-        self.callbacks = sorted([*others, *own], key=lambda part: isinstance(part, ModelCheckpoint))
+        self.callbacks = sorted([*others, *own], key=place_in_order)
         if isinstance(data, EvaluationDataModule) and data.responses is None:
             data.num_samples = next(p.num_samples for p in own if isinstance(p, ours.ResponseCallback))
         lends = getattr(data, "output_dir", "") is None
@@ -208,7 +203,9 @@ class Trainer(lightning.pytorch.Trainer):
                 data.output_dir = None
 
     def _open(self, verb: str, ckpt_path: str | None) -> str | None:
-        """Open the folder of a verb, and return the checkpoint to load."""
+        """Open the folder of a verb, unless it is open, and return the checkpoint to load."""
+        if self._opened is not None:
+            return ckpt_path
         output_dir, again, is_fit = str(self.output_dir), self._is_open, verb == "fit"
         if again:
             choice = choose_run_folder(verb, output_dir, ckpt_path=ckpt_path, overwrite=not is_fit)
@@ -228,7 +225,7 @@ class Trainer(lightning.pytorch.Trainer):
         return choice.ckpt_path
 
 
-def chosen(kinds: dict[str, type[Callback]], given: list[Callback]) -> list[Callback]:
+def complete_callbacks(kinds: dict[str, type[Callback]], given: list[Callback]) -> list[Callback]:
     """Return the callbacks of every run: the given ones, and a default one of each other class.
 
     Raises:
@@ -243,3 +240,11 @@ def chosen(kinds: dict[str, type[Callback]], given: list[Callback]) -> list[Call
             )
         found += own or [kind()]
     return found
+
+
+def place_in_order(callback: Callback) -> int:
+    """Return where a callback stands among those of a run: settings are saved once all others checked them.
+
+    Lightning, too, lets checkpoints be written last.
+    """
+    return 2 if isinstance(callback, ModelCheckpoint) else int(isinstance(callback, SaveConfigCallback))
