@@ -57,6 +57,14 @@ MOVED: dict[str, tuple[str, ...]] = {
     "loggers.hub_cards": ("hub.cards",),
     "loggers.hub_client": ("hub.client",),
     "python.surroundings": ("python.environment",),
+    "report.explain": ("scoring.explain",),
+    "report.teach": ("scoring.teach",),
+    "report.taught": ("scoring.teach", "scoring.one_problem"),
+    "report.heat": ("scoring.text",),
+    "scoring.scorer": ("scoring.one_problem",),
+    "integrations.scorer": ("scoring.one_problem",),
+    "cli.borrowed": ("cli.verbs",),
+    "cli.teach": ("cli.verbs",),
 }
 # Old package → new package, whose modules have kept their names, unless the table above has them.
 ROOMS = {

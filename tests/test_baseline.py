@@ -34,7 +34,7 @@ from rlt_lightning.numerics.advantages import (
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.python.teacher import EXACT, Teacher
-from rlt_lightning.scoring.scorer import ExplanationScorer
+from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import Problem, Rollout
 

@@ -23,8 +23,6 @@ from rlt_lightning.numerics.rewards import TAKEN_NAMES
 from rlt_lightning.report.charts import curve_sections, group_charts
 from rlt_lightning.report.collect import collect
 from rlt_lightning.report.completions import Bounds
-from rlt_lightning.report.explain import explained
-from rlt_lightning.report.heat import Terminal
 from rlt_lightning.report.page import data_of
 from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.run.metrics import (
@@ -38,6 +36,8 @@ from rlt_lightning.run.metrics import (
     write_entries,
 )
 from rlt_lightning.run.workspace import line_panels
+from rlt_lightning.scoring.explain import describe_explanation
+from rlt_lightning.scoring.text import Terminal
 from rlt_lightning.types import NO_TERM, InputError
 
 spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
@@ -111,7 +111,9 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     assert collect(tmp_path / "scored", Bounds(10, 10**6)).completions.terms == ["reward", "brevity_reward"]
 
     assert ["reward/brevity", "reward/val_brevity"] in line_panels()["reward"]
-    text = explained(ROW, ROW, {"solution": -1.0, "brevity": -0.25}, RLTReward(), top=1, terminal=Terminal())
+    text = describe_explanation(
+        ROW, ROW, {"solution": -1.0, "brevity": -0.25}, RLTReward(), top=1, terminal=Terminal()
+    )
     assert "  brevity   -0.2500  −0.01 · words of the explanation\n" in text
     row = "| `reward/brevity` | −0.01 · words of the explanation | nats | rises towards 0 |\n"
     assert row in metrics_page.write_table("reward")

@@ -15,8 +15,8 @@ from commands import ROOT, rlt
 from tiny import CHAINS
 
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.report.explain import ExplainOptions, explained, row_to_score
-from rlt_lightning.report.heat import Terminal
+from rlt_lightning.scoring.explain import ExplainOptions, describe_explanation, find_explanation
+from rlt_lightning.scoring.text import Terminal
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
@@ -123,7 +123,7 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(miniature: str, tmp
 def test_a_page_shows_what_the_terms_are_made_of() -> None:
     empty = ROW | {"solution_log_prob_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
     parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
-    plain = explained(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal())
+    plain = describe_explanation(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal())
     assert "solution    -1.0200  1 x (mean -1.0000 + 0.01 x min -2.0000)" in plain
     assert 'hardest token is "4" (token 1); +2.0000 against an empty explanation' in plain
     assert 'least natural token is "a" (token 2)' in plain
@@ -132,22 +132,22 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     assert "    1.5000" in plain
     assert "-0.2000" not in plain  # top 1
     assert "\x1b" not in plain  # a text cannot command the terminal
-    coloured = explained(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal(colours=True))
+    coloured = describe_explanation(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal(colours=True))
     assert "\x1b[48;5;222ma\x1b[0m" in coloured  # 1 to 2 nats
     assert "\x1b[31m" not in coloured
-    unpunished = explained(
+    unpunished = describe_explanation(
         ROW | {"finish_reason": "length"}, empty, parts, RLTReward(format_penalty=0.0), 1, Terminal()
     )
     assert "format      +0.0000  not closed\n" in unpunished
-    clipped = explained(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, terminal=Terminal())
+    clipped = describe_explanation(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, terminal=Terminal())
     assert "before clipping" in clipped
     assert "before clipping" not in plain
 
 
 def test_rows_are_numbered_through_and_own_words_replace_theirs() -> None:
     data = DATA | {"source": ["arithmetic:addition", "arithmetic"], "num_embedded_rows": 2}
-    given = row_to_score(ExplainOptions(row=3, explanation=" So. "), data, R1)
-    first = row_to_score(ExplainOptions(row=1), DATA | {"num_embedded_rows": 2}, R1)
+    given = find_explanation(ExplainOptions(row=3, explanation=" So. "), data, R1)
+    first = find_explanation(ExplainOptions(row=1), DATA | {"num_embedded_rows": 2}, R1)
     assert given["question"] == first["question"]
     assert given["completion"] == "So.\n</explanation>"
     assert first["completion"].endswith("\n</explanation>")
@@ -178,7 +178,7 @@ def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
 
 def recording(tmp_path: Path, **changes: object) -> ExplainOptions:
     """Of a rollouts.jsonl with one completion of row 1."""
-    given = row_to_score(ExplainOptions(explanation="So."), DATA, R1)
+    given = find_explanation(ExplainOptions(explanation="So."), DATA, R1)
     row = {"step": 1, "row": 1, "completion": 0, "question": given["question"]}
     row |= {"solution": f"\n{given['solution']}\n", "explanation": "So.", "finish_reason": "stop"}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(row | changes) + "\n")
@@ -186,7 +186,7 @@ def recording(tmp_path: Path, **changes: object) -> ExplainOptions:
 
 
 def test_a_completion_without_text_is_not_taken_for_the_rows_trace(tmp_path: Path) -> None:
-    given = row_to_score(recording(tmp_path, explanation=" ", finish_reason="length"), DATA, R1)
+    given = find_explanation(recording(tmp_path, explanation=" ", finish_reason="length"), DATA, R1)
     assert given["reasoning_trace"]
     assert given["completion"] == "\n"  # '' would be no completion
 
@@ -195,20 +195,20 @@ def test_a_completion_without_text_is_not_taken_for_the_rows_trace(tmp_path: Pat
 def test_white_space_that_was_sampled_is_kept(score_given: bool, tmp_path: Path) -> None:
     given = ["\n"] if score_given else []
     options = recording(tmp_path, thought_tokens=[*given, "\n", "So."])
-    assert row_to_score(options, DATA, R1, score_given)["completion"] == "\nSo.\n</explanation>"
+    assert find_explanation(options, DATA, R1, score_given)["completion"] == "\nSo.\n</explanation>"
 
 
 def test_an_explanation_of_no_tokens_has_a_page() -> None:
     row = ROW | {"explanation": "", "thought_tokens": [], "thought_kl": [], "kl_mean": 0.0, "kl_max": 0.0}
-    text = explained(row, ROW, {"kl": 0.0}, RLTReward(), top=0, terminal=Terminal(colours=True))
+    text = describe_explanation(row, ROW, {"kl": 0.0}, RLTReward(), top=0, terminal=Terminal(colours=True))
     assert "no token counts" in text
 
 
 def test_a_completion_of_another_problem_is_refused(tmp_path: Path) -> None:
-    assert row_to_score(recording(tmp_path), DATA, R1)["completion"] == "So.\n</explanation>"
+    assert find_explanation(recording(tmp_path), DATA, R1)["completion"] == "So.\n</explanation>"
     for change in ({"question": "Why?"}, {"solution": "\n5\n"}):
         with pytest.raises(InputError, match="has another problem as row 1"):
-            row_to_score(recording(tmp_path, **change), DATA, R1)
+            find_explanation(recording(tmp_path, **change), DATA, R1)
 
 
 def test_a_solution_of_ones_own_is_not_lost_on_a_conversation(tmp_path: Path) -> None:
@@ -216,37 +216,37 @@ def test_a_solution_of_ones_own_is_not_lost_on_a_conversation(tmp_path: Path) ->
     turns = [{"from": "user", "value": "2 + 2?"}, {"from": "assistant", "value": answer}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     data = DATA | {"source": str(tmp_path / "rows.jsonl")}
-    assert row_to_score(ExplainOptions(), data, R1)["completion"] == "So.\n</explanation>"
+    assert find_explanation(ExplainOptions(), data, R1)["completion"] == "So.\n</explanation>"
     with pytest.raises(InputError, match="but row 1 is a conversation"):
-        row_to_score(ExplainOptions(solution="5"), data, R1)
+        find_explanation(ExplainOptions(solution="5"), data, R1)
 
 
 def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"explain\.question needs explain\.solution"):
         ExplainOptions(question="Why?")
     with pytest.raises(InputError, match="1 to 5, but is 6"):
-        row_to_score(ExplainOptions(row=6), DATA, R1)
+        find_explanation(ExplainOptions(row=6), DATA, R1)
     with pytest.raises(InputError, match=r"rollouts\.jsonl, but .*nothing is no file"):
-        row_to_score(ExplainOptions(rollouts=str(tmp_path / "nothing")), DATA, R1)
+        find_explanation(ExplainOptions(rollouts=str(tmp_path / "nothing")), DATA, R1)
     file = tmp_path / "rollouts.jsonl"
     file.write_text(json.dumps({"row": 1, "step": 4, "completion": 0}) + "\n")
     with pytest.raises(InputError, match="completion 0 of row 1 at step 3, but has that row at steps 4"):
-        row_to_score(ExplainOptions(rollouts=str(file), step=3), DATA, R1)
+        find_explanation(ExplainOptions(rollouts=str(file), step=3), DATA, R1)
     file.write_text("{}\n")
     with pytest.raises(InputError, match="has that row at no step"):
-        row_to_score(ExplainOptions(rollouts=str(file)), DATA, R1)
+        find_explanation(ExplainOptions(rollouts=str(file)), DATA, R1)
     file.write_text("[]\n")
     with pytest.raises(InputError, match="must be a JSON object"):
-        row_to_score(ExplainOptions(rollouts=str(file)), DATA, R1)
+        find_explanation(ExplainOptions(rollouts=str(file)), DATA, R1)
     own = {"question": "Why?", "solution": "4"}
     with pytest.raises(InputError, match="half a surrogate pair"):
-        row_to_score(ExplainOptions(explanation="\udcff", **own), DATA, R1)
+        find_explanation(ExplainOptions(explanation="\udcff", **own), DATA, R1)
     with pytest.raises(InputError, match="the solution has no text"):
-        row_to_score(ExplainOptions(explanation="So.", **own | {"solution": " "}), DATA, R1)
+        find_explanation(ExplainOptions(explanation="So.", **own | {"solution": " "}), DATA, R1)
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"question": "a", "solution": "b"}) + "\n")
     with pytest.raises(InputError, match=r"Row 1 must have an explanation .*--explain.explanation"):
-        row_to_score(ExplainOptions(), DATA | {"source": str(source)}, R1)
+        find_explanation(ExplainOptions(), DATA | {"source": str(source)}, R1)
     other = ["--config=configs/student_grpo.yaml", f"--model.teacher={tiny_model}"]
     judged = rlt("explain", *other, "--data.source=arithmetic", "--trainer.accelerator=cpu")
     assert judged.returncode == 2

@@ -3,7 +3,7 @@
 The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo → tags numerics → models → pretrained judging → checkpoints strategies
-    → run → datamodules tasks engines → hub → modules → callbacks → scoring → plan report chat → python
+    → run → datamodules tasks engines → hub → modules → callbacks → plan report chat → scoring → python
     → cli → __main__ and __init__, which hands out what scripts use
 """
 
@@ -33,8 +33,8 @@ LAYERS = [
     {"hub"},
     {"modules"},
     {"callbacks"},
-    {"scoring"},
     {"plan", "report", "chat"},
+    {"scoring"},
     {"python"},
     {"cli"},
     {"__main__", "__init__"},

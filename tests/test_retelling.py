@@ -35,7 +35,7 @@ from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.scoring.scorer import ExplanationScorer
+from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout
 

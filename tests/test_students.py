@@ -36,7 +36,7 @@ from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combined_terms
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.run import metrics as catalogue
-from rlt_lightning.scoring.scorer import ExplanationScorer
+from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch, Scores

@@ -20,14 +20,19 @@ from fake_worker import FakeWorker, worker_of
 from test_vllm_worker import EXECUTABLE, LAUNCH, forked_vllm
 
 from rlt_lightning.cli.parser import bare_words
-from rlt_lightning.cli.teach import settings_of
+from rlt_lightning.cli.verbs import find_settings
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import LocalServer, free_port
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.report.heat import Terminal, folded, hanging, shaded
-from rlt_lightning.report.taught import Taught, heading, probability
-from rlt_lightning.report.teach import TeachOptions, given_row
+from rlt_lightning.scoring.teach import (
+    TaughtProblem,
+    TeachOptions,
+    build_heading,
+    format_probability,
+    read_problem,
+)
+from rlt_lightning.scoring.text import Terminal, fold_after, fold_texts, shade_tokens
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
@@ -171,7 +176,7 @@ def test_a_trained_run_brings_its_settings(miniature: str, tmp_path: Path) -> No
         require_same(found, expected, 1e-5)
     shutil.rmtree(trained / "model")
     with pytest.raises(InputError, match=r"has none\. Make it from a checkpoint: rlt export --ckpt_path"):
-        settings_of(str(trained))
+        find_settings(str(trained))
 
 
 @pytest.mark.full
@@ -185,12 +190,12 @@ def test_a_bespoke_stratos_row_is_explained(shared: Path, tiny_model: str) -> No
 
 def test_a_recorded_teacher_without_its_run_has_no_student(miniature: str, run: Path, tmp_path: Path) -> None:
     # A folder model/ in a run is that run's.
-    assert settings_of(str(run / "model"))["data"] == settings_of(str(run))["data"]
+    assert find_settings(str(run / "model"))["data"] == find_settings(str(run))["data"]
     folder = tmp_path / "moved"
     shutil.copytree(miniature, folder)
-    assert settings_of(str(folder))["model"]["init_args"]["student"] == str(folder)
+    assert find_settings(str(folder))["model"]["init_args"]["student"] == str(folder)
     write_format(ModelFormat("teacher", R1, ""), folder)
-    assert settings_of(str(folder))["model"]["init_args"]["student"] is None
+    assert find_settings(str(folder))["model"]["init_args"]["student"] is None
     # Tags and prompts are those of its training.
     [row] = teach(str(folder), "--question=1?", "--solution=1", "--max_tokens=4")
     assert "reward" not in row
@@ -348,7 +353,7 @@ def test_standard_input_is_an_object_or_what_is_missing(
     options: dict[str, str], text: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Pipe(text))
-    assert given_row(TeachOptions(**options), DATA) == (1, expected)
+    assert read_problem(TeachOptions(**options), DATA) == (1, expected)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +383,7 @@ def test_a_problem_that_is_missing_is_one_clear_line(
     monkeypatch.setattr(sys, "stdin", Pipe("must not be read" if terminal else text, terminal))
     data = DATA | ({"source": options["file"]} if "file" in options else {})
     with pytest.raises(InputError, match=message):
-        given_row(TeachOptions(**options), data)
+        read_problem(TeachOptions(**options), data)
 
 
 def test_options_that_contradict_are_refused() -> None:
@@ -396,19 +401,19 @@ def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> 
         (tmp_path, "must be a run, with config.yaml and model/, or a model folder, with config.json"),
     ):
         with pytest.raises(InputError, match=message):
-            settings_of(str(name))
+            find_settings(str(name))
     (tmp_path / "config.yaml").write_text("a: 1")
     with pytest.raises(InputError, match=r"must be the config.yaml of a run of rlt fit, but is not"):
-        settings_of(str(tmp_path))
+        find_settings(str(tmp_path))
     settings = yaml.safe_load((run / "config.yaml").read_text())
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(InputError, match=r"must have a model/, but has none. .* rlt export --ckpt_path"):
-        settings_of(str(tmp_path))
+        find_settings(str(tmp_path))
     for task in ("student_rl", "student_opd"):
         settings["data"]["init_args"]["task"] = task
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
         with pytest.raises(InputError, match=r"has trained a student, .* Ask it: rlt chat --model.path"):
-            settings_of(str(tmp_path))
+            find_settings(str(tmp_path))
 
 
 def test_words_without_an_option_are_told_from_values() -> None:
@@ -449,29 +454,34 @@ def test_mistakes_of_the_command_line_are_one_line(run: Path, tmp_path: Path) ->
 
 def test_lines_are_folded_at_spaces_and_keep_their_tokens() -> None:
     tokens = ["one two", " three", " four", "\nfive sixsevenseven", " e"]
-    found = folded(tokens, Terminal(columns=9))
+    found = fold_texts(tokens, Terminal(columns=9))
     assert "".join(found) == "one two\nthree\nfour\nfive\nsixsevenseven\ne"
     assert [len(text) for text in found] == [len(text) for text in tokens]
-    assert folded(tokens, Terminal()) == tokens
-    assert shaded(["a b", " c"], [3.0, 0.0], Terminal(True, 3)) == "\x1b[30m\x1b[48;5;215ma b\x1b[0m\nc"
+    assert fold_texts(tokens, Terminal()) == tokens
+    assert shade_tokens(["a b", " c"], [3.0, 0.0], Terminal(True, 3)) == "\x1b[30m\x1b[48;5;215ma b\x1b[0m\nc"
 
 
 def test_words_hang_below_their_label() -> None:
-    assert hanging("ab: ", "one two three", Terminal(columns=20)) == ["ab: one two three"]
-    assert hanging("ab: ", "one two three four", Terminal(columns=20)) == ["ab: one two three", "    four"]
-    assert hanging("ab: ", "one two three four", Terminal()) == ["ab: one two three four"]
+    assert fold_after("ab: ", "one two three", Terminal(columns=20)) == ["ab: one two three"]
+    assert fold_after("ab: ", "one two three four", Terminal(columns=20)) == ["ab: one two three", "    four"]
+    assert fold_after("ab: ", "one two three four", Terminal()) == ["ab: one two three four"]
 
 
 def test_headings_and_probabilities_read_well() -> None:
     row = {"num_tokens": 3, "finish_reason": "length", "explanation": "a", "reward": -1.0}
     row |= {"student_prob_before": 4.2e-7, "student_prob_after": 0.25}
-    assert heading(row, 0, 1, True) == "Explanation (3 tokens, not closed):"
+    assert build_heading(row, 0, 1, True) == "Explanation (3 tokens, not closed):"
     expected = (
         "Explanation 2 of 3, the best (reward -1.0000, student's probability 4.2e-07 -> 0.2500, not closed):"
     )
-    assert heading(row, 1, 3, True) == expected
-    assert [probability(p) for p in (1.0, 0.0, 1e-3, 9e-4)] == ["1.0000", "0.0000", "0.0010", "9.0e-04"]
-    assert Taught([{"reward": -2.0}, {"reward": -1.0}], None, [], None, "", None).best == 1  # type: ignore[arg-type]
+    assert build_heading(row, 1, 3, True) == expected
+    assert [format_probability(p) for p in (1.0, 0.0, 1e-3, 9e-4)] == [
+        "1.0000",
+        "0.0000",
+        "0.0010",
+        "9.0e-04",
+    ]
+    assert TaughtProblem([{"reward": -2.0}, {"reward": -1.0}], None, [], None, "", None).best == 1  # type: ignore[arg-type]
 
 
 # From a server

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Literal
 
+from rlt_lightning.models.announce import has_styles
 from rlt_lightning.tags import CONTROL_CODES, TagStyle
 
 Part = Literal["plain", "thought", "solution", "tag"]
@@ -14,15 +14,9 @@ Part = Literal["plain", "thought", "solution", "tag"]
 STYLES: dict[Part, str] = {"thought": "\x1b[2m", "solution": "\x1b[1;32m"}
 RESET = "\x1b[0m"
 # Replaces control characters, which would change the terminal; line ends and tabs stay. Marks of direction
-# stay too: an answer in Arabic or Hebrew needs them. report/explain.py replaces them, since they
+# stay too: an answer in Arabic or Hebrew needs them. scoring/explain.py replaces them, since they
 # would reorder its tokens.
 WITHOUT_CONTROLS = {code: "\ufffd" for code in CONTROL_CODES if chr(code) not in "\n\t"}
-
-
-def has_styles() -> bool:
-    """Return whether standard output is a terminal with colours that the user has not switched off."""
-    allowed = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return sys.stdout.isatty() and allowed
 
 
 class Screen:

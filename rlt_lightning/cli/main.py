@@ -22,11 +22,10 @@ from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.cli import ranks
-from rlt_lightning.cli.borrowed import ExplainCommandLine, PlanCommandLine
 from rlt_lightning.cli.parser import OneLineParser, bare_words, end_with_mistake
 from rlt_lightning.cli.ranks import MISTAKES
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig
-from rlt_lightning.cli.teach import TeachCommandLine
+from rlt_lightning.cli.verbs import ExplainCommandLine, PlanCommandLine, TeachCommandLine
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported

@@ -38,21 +38,23 @@ class MemoryRows:
 
     Args:
         rows: A list of dictionaries, or a `datasets.Dataset`.
+        first: Number of the first row.
     """
 
     rows: Any
+    first: int = 1
 
     def __str__(self) -> str:
         return f"{len(self.rows)} rows in memory"
 
     def numbered(self) -> Iterator[NumberedRow]:
         """Yield the rows with their numbers."""
-        for number, row in enumerate(self.rows, start=1):
+        for number, row in enumerate(self.rows, start=self.first):
             yield number, read_columns(dict(row) if isinstance(row, Mapping) else row)
 
     def digest(self) -> str:
         """Return a hash of the rows."""
-        found = hashlib.blake2b()
+        found = hashlib.blake2b(b"" if self.first == 1 else str(self.first).encode())
         for row in self.rows:
             # What JSON does not know counts as it is pickled.
             found.update(json.dumps(row, default=lambda value: pickle.dumps(value).hex()).encode() + b"\n")

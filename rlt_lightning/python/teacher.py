@@ -8,21 +8,17 @@ Teacher(teacher, student)           loads the models at its first use and keeps 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-import lightning.pytorch
-from lightning.pytorch import Callback, LightningModule
-from typing_extensions import override
 
 from rlt_lightning.callbacks.recorder import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Named, one_or_several
@@ -30,11 +26,9 @@ from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.python.environment import TRAINER_DEFAULTS, quiet_third_parties
-from rlt_lightning.report.heat import heat_html
-from rlt_lightning.report.taught import NoReward
-from rlt_lightning.report.teach import fit_context
+from rlt_lightning.scoring.one_problem import NoReward, score_problems
 from rlt_lightning.tags import TagStyle, decode_each
-from rlt_lightning.types import FinishReason, InputError, PromptBatch, Rollout, Scores
+from rlt_lightning.types import FinishReason, InputError, Rollout, Scores
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
 EXACT = RLTReward(kl_estimator="exact")
@@ -120,9 +114,9 @@ class Score:
             return head + "".join(parts)
         return (
             f"{head}"
-            f"<p>explanation, KL by token</p>{heat_html(self.tokens, self.kl)}"
+            f"<p>explanation, KL by token</p>{shade_html(self.tokens, self.kl)}"
             "<p>solution, -log-prob by token</p>"
-            f"{heat_html(self.solution_tokens, [-value for value in self.solution_log_probs])}"
+            f"{shade_html(self.solution_tokens, [-value for value in self.solution_log_probs])}"
         )
 
 
@@ -242,7 +236,7 @@ class Teacher:
         return [score for _, score in self._ask(rows, "score", trace_column, 0) if score is not None]
 
     def _ask(self, rows: Any, task: Any, trace_column: str, seed: int) -> list[tuple[Rollout, Score | None]]:
-        """Let RLTModule predict as in `rlt predict`, and return its rollouts with their scores."""
+        """Let the models score rows as in `rlt predict`, and return their completions with their scores."""
         quiet_third_parties()
         data = StratosDataModule(
             list(rows) if isinstance(rows, Iterator) else rows,
@@ -252,54 +246,17 @@ class Teacher:
             max_bad_frac=0.0,
             **self.data_options,
         )
-        keeper = Keeper()
-        with TemporaryDirectory(prefix="rlt-") as folder:
-            trainer = lightning.pytorch.Trainer(
-                accelerator=self.accelerator,
-                devices=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                default_root_dir=folder,
-                callbacks=[keeper, RolloutCallback(sampling=self.sampling, seed=seed)],
-                **TRAINER_DEFAULTS,
-            )
-            trainer.predict(self.module, datamodule=data, return_predictions=False)
+        rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
+        settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
+        batches = score_problems(self.module, data, rollouts, **settings)
+        if task == "score":
+            warn_of_foreign_traces(data.items, self.module)
         found: list[tuple[Rollout, Score | None]] = []
-        for batch in keeper.batches:
-            assert batch.rollouts is not None
-            assert batch.scores is not None
+        for batch in batches:
             for place, rollout in enumerate(batch.rollouts.rollouts):
                 parts = (rollout, batch.scores, place, self.reward, data.readers.formats)
                 found.append((rollout, Score.of(*parts) if self.module.students.names else None))
         return found
-
-
-class Keeper(Callback):
-    """Keep the scored batches of a prediction; fit an explanation into the models' contexts."""
-
-    def __init__(self) -> None:
-        self.batches: list[PromptBatch] = []
-
-    @override
-    def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
-        data = stratos_of(trainer)
-        if data.task == "rlt":
-            fit_context(trainer, pl_module)
-        else:
-            warn_of_foreign_traces(data.items, pl_module)
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: lightning.pytorch.Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: PromptBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self.batches.append(batch)
 
 
 def score(
@@ -328,3 +285,13 @@ def score(
     """
     options: dict[str, Any] = {"reward": reward, "student_reduction": student_reduction, "tags": tags}
     return Teacher(teacher, student, **options).score(rows, trace_column)
+
+
+def shade_html(tokens: list[str], surprise: list[float]) -> str:
+    """Return the text as HTML, each token on a background by its value in nats, which a tooltip names."""
+    spans = []
+    for token, value in zip(tokens, surprise, strict=True):
+        opacity = 1 - math.exp(-max(0.0, value))  # 0.5 nats have 0.39 of the colour, 2 nats 0.86
+        style = f"background:rgba(214,69,65,{0.8 * opacity:.2f})"
+        spans.append(f'<span style="{style}" title="{value:.3f} nats">{escape(token)}</span>')
+    return f'<div style="white-space:pre-wrap;font-family:monospace">{"".join(spans)}</div>'

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from rlt_lightning.engines.hf import eos_token_ids
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.pretrained import plain_attention
-from rlt_lightning.scoring.scorer import ExplanationScorer
+from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import decode
 from rlt_lightning.types import Completion, InputError, Problem

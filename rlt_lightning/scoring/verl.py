@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.scoring.scorer import ExplanationScorer
+from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.types import InputError
 

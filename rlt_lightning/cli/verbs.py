@@ -1,8 +1,10 @@
-"""`rlt teach RUN_OR_FOLDER`: let a teacher explain one problem, as `rlt predict` does.
+"""Verbs that take the settings of another verb, and make no run folder.
 
-What the parser of `rlt predict` reads, from top to bottom; a later setting overrides an earlier one:
+rlt plan       the settings of `rlt fit`, or of `rlt test`
+rlt explain    those of `rlt predict`; scoring/explain.py does the work
+rlt teach      likewise, scoring/teach.py; a later setting overrides an earlier one:
 
-    the settings of the run, or the model as its own student    `settings_of`
+    the settings of the run, or the model as its own student    `find_settings`
     --config files of the command line
     the server of --url, the teacher                            `words`
     all other options
@@ -13,32 +15,38 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.callbacks import DistillationWriter
-from rlt_lightning.cli.borrowed import OneProblemCommandLine
-from rlt_lightning.cli.parser import bare_words
-from rlt_lightning.cli.stages import frozen_student
-from rlt_lightning.datamodules.sources import name_sources
+from rlt_lightning.cli.parser import bare_words, with_config_files
+from rlt_lightning.cli.stages import VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.sources import MemoryRows, name_sources
+from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, key_from
 from rlt_lightning.models.announce import announce
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.plan import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.pretrained import load_format
-from rlt_lightning.report.teach import TeachOptions, TeachPrinter, given_row
-from rlt_lightning.types import InputError
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.scoring.explain import ExplainOptions, explain, find_explanation
+from rlt_lightning.scoring.teach import TeachOptions, read_problem, teach
+from rlt_lightning.types import InputError, as_list
 
 ANSWER_S = 10.0  # deadline of a server that is asked what it serves
 RLT_MODULE, DATA_MODULE = "rlt_lightning.modules.RLTModule", "rlt_lightning.datamodules.StratosDataModule"
 ENGINE, NO_PUSH = "rlt_lightning.engines.VLLMEngine", "rlt_lightning.engines.NoPush"
-NO_REWARD = "rlt_lightning.report.taught.NoReward"
+NO_REWARD = "rlt_lightning.scoring.one_problem.NoReward"
 # Arguments that SFTModule and RLTModule share and that are not about training.
 OF_BOTH_STAGES = (
     "micro_batch_tokens",
@@ -52,6 +60,142 @@ OF_BOTH_STAGES = (
 USAGE = "rlt teach RUN_OR_FOLDER --question '…' --solution '…'"
 
 
+class BorrowingCommandLine(RLTCommandLine):
+    """A verb that takes the arguments of another verb, and one group of options more.
+
+    Subclasses set `lender`, the other verb, and `group`: the class of the further options and their name;
+    with None they have no name before theirs.
+    """
+
+    lender: str
+    group: tuple[type, str | None]
+
+    @classmethod
+    def subcommands(cls) -> dict[str, set[str]]:
+        """Return the other verb, whose parser this one uses."""
+        return {cls.lender: VERBS[cls.lender]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the further options."""
+        super().add_arguments_to_parser(parser)
+        parser.add_class_arguments(*self.group)
+
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        self.lent_parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        return self.lent_parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the command line as the other verb's; messages name this one."""
+        self.lent_parser.prog = f"rlt {sys.argv[1]}"
+        self.config = parser.parse_args([self.lender, *self.words(sys.argv[2:])])
+        self.spread_seed()
+        self.share_gpus()
+
+    def words(self, given: list[str]) -> list[str]:
+        """Return what the parser reads for the words of the command line."""
+        return given
+
+
+class PlanCommandLine(BorrowingCommandLine):
+    """`rlt plan`: the memory and time that a run would need. It loads no model and makes no folder.
+
+    The parser of `rlt fit` reads the settings of `rlt predict` too; `rlt test` has other classes.
+    """
+
+    lender, group = "fit", (PlanOptions, "plan")
+
+    @classmethod
+    def subcommands(cls) -> dict[str, set[str]]:
+        """Return `rlt test` for an evaluation, else `rlt fit`."""
+        cls.lender = "test" if names_evaluation(sys.argv[2:]) else "fit"
+        return super().subcommands()
+
+    def before_instantiate_classes(self) -> None:
+        """Make no run folder."""
+
+    def instantiate_classes(self) -> None:
+        """Make what loads nothing, and no trainer: its devices may not be here, so its settings must do."""
+        config = self.config.clone()
+        trainer = config[self.lender].trainer.clone()
+        for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
+            config[self.lender].trainer[name] = "auto" if name == "strategy" else None
+        made = self.parser.instantiate_classes(config)[self.lender]
+        setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
+        plan = make_plan(setup)
+        print(plan_page(plan))
+        if made.plan.json:
+            write_json(plan, made.plan.json)
+        self.status = 0 if plan.fits else 1
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing: the plan has been printed."""
+
+
+def names_evaluation(words: list[str]) -> bool:
+    """Tell whether options, or configs that they name, choose the module of `rlt test`."""
+    words = [part for word in with_config_files(words) for part in word.split("=", 1)]
+    named = [Path(value) for option, value in pairwise(words) if option == "--config"]
+    texts = [*words, *(path.read_text() for path in named if path.is_file())]
+    return any(re.search(r"^[^#\n]*\bEvaluationModule\b", text, re.MULTILINE) for text in texts)
+
+
+class OneProblemCommandLine(BorrowingCommandLine):
+    """A verb that scores one problem with the settings of `rlt predict`. It makes no run folder."""
+
+    lender = "predict"
+    # The problem, and its number in its source: messages, seeds and the page name it.
+    row: Row
+    row_number: int
+
+    def take(self, config: Namespace, row: Row, number: int, task: str) -> None:
+        """Let the settings of `rlt predict` be of one row, whose place they do not name.
+
+        Args:
+            config: The settings, which are changed.
+            row: The row.
+            number: Its number in its source.
+            task: What the row is made into.
+        """
+        self.row, self.row_number = row, number
+        data = config.data.init_args
+        data.update(Namespace(task=task, source=[row], trace_columns=[TRACE_COLUMN], max_rows=None))
+        data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
+        config.trainer.update(Namespace(logger=None, callbacks=None))
+
+    def instantiate_classes(self) -> None:
+        """Make module, data and engine, and no trainer: score_problems makes its own."""
+        self.made = self.parser.instantiate_classes(self.config)[self.lender]
+        data: StratosDataModule = self.made.data
+        data.sources = [MemoryRows([self.row], first=self.row_number)]
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Score the problem, and print what came out."""
+        raise NotImplementedError
+
+
+class ExplainCommandLine(OneProblemCommandLine):
+    """`rlt explain`: one explanation's reward, as `rlt predict` computes it."""
+
+    group = (ExplainOptions, "explain")
+
+    def before_instantiate_classes(self) -> None:
+        """Find the explanation."""
+        config = self.config["predict"]
+        options = ExplainOptions(**config.explain.as_dict())
+        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
+        model, data = config.model.init_args, config.data.init_args.as_dict()
+        students = as_list(frozen_student(config.model))
+        chosen = choose_formats(FormatOptions.of_settings(data), model.get("teacher"), students)
+        row = find_explanation(options, data, chosen[0].tags, score_given)
+        self.take(config, row, options.row, "score")
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        made = self.made
+        explain(made.model, made.data, made.rollouts, made.explain, **made.trainer.as_dict())
+
+
 class TeachCommandLine(OneProblemCommandLine):
     """`rlt teach`: a teacher's explanation of one problem, with its reward. It makes no run folder."""
 
@@ -62,7 +206,7 @@ class TeachCommandLine(OneProblemCommandLine):
 
     def words(self, given: list[str]) -> list[str]:
         """Return the options of `rlt predict` for a teacher, in the order of the drawing above."""
-        self.borrowed.usage = f"{USAGE} [options]"
+        self.lent_parser.usage = f"{USAGE} [options]"
         bare, options = bare_words(given)
         if len(bare) > 1:
             raise InputError(
@@ -80,7 +224,7 @@ class TeachCommandLine(OneProblemCommandLine):
             )
         words = [word for option in configs for word in option]
         if bare:
-            settings = settings_of(bare[0])
+            settings = find_settings(bare[0])
             teacher = settings["model"]["init_args"]["teacher"]
             words = ["--config", json.dumps(settings), *words, f"--model.teacher={teacher}"]
         urls = [
@@ -103,7 +247,7 @@ class TeachCommandLine(OneProblemCommandLine):
         self.options = options = TeachOptions(**{f.name: config[f.name] for f in fields(TeachOptions)})
         if options.file is not None:
             data.update(Namespace(source=options.file, max_rows=None))
-        number, columns = given_row(options, data.as_dict())
+        number, columns = read_problem(options, data.as_dict())
         named = options.file is not None or options.row is not None
         self.problem = f"Row {number} of {name_sources(data.source)}" if named else "The problem"
         self.take(config, columns, number, "rlt")
@@ -127,44 +271,32 @@ class TeachCommandLine(OneProblemCommandLine):
             return context, await client.reports_sampled_log_probs(0, ANSWER_S)
 
         self.max_model_len, exact = asyncio.run(ask())
-        reason = why_weights(model, rollouts, exact)
+        reason = explain_need_of_weights(model, rollouts, exact)
         self.needs_policy = reason is not None
         if not exact:
             engine.log_probs = "trainer"
         if reason is not None:
             announce(f"r_KL needs the teacher's weights here too, since {reason}")
 
-    def printer(self) -> TeachPrinter:
-        """Return the callback that prints the explanation."""
-        return TeachPrinter(self.options, self.max_model_len)
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make no data set of the explanation, and load the teacher only if it is needed."""
-        self.model.needs_policy = self.needs_policy
-        trainer = super().instantiate_trainer(**kwargs)
-        *others, printer = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in others if not isinstance(callback, DistillationWriter)]
-        # First, since RolloutCallback checks in its setup whether the completion fits.
-        trainer.callbacks = [printer, *others]  # type: ignore[attr-defined]
-        return trainer
-
     def _run_subcommand(self, subcommand: str) -> None:
-        with self.folder:
-            self.read_problem()
-            super()._run_subcommand(subcommand)
+        made = self.made
+        made.model.needs_policy = self.needs_policy
+        self.require_usable(made.data)
+        options, settings = self.options, made.trainer.as_dict()
+        teach(made.model, made.data, made.rollouts, options, self.max_model_len, **settings)
 
-    def read_problem(self) -> None:
+    def require_usable(self, data: StratosDataModule) -> None:
         """Let the datamodule read the problem, and say in one line why it cannot."""
         try:
-            self.datamodule.setup("predict")
+            data.setup("predict")
         except InputError as error:
-            bad = [fault for report in getattr(self.datamodule, "reports", []) for _, fault in report.bad]
+            bad = [fault for report in getattr(data, "reports", []) for _, fault in report.bad]
             if not bad:
                 raise
             raise InputError(f"{self.problem} cannot be used: {bad[0].detail}. Correct it.") from error
 
 
-def settings_of(name: str) -> dict[str, Any]:
+def find_settings(name: str) -> dict[str, Any]:
     """Return the settings with which a teacher explains: its run's, or with itself as the student.
 
     A model that was trained as a teacher is no student: without its run it explains without a reward.
@@ -179,7 +311,7 @@ def settings_of(name: str) -> dict[str, Any]:
     is_model = any((folder / file).is_file() for file in ("config.json", "adapter_config.json"))
     run = folder.parent if is_model and folder.resolve().name == "model" else folder
     if (run / "config.yaml").is_file() and (run != folder or not is_model):
-        return settings_of_run(run)
+        return read_run_settings(run)
     if folder.is_dir() and not is_model:
         raise InputError(
             f"The teacher must be a run, with config.yaml and model/, or a model folder, with config.json, "
@@ -193,7 +325,7 @@ def settings_of(name: str) -> dict[str, Any]:
     return {"model": model, "data": {"class_path": DATA_MODULE}}
 
 
-def settings_of_run(folder: Path) -> dict[str, Any]:
+def read_run_settings(folder: Path) -> dict[str, Any]:
     """Return what a run's `config.yaml` says of models, reward, format and sampling, for its `model/`.
 
     The engine is left out: the workers of a run end with it.
@@ -237,7 +369,7 @@ def asks_student(reward: Namespace) -> bool:
     return issubclass(getattr(importlib.import_module(module), name), RLTReward)
 
 
-def why_weights(model: Namespace, rollouts: Namespace, exact: bool) -> str | None:
+def explain_need_of_weights(model: Namespace, rollouts: Namespace, exact: bool) -> str | None:
     """Return why r_KL needs the teacher's weights although a server samples; None if it does not.
 
     Args:

@@ -1,18 +1,16 @@
-"""One reward as text for a terminal: its terms in words, and the tokens on a background by their figures."""
+"""One reward as text for a terminal: its terms in words, and the tokens on a background by their values."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from html import escape
 
-from rlt_lightning.chat.screen import has_styles
+from rlt_lightning.models.announce import has_styles
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.jsonl import Row
@@ -42,14 +40,14 @@ class Terminal:
     columns: int | None = None
 
 
-def this_terminal() -> Terminal:
+def find_terminal() -> Terminal:
     """Return what standard output is."""
     if not sys.stdout.isatty():
         return Terminal()
     return Terminal(has_styles(), shutil.get_terminal_size().columns)
 
 
-def terms_in_words(
+def describe_terms(
     row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, terminal: Terminal
 ) -> list[str]:
     """Return the reward and, below it, a line for each term that says what it consists of.
@@ -68,16 +66,16 @@ def terms_in_words(
     made_of = {
         "solution": f"{reward.solution_weight:g} x (mean {row['solution_log_prob_mean']:.4f} + "
         f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}{less}); the hardest token is "
-        f"{place_of(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
+        f"{describe_place(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
         "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
         f"{row['kl_max']:.4f}); "
-        + (f"the least natural token is {place_of(max, thought, kl)}" if kl else "no token counts"),
-        "format": format_of(row),
+        + (f"the least natural token is {describe_place(max, thought, kl)}" if kl else "no token counts"),
+        "format": describe_format(row),
     }
-    return term_lines(row["reward"], parts, made_of, terminal)
+    return list_terms(row["reward"], parts, made_of, terminal)
 
 
-def term_lines(
+def list_terms(
     reward: float, parts: dict[str, float], made_of: dict[str, str], terminal: Terminal
 ) -> list[str]:
     """Return a line for the reward and one for each term; a term without words gets its catalogue entry."""
@@ -85,11 +83,11 @@ def term_lines(
     lines = [f"{'reward':<{width + 2}}{reward:+.4f}"]
     for name, value in parts.items():
         words = made_of.get(name) or find_metric(f"reward/{name}").meaning
-        lines += hanging(f"  {name:<{width}}{value:+.4f}  ", words, terminal)
+        lines += fold_after(f"  {name:<{width}}{value:+.4f}  ", words, terminal)
     return lines
 
 
-def students_in_words(row: Row, students: Students, terminal: Terminal) -> list[str]:
+def describe_students(row: Row, students: Students, terminal: Terminal) -> list[str]:
     """Return a line for the reward of several students, and one for that of each.
 
     Args:
@@ -103,74 +101,66 @@ def students_in_words(row: Row, students: Students, terminal: Terminal) -> list[
     lines = [f"{'reward':<{width + 2}}{row['reward']:+.4f}  {how} {len(labels)} students"]
     for label, name, weight in zip(labels, students.names, students.weights, strict=True):
         words = name if students.reduction == "min" else f"weight {weight:g}, {name}"
-        lines += hanging(f"  {label:<{width}}{row[f'reward/{label}']:+.4f}  ", words, terminal)
+        lines += fold_after(f"  {label:<{width}}{row[f'reward/{label}']:+.4f}  ", words, terminal)
     return lines
 
 
-def table_of_kl(row: Row, top: int) -> list[str]:
+def tabulate_kl(row: Row, top: int) -> list[str]:
     """Return the table of the explanation's tokens, the largest KL first; all of them if top is 0."""
     kl = row["thought_kl"]
-    return table(
+    return tabulate(
         row["thought_tokens"], {"KL": kl}, sorted(range(len(kl)), key=lambda i: -kl[i])[: top or None]
     )
 
 
-def solution_heat(row: Row, empty: Row, terminal: Terminal) -> list[str]:
+def show_solution(row: Row, empty: Row, terminal: Terminal) -> list[str]:
     """Return the solution, shaded by how it surprises the student, and the table of its tokens."""
     solution, log_probs = row["solution_tokens"], row["solution_log_probs"]
     return [
-        *hanging(
+        *fold_after(
             "Solution: ",
             "the student's log-prob after the explanation, and after an empty one, nats",
             terminal,
         ),
-        shaded(solution, [-value for value in log_probs], terminal),
-        *legend("-log-prob", terminal),
+        shade_tokens(solution, [-value for value in log_probs], terminal),
+        *build_legend("-log-prob", terminal),
         "",
-        *table(solution, {"log-prob": log_probs, "empty": empty["solution_log_probs"]}, range(len(solution))),
+        *tabulate(
+            solution, {"log-prob": log_probs, "empty": empty["solution_log_probs"]}, range(len(solution))
+        ),
     ]
 
 
-def caveats(reward: RLTReward, terminal: Terminal) -> list[str]:
+def list_caveats(reward: RLTReward, terminal: Terminal) -> list[str]:
     """Return what to know about the figures of tokens, if other figures enter the terms."""
     normalised = (reward.normalise_log_probs, reward.normalise_kl) != ("none", "none")
     if (reward.clip_log_probs, reward.clip_kl) == (None, None) and not normalised:
         return []
     words = "Values of tokens are before clipping and normalisation, the terms' after."
-    return ["", *hanging("", words, terminal)]
+    return ["", *fold_after("", words, terminal)]
 
 
-def heat_html(tokens: list[str], surprise: list[float]) -> str:
-    """Return the text as HTML, each token on a background by its value in nats, which a tooltip names."""
-    spans = []
-    for token, value in zip(tokens, surprise, strict=True):
-        opacity = 1 - math.exp(-max(0.0, value))  # 0.5 nats have 0.39 of the colour, 2 nats 0.86
-        style = f"background:rgba(214,69,65,{0.8 * opacity:.2f})"
-        spans.append(f'<span style="{style}" title="{value:.3f} nats">{escape(token)}</span>')
-    return f'<div style="white-space:pre-wrap;font-family:monospace">{"".join(spans)}</div>'
-
-
-def format_of(row: Row) -> str:
+def describe_format(row: Row) -> str:
     """Return whether a completion is closed and not empty, in words."""
     if row["finish_reason"] != "stop":
         return "not closed"
     return "closed and not empty" if row["explanation"] else "empty"
 
 
-def place_of(choose: Callable[..., int], tokens: list[str], values: list[float]) -> str:
+def describe_place(choose: Callable[..., int], tokens: list[str], values: list[float]) -> str:
     """Return the token with the smallest or largest value, and its place from 1."""
     place = choose(range(len(values)), key=values.__getitem__)
-    return f"{visible(tokens[place])} (token {place + 1})"
+    return f"{quote_token(tokens[place])} (token {place + 1})"
 
 
-def visible(token: str) -> str:
+def quote_token(token: str) -> str:
     """Return a token between quotes, its white space written out."""
     return json.dumps(token, ensure_ascii=False).translate(CONTROLS)
 
 
-def shaded(tokens: list[str], surprise: list[float], terminal: Terminal) -> str:
+def shade_tokens(tokens: list[str], surprise: list[float], terminal: Terminal) -> str:
     """Return the text with each token's background by its value in nats; without colours just the text."""
-    texts = folded([token.translate(CONTROLS) for token in tokens], terminal)
+    texts = fold_texts([token.translate(CONTROLS) for token in tokens], terminal)
     if not terminal.colours:
         return "".join(texts).strip("\n")
     shades = [SHADES[bisect_right(BOUNDS, value)] for value in surprise]
@@ -182,14 +172,14 @@ def shaded(tokens: list[str], surprise: list[float], terminal: Terminal) -> str:
     return "".join(marked).strip("\n")
 
 
-def legend(what: str, terminal: Terminal) -> list[str]:
+def build_legend(what: str, terminal: Terminal) -> list[str]:
     """Return the line that says which background stands for which value, in nats; no line without colours."""
     steps = zip(SHADES[1:], BOUNDS, strict=True)
     marks = "".join(f"{BLACK}{shade} {bound:g} {RESET}" for shade, bound in steps)
     return [f"{what} from {marks} nats"] if terminal.colours else []
 
 
-def folded(texts: list[str], terminal: Terminal) -> list[str]:
+def fold_texts(texts: list[str], terminal: Terminal) -> list[str]:
     """Return texts that follow each other, with line ends for spaces where a line would be too long."""
     characters = list("".join(texts))
     start, space = 0, None
@@ -204,7 +194,7 @@ def folded(texts: list[str], terminal: Terminal) -> list[str]:
     return ["".join(next(rest) for _ in text) for text in texts]
 
 
-def hanging(label: str, words: str, terminal: Terminal) -> list[str]:
+def fold_after(label: str, words: str, terminal: Terminal) -> list[str]:
     """Return words after a label; where lines are folded, the next ones begin below the words."""
     if terminal.columns is None:
         return [(label + words).rstrip()]
@@ -215,10 +205,15 @@ def hanging(label: str, words: str, terminal: Terminal) -> list[str]:
     ) or [label.rstrip()]
 
 
-def table(tokens: list[str], columns: dict[str, list[float]], places: Iterable[int]) -> list[str]:
+def tabulate(tokens: list[str], columns: dict[str, list[float]], places: Iterable[int]) -> list[str]:
     """Return a line for each token at these places: its place from 1, its values and its text."""
     lines = [f"{'token':>7}" + "".join(f"{name:>10}" for name in columns)]
     for i in places:
         numbers = "".join(f"{values[i]:>10.4f}" for values in columns.values())
-        lines.append(f"{i + 1:>7}{numbers}  {visible(tokens[i])}")
+        lines.append(f"{i + 1:>7}{numbers}  {quote_token(tokens[i])}")
     return lines
+
+
+def fold_plain(text: str, terminal: Terminal) -> list[str]:
+    """Return a text without characters that control a terminal, folded at its width."""
+    return fold_texts([text.translate(CONTROLS)], terminal)

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
-
+from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.report.heat import (
-    Terminal,
-    caveats,
-    hanging,
-    legend,
-    shaded,
-    solution_heat,
-    students_in_words,
-    table_of_kl,
-    terms_in_words,
-    this_terminal,
-)
 from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, rows_in
 from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
+from rlt_lightning.scoring.one_problem import score_problems
+from rlt_lightning.scoring.text import (
+    Terminal,
+    build_legend,
+    describe_students,
+    describe_terms,
+    find_terminal,
+    fold_after,
+    list_caveats,
+    shade_tokens,
+    show_solution,
+    tabulate_kl,
+)
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import BadRowError, InputError, PromptBatch
+from rlt_lightning.types import BadRowError, InputError
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class ExplainOptions:
             )
 
 
-def row_to_score(
+def find_explanation(
     options: ExplainOptions, data: dict[str, Any], tags: TagStyle, score_given: bool = False
 ) -> Row:
     """Return a row of a source whose completion is the explanation in question.
@@ -178,62 +177,60 @@ def find_completion(options: ExplainOptions) -> Row:
     )
 
 
-class Explainer(Callback):
-    """Print the explained reward, and write it as a page."""
+def explain(
+    module: RLTModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    options: ExplainOptions,
+    **trainer: Any,
+) -> None:
+    """Print the reward of an explanation, and write it as a page.
 
-    def __init__(self, options: ExplainOptions) -> None:
-        self.options = options
+    Args:
+        module: The teacher, its students and the reward.
+        data: The row with the explanation, to be scored.
+        rollouts: The callback of every run; nothing is sampled.
+        options: How the reward is shown.
+        trainer: Arguments of Lightning's Trainer.
 
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        reward: Any = pl_module.reward
-        if not isinstance(reward, RLTReward):
-            raise InputError(
-                f"`rlt explain` shows what a student makes of tokens, but model.reward is "
-                f"{type(reward).__name__}, which asks no model. Choose a config with an RLTReward, such as "
-                "--config rank."
-            )
-        if self.options.html:
-            require_replaceable(Path(self.options.html))
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: PromptBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        assert batch.rollouts is not None
-        assert batch.scores is not None
-        readers = stratos_of(trainer).readers
-        [row], [rollout] = rollout_rows(batch), batch.rollouts.rollouts
-        row |= token_columns(rollout, batch.scores, 0, readers.formats)
-        terminal, module = this_terminal(), cast(RLTModule, pl_module)
-        # In the precision in which RLTModule scored the explanation.
-        with trainer.precision_plugin.forward_context():
-            nothing = module.scorer.score_empty(rollout.problem, batch.rollouts.temperature)
-        empty = score_rows(nothing)[0] | token_columns(rollout, nothing, 0, readers.formats)
-        reward = module.reward
-        assert isinstance(reward, RLTReward)
-        by_student = batch.scores.by_student
+    Raises:
+        InputError: If no reward asks a student, or the page would replace another file.
+    """
+    if not hasattr(module, "reward"):
+        raise InputError(
+            f"`rlt explain` shows a reward, but {type(module).__name__}, the model, has none. Choose a config "
+            "with RLTModule, such as --config rank."
+        )
+    if not isinstance(module.reward, RLTReward):
+        raise InputError(
+            "`rlt explain` shows what a student makes of tokens, but model.reward is "
+            f"{type(module.reward).__name__}, which asks no model. Choose a config with an RLTReward, such as "
+            "--config rank."
+        )
+    if options.html:
+        require_replaceable(Path(options.html))
+    [scored] = score_problems(module, data, rollouts, with_empty=True, **trainer)
+    assert scored.empty is not None
+    formats = data.readers.formats
+    [row], [rollout] = rollout_rows(scored.batch), scored.rollouts.rollouts
+    row |= token_columns(rollout, scored.scores, 0, formats)
+    empty = score_rows(scored.empty)[0] | token_columns(rollout, scored.empty, 0, formats)
+    terminal, by_student = find_terminal(), scored.scores.by_student
+    if by_student:
+        print("\n".join([*describe_students(row, module.students, terminal), ""]))
+    # With one student, its scores are those of the batch.
+    for label, scores in by_student.items() or [("", scored.scores)]:
+        parts = {name: float(values[0]) for name, values in scores.terms.parts().items()}
+        pair = row_of_student(row, label), row_of_student(empty, label)
         if by_student:
-            print("\n".join([*students_in_words(row, module.students, terminal), ""]))
-        # With one student, its scores are those of the batch.
-        for label, scores in by_student.items() or [("", batch.scores)]:
-            parts = {name: float(values[0]) for name, values in scores.terms.parts().items()}
-            pair = row_of_student(row, label), row_of_student(empty, label)
-            if by_student:
-                print(f"\n{label}:\n")
-            print(explained(*pair, parts, reward, self.options.top, terminal), flush=True)
-        if self.options.html:
-            write_page(Path(self.options.html), "One explanation, token by token", data_of_rows([row]))
-            print(f"\n{self.options.html}: the same as a page")
+            print(f"\n{label}:\n")
+        print(describe_explanation(*pair, parts, module.reward, options.top, terminal), flush=True)
+    if options.html:
+        write_page(Path(options.html), "One explanation, token by token", data_of_rows([row]))
+        print(f"\n{options.html}: the same as a page")
 
 
-def explained(
+def describe_explanation(
     row: Row, empty: Row, parts: dict[str, float], reward: RLTReward, top: int, terminal: Terminal
 ) -> str:
     """Return the explained reward as text for the terminal.
@@ -247,17 +244,17 @@ def explained(
         terminal: What the text is for.
     """
     lines = [
-        *terms_in_words(row, empty, parts, reward, terminal),
+        *describe_terms(row, empty, parts, reward, terminal),
         "",
         f"Explanation: KL of teacher from student ({reward.kl_estimator}), nats",
-        shaded(row["thought_tokens"], row["thought_kl"], terminal),
-        *legend("KL", terminal),
+        shade_tokens(row["thought_tokens"], row["thought_kl"], terminal),
+        *build_legend("KL", terminal),
         "",
-        *table_of_kl(row, top),
+        *tabulate_kl(row, top),
         "",
-        *solution_heat(row, empty, terminal),
+        *show_solution(row, empty, terminal),
     ]
     if reward.kl_estimator != "exact":
         words = f"{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
-        lines += ["", *hanging("", words + "For any text there is kl_estimator exact.", terminal)]
-    return "\n".join(lines + caveats(reward, terminal))
+        lines += ["", *fold_after("", words + "For any text there is kl_estimator exact.", terminal)]
+    return "\n".join(lines + list_caveats(reward, terminal))

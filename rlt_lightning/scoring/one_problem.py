@@ -1,33 +1,204 @@
-"""The RLT reward of explanations that another program has sampled, computed as `rlt predict` does.
+"""Scoring a few problems: the one path of `rlt explain`, `rlt teach`, `Teacher`, TRL and verl.
 
-row ────────▶ Problem ┐
-completion ───────────┴▶ Rollout ─▶ Scorer (modules/scorer.py) ─▶ reward and its terms
-                                        ├ students: loaded here, frozen
-                                        └ teacher: a model of the caller, by which it has sampled
+score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
+                    the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt teach`, `Teacher`
+ExplanationScorer   row ────────▶ Problem ┐
+                    completion ───────────┴▶ Rollout ─▶ Scorer (modules/scorer.py) ─▶ reward and its terms
+                    another program has sampled, and brings the teacher: TRL, verl
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
+from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import readers_of_run
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.readers import Readers
+from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.datamodules.tokenise import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.layouts import verified_layout
 from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.frozen import FrozenModel, Run
+from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Named, Scorer, Students, one_or_several, require_scorable
+from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import TagStyle, decode
-from rlt_lightning.types import BadRowError, Completion, InputError, Problem, RewardTerms, Rollout
+from rlt_lightning.types import (
+    BadRowError,
+    Completion,
+    InputError,
+    Problem,
+    PromptBatch,
+    RewardTerms,
+    Rollout,
+    Rollouts,
+    Scores,
+)
+
+
+class NoReward(TextReward):
+    """What `rlt teach` puts in place of the reward where no student scores; its zeros are not shown."""
+
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+        """See `TextReward`."""
+        return RewardTerms(torch.zeros(len(rollouts)))
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Completions of some rows with their scores.
+
+    Attributes:
+        batch: The rows, with `rollouts` and `scores`.
+        empty: The scores, N = 1, of an empty explanation of the first problem; None if none was asked for.
+    """
+
+    batch: PromptBatch
+    empty: Scores | None
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Return the completions."""
+        assert self.batch.rollouts is not None
+        return self.batch.rollouts
+
+    @property
+    def scores(self) -> Scores:
+        """Return the scores of the completions."""
+        assert self.batch.scores is not None
+        return self.batch.scores
+
+
+def score_problems(
+    module: RLTModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    with_empty: bool = False,
+    max_model_len: int = sys.maxsize,
+    **trainer: Any,
+) -> list[ScoredBatch]:
+    """Score completions of rows as `rlt predict` does, in one process, and leave no files.
+
+    Args:
+        module: The teacher, its students and the reward.
+        data: The rows; with `task` score they bring their completions. With `task` rlt it is one row, and its
+            completions end where the models' contexts do.
+        rollouts: How completions are sampled, if the rows bring none.
+        with_empty: Whether the students score an empty explanation too.
+        max_model_len: Tokens of prompt and completion that a server takes, if one samples.
+        trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
+
+    Raises:
+        InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
+    """
+    collector = ScoreCollector(with_empty, max_model_len)
+    with TemporaryDirectory(prefix="rlt-") as folder:
+        settings = trainer | {
+            # The collector first: RolloutCallback checks in its setup whether completions fit.
+            "callbacks": [collector, rollouts],
+            "default_root_dir": folder,
+            "devices": 1,
+            "num_nodes": 1,
+            "strategy": "auto",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
+        Trainer(**settings).predict(module, datamodule=data, return_predictions=False)
+    return collector.found
+
+
+class ScoreCollector(Callback):
+    """Keep the scored batches of a prediction, and fit completions into the models' contexts."""
+
+    def __init__(self, with_empty: bool, max_model_len: int) -> None:
+        self.with_empty = with_empty
+        self.max_model_len = max_model_len
+        self.found: list[ScoredBatch] = []
+        self.waiting = ExitStack()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stratos_of(trainer).task == "rlt":
+            fit_context(trainer, cast(RLTModule, pl_module), self.max_model_len)
+
+    @override
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if stratos_of(trainer).task == "rlt":
+            self.waiting.enter_context(waiting_for("the explanation"))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.waiting.close()
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        empty = None
+        if self.with_empty:
+            assert batch.rollouts is not None
+            # In the precision in which RLTModule scored the explanations.
+            with trainer.precision_plugin.forward_context():
+                scorer = cast(RLTModule, pl_module).scorer
+                empty = scorer.score_empty(batch.problems[0], batch.rollouts.temperature)
+        self.waiting.close()
+        self.found.append(ScoredBatch(batch, empty))
+
+
+def fit_context(trainer: Trainer, module: RLTModule, max_model_len: int = sys.maxsize) -> None:
+    """Shorten the run's completions to what the only problem leaves of the contexts.
+
+    Args:
+        trainer: The trainer, whose RolloutCallback is changed.
+        module: The RLTModule.
+        max_model_len: Tokens that a server takes, if one samples.
+
+    Raises:
+        InputError: If there is no room for an explanation.
+    """
+    [problem] = stratos_of(trainer).problems
+    room = max_model_len - len(problem.teacher_prompt)
+    for model in readers_of_run(module, stratos_of(trainer)):
+        room = min(room, model.context - int(model.fixed[0]))
+    if room < 1:
+        raise InputError(
+            "Question and solution must leave room for an explanation, but with their prompts they are "
+            f"{1 - room} tokens too long for the models' contexts. Shorten them."
+        )
+    rollouts = RolloutCallback.of(trainer)
+    if room < rollouts.sampling.max_completion_length:
+        rollouts.sampling = replace(rollouts.sampling, max_completion_length=room)
+    rollouts.val_sampling = rollouts.sampling
 
 
 class ExplanationScorer:
