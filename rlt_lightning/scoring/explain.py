@@ -198,14 +198,14 @@ def explain(
     """
     if not hasattr(module, "reward"):
         raise InputError(
-            f"`rlt explain` shows a reward, but {type(module).__name__}, the model, has none. Choose a config "
-            "with RLTModule, such as --config rank."
+            f"`rlt explain` shows a reward, but {type(module).__name__}, the model, has none. Choose a "
+            "config with RLTModule, such as --config rank."
         )
     if not isinstance(module.reward, RLTReward):
         raise InputError(
             "`rlt explain` shows what a student makes of tokens, but model.reward is "
-            f"{type(module.reward).__name__}, which asks no model. Choose a config with an RLTReward, such as "
-            "--config rank."
+            f"{type(module.reward).__name__}, which asks no model. Choose a config with an RLTReward, such "
+            "as --config rank."
         )
     if options.html:
         require_replaceable(Path(options.html))
