@@ -20,10 +20,9 @@ from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.rewards import TAKEN_NAMES
-from rlt_lightning.report.charts import curve_sections, group_charts
-from rlt_lightning.report.collect import collect
-from rlt_lightning.report.completions import Bounds
-from rlt_lightning.report.page import data_of
+from rlt_lightning.report.charts import build_curve_sections, build_group_charts
+from rlt_lightning.report.collect import Bounds, collect
+from rlt_lightning.report.page import build_data
 from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.run.metrics import (
     OURS,
@@ -96,15 +95,18 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     groups = [{**group, "group": number, "brevity_reward": -0.1 * number} for number in (1, 2)]
     (run / "groups.json").write_text(json.dumps(groups))
     collected = collect(run, Bounds(10, 10**6))
-    charts = {c["title"]: c for c in curve_sections([collected])[0]["charts"]}
+    charts = {c["title"]: c for c in build_curve_sections([collected])[0]["charts"]}
     chart = charts["Brevity term"]
     assert (chart["unit"], chart["about"]) == ("nats", "−0.01 · words of the explanation.")
     assert chart["series"][0]["high"][0] > -0.3  # the band: its spread over the completions
     assert chart["series"][1] == {"run": 0, "label": "held-out problems", "x": [2], "y": [-0.1]}
-    completions: Any = data_of([collected])["completions"]
+    completions: Any = build_data([collected])["completions"]
     assert list(completions["terms"])[-2:] == ["brevity_reward", "num_tokens"]
     assert completions["labels"]["brevity_reward"] == "Brevity term"
-    assert [part["label"] for part in group_charts([collected])[0]["series"]] == ["reward", "Brevity term"]
+    assert [part["label"] for part in build_group_charts([collected])[0]["series"]] == [
+        "reward",
+        "Brevity term",
+    ]
 
     scored = {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, "reward": -1.0}
     write_rows(tmp_path / "scored" / "scores.jsonl", [scored | {"brevity_reward": -0.5}])

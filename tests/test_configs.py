@@ -19,8 +19,8 @@ from fake_worker import FakeWorker, worker_of
 from test_docs import check_rlt
 from tiny import TINY, generates, tiny_options
 
-from rlt_lightning.cli.configs import copy_config, launch_line
-from rlt_lightning.cli.parser import with_config_files
+from rlt_lightning.cli.configs import copy_config, read_launch_line
+from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
 from rlt_lightning.run.shipped import find_config, shipped
 from rlt_lightning.types import InputError
@@ -66,7 +66,7 @@ def name_of(config: Path) -> str:
 
 def launch_words(config: Path) -> list[str]:
     """The launch line on top of every config: verb, configs and options."""
-    program, *words = launch_line(config.read_text())
+    program, *words = read_launch_line(config.read_text())
     assert program == "rlt"
     assert name_of(config) in words
     return words
@@ -132,7 +132,7 @@ def test_a_list_of_configs_may_be_read_in_part() -> None:
 def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:
     words = ["fit", "--config=quickstart", "-c", "overlays/lora", "--config", '{"seed": 1}', "--seed", "rank"]
     files = [str(ROOT / "configs" / name) for name in ("quickstart.yaml", "overlays/lora.yaml")]
-    assert with_config_files(words) == ["fit", f"--config={files[0]}", "-c", files[1], *words[4:]]
+    assert replace_config_names(words) == ["fit", f"--config={files[0]}", "-c", files[1], *words[4:]]
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -35,7 +35,7 @@ from tiny import TINY, tiny_options
 
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
-from rlt_lightning.cli.parser import bare_words
+from rlt_lightning.cli.parser import split_words
 from rlt_lightning.run.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
@@ -130,9 +130,9 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     options = [STANDS_FOR.get(option, option) for option in options]
     if verb == "teach":  # the folder's settings come first; here those of a config
-        _, named = bare_words(options)
+        _, named = split_words(options)
         options = ["--config", "quickstart", *(word for option in named for word in option)]
-    options = cli.named_run(options) if verb == "push" else options
+    options = cli.read_run(options) if verb == "push" else options
     borrows = cli.COMMAND_LINES.get(verb)
     words = options if verb in cli.COMMANDS else [borrows.lender if borrows else verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]

@@ -33,9 +33,8 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.report.charts import curve_sections
-from rlt_lightning.report.collect import collect
-from rlt_lightning.report.completions import Bounds
+from rlt_lightning.report.charts import build_curve_sections
+from rlt_lightning.report.collect import Bounds, collect
 from rlt_lightning.run.metrics import EVALUATION
 from rlt_lightning.run.workspace import workspace
 from rlt_lightning.types import InputError
@@ -457,7 +456,7 @@ def test_it_warns_of_problems_in_the_training_rows_and_of_a_short_run(miniature:
 def test_the_report_and_the_dashboard_draw_the_curves(finished: tuple[Path, Losses]) -> None:
     sections = {
         section["title"]: section["charts"]
-        for section in curve_sections([collect(finished[0], Bounds(1, 1))])
+        for section in build_curve_sections([collect(finished[0], Bounds(1, 1))])
     }
     charts = {chart["name"]: chart for chart in sections["Accuracy while training"]}
     assert list(charts) == [f"eval/SET/{name}" for name in DRAWN]

@@ -49,10 +49,9 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics import NonFiniteError
 from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.report.charts import spread_of
-from rlt_lightning.report.collect import collect
-from rlt_lightning.report.completions import Bounds
-from rlt_lightning.report.page import data_of
+from rlt_lightning.report.charts import find_spread
+from rlt_lightning.report.collect import Bounds, collect
+from rlt_lightning.report.page import build_data
 from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.run.metrics import find_metric
 from rlt_lightning.strategies.fsdp2 import FSDP2
@@ -217,14 +216,14 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
         find_metric("reward/repetition").title == "reward/repetition"
     )  # this process never imported the file
     trained = collect(folder, Bounds(100, 10**6))
-    assert spread_of(trained, find_metric("reward/repetition")).keys() == {1, 2}  # the band
-    report: Any = data_of([trained])
+    assert find_spread(trained, find_metric("reward/repetition")).keys() == {1, 2}  # the band
+    report: Any = build_data([trained])
     [chart] = [c for c in report["sections"][0]["charts"] if c["name"] == "reward/repetition"]
     assert (chart["title"], chart["unit"]) == ("Repetition term", "nats")
     assert chart["about"].startswith("−repetition_weight · fraction of the explanation")
     assert [series["label"] for series in chart["series"]] == ["", "held-out problems"]
     monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
-    completions: Any = data_of([collect(outside / "runs" / "scores", Bounds(100, 10**6))])["completions"]
+    completions: Any = build_data([collect(outside / "runs" / "scores", Bounds(100, 10**6))])["completions"]
     assert sorted(completions["terms"]["repetition_reward"]) == [-0.375, 0]
     assert completions["labels"]["repetition_reward"] == "Repetition term"
 

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import close_session
 
 from rlt_lightning.checkpoints.card import inherited_header, model_card
-from rlt_lightning.cli.main import named_run
+from rlt_lightning.cli.main import read_run
 from rlt_lightning.hub.cards import complete_model_card, without_places
 from rlt_lightning.hub.client import PushError
 from rlt_lightning.hub.push import push
@@ -500,7 +500,7 @@ def test_offline_mode_and_a_missing_run_are_one_line_each(pushed: tuple[Path, st
 
 def test_data_is_a_switch_with_or_without_a_value() -> None:
     for words in (["RUN", "--data"], ["--data", "RUN"], ["RUN", "--data", "true"], ["RUN", "--data=true"]):
-        found = named_run([*words, "--repo_id", "a/b"])
+        found = read_run([*words, "--repo_id", "a/b"])
         assert found[0] == "--run_dir=RUN"
         assert "true" in " ".join(found)
         assert found[-2:] == ["--repo_id", "a/b"]

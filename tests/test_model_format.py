@@ -127,7 +127,7 @@ def chat_prompt(model: str, monkeypatch: pytest.MonkeyPatch, question: str) -> l
             sent.append(prompt)
             return "eos"
 
-    monkeypatch.setattr(conversation, "speaker_of", lambda *_: Silent())
+    monkeypatch.setattr(conversation, "choose_speaker", lambda *_: Silent())
     monkeypatch.setattr(sys, "stdin", io.StringIO(question))
     conversation.chat(ChatModel(model))
     return sent[0]

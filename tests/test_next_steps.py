@@ -166,6 +166,6 @@ def test_a_prompt_that_the_run_left_out_replaces_the_configs() -> None:
 def test_tags_of_ones_own_are_carried_over() -> None:
     tags = {"thought_open": "<t>", "separator": "\n"}
     data = Namespace(tags=Namespace(**tags), student_system_prompt="")
-    words = shlex.split(next_steps.command("test", "evaluate", {}, data, next_steps.STUDENT_FORMAT))
+    words = shlex.split(next_steps.build_command("test", "evaluate", {}, data, next_steps.STUDENT_FORMAT))
     assert json.loads(words[words.index("--data.tags") + 1]) == tags
     assert words[-2:] == ["--data.student_system_prompt", ""]

@@ -21,9 +21,8 @@ from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set, read
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.published import PUBLISHED, difference, known_by_number
 from rlt_lightning.pretrained import load_tokenizer
-from rlt_lightning.report.charts import evaluation_tables
-from rlt_lightning.report.collect import collect
-from rlt_lightning.report.completions import Bounds
+from rlt_lightning.report.charts import build_evaluation_tables
+from rlt_lightning.report.collect import Bounds, collect
 from rlt_lightning.run.results import (
     PAPER_ROWS,
     PAPER_SETS,
@@ -220,12 +219,12 @@ def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Ro
     assert summary["sets"]["math500"]["differs"] == "1 of 500 rows"
     assert comparable_sets(summary) == set()
     run = collect(folder, Bounds(10, 1000))
-    assert [table["title"] for table in evaluation_tables([run], ["run"])] == ["All figures"]
+    assert [table["title"] for table in build_evaluation_tables([run], ["run"])] == ["All figures"]
     for found in summary["sets"].values():
         found["differs"] = None
     assert PAPER_SOURCE in render(summary)
     assert "GPQA Diamond is recognised only by the number of its rows.\n" in render(summary)
-    tables = evaluation_tables([replace(run, evaluation=summary)], ["run"])
+    tables = build_evaluation_tables([replace(run, evaluation=summary)], ["run"])
     assert tables[1]["title"] == PAPER_SOURCE
 
 

@@ -17,11 +17,17 @@ from browser import chromium, completion, synthetic_run, tokens, write_metrics, 
 from commands import ROOT, rlt
 from test_cli import small_fit
 
-from rlt_lightning.report.charts import curve_sections, group_charts
-from rlt_lightning.report.collect import Run, collect
-from rlt_lightning.report.completion_rows import TOKEN_COLUMNS
-from rlt_lightning.report.completions import Bounds
-from rlt_lightning.report.page import MARKER, data_of, data_of_rows, report, rounded, short_names, write_page
+from rlt_lightning.report.charts import build_curve_sections, build_group_charts
+from rlt_lightning.report.collect import TOKEN_COLUMNS, Bounds, Run, collect
+from rlt_lightning.report.page import (
+    MARKER,
+    build_data,
+    build_data_of_rows,
+    cut_digits,
+    report,
+    shorten_names,
+    write_page,
+)
 from rlt_lightning.types import InputError
 
 ALL = Bounds(10**6, 10**9)
@@ -122,7 +128,7 @@ def opened(chrome: Any) -> Iterator[Any]:
 
 
 def charts_of(*runs: Run) -> dict[str, dict[str, Any]]:
-    return {chart["name"]: chart for section in curve_sections([*runs]) for chart in section["charts"]}
+    return {chart["name"]: chart for section in build_curve_sections([*runs]) for chart in section["charts"]}
 
 
 def test_spreads_of_terms_are_those_of_the_completions(tmp_path: Path) -> None:
@@ -175,7 +181,7 @@ def test_every_metric_is_drawn_once(tmp_path: Path) -> None:
         tmp_path, {name: [1.0, 2.0] for name in [*names, "reward/val_correct", "eval/aime24/pass_at_1"]}
     )
     sections = {
-        s["title"]: [c["name"] for c in s["charts"]] for s in curve_sections([collect(tmp_path, ALL)])
+        s["title"]: [c["name"] for c in s["charts"]] for s in build_curve_sections([collect(tmp_path, ALL)])
     }
     assert sections["Reward"] == ["reward/correct", "reward/own_term"]
     assert sections["Policy"] == ["policy/loss"]
@@ -243,10 +249,10 @@ def test_only_a_report_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_runs_are_named_by_what_tells_them_apart() -> None:
-    assert short_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
-    assert short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert shorten_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert shorten_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     with pytest.raises(InputError, match="named twice"):
-        short_names([Path("/x/a"), Path("/x/../x/a")])
+        shorten_names([Path("/x/a"), Path("/x/../x/a")])
 
 
 def test_a_bounded_page_keeps_what_matters_of_every_problem(tmp_path: Path) -> None:
@@ -282,7 +288,7 @@ def test_the_most_improved_beats_the_mean_of_the_first_time_by_most(tmp_path: Pa
     ]
     rows += [completion(1, 1, n, -2.0 - n) for n in range(2)]
     write_rows(tmp_path / "rollouts.jsonl", rows)
-    completions = data_of([collect(tmp_path, ALL)])["completions"]
+    completions = build_data([collect(tmp_path, ALL)])["completions"]
     again, once = (problem["runs"][0] for problem in completions["problems"])
     assert again == {"best": 4, "worst": 5, "improved": 4, "gain": 2.5, "first_mean": -3.0, "times": 3}
     assert once == {"best": 6, "worst": 7, "improved": None, "gain": None, "first_mean": -2.5, "times": 1}
@@ -332,12 +338,12 @@ def test_tokens_that_are_none_of_ours_are_left_out(tmp_path: Path) -> None:
 def test_groups_by_a_reward_without_models_are_drawn_by_what_they_have(tmp_path: Path) -> None:
     group = {"group": 1, "num_rows": 2, "reward": -1.0, "reward_min": -2.0, "reward_max": 0.0}
     (tmp_path / "groups.json").write_text(json.dumps([group]))
-    [chart] = group_charts([collect(tmp_path, ALL)])
+    [chart] = build_group_charts([collect(tmp_path, ALL)])
     assert [part["label"] for part in chart["series"]] == ["reward"]
 
 
 def test_numbers_are_cut_and_never_nan(tmp_path: Path) -> None:
-    assert rounded({"a": [1.23456789, 3, "x", None, True]}) == {"a": [1.23457, 3, "x", None, True]}
+    assert cut_digits({"a": [1.23456789, 3, "x", None, True]}) == {"a": [1.23457, 3, "x", None, True]}
     row = completion(1, 0, 0, math.nan) | tokens() | {"thought_kl": [0.1, math.inf, 0.2, 0.3, 0.4, 0.5]}
     write_rows(tmp_path / "rollouts.jsonl", [row])
     report([str(tmp_path)])
@@ -397,7 +403,7 @@ def test_texts_stay_texts(tmp_path: Path, opened: Any) -> None:
     texts = {"explanation": EVIL, "question": EVIL, "solution": EVIL}
     row = completion(1, 0, 0, -1.0) | texts | tokens() | {"thought_tokens": [EVIL, "b", "", "", "", ""]}
     write_rows(tmp_path / EVIL.replace("/", "_") / "rollouts.jsonl", [row | {"finish_reason": EVIL}])
-    write_page(tmp_path / "one.html", EVIL, data_of_rows([row]))
+    write_page(tmp_path / "one.html", EVIL, build_data_of_rows([row]))
     report([str(tmp_path / EVIL.replace("/", "_"))], output=str(tmp_path / "run.html"))
     for name in ("one.html", "run.html"):
         page = opened(tmp_path / name)
@@ -457,7 +463,7 @@ def test_sorting_and_filtering_give_exactly_their_rows(tmp_path: Path, opened: A
 
 
 def test_each_tokens_figure_is_told_on_focus_and_hover_by_keys_alone(tmp_path: Path, opened: Any) -> None:
-    write_page(tmp_path / "one.html", "One", data_of_rows([completion(1, 0, 0, -1.0) | tokens()]))
+    write_page(tmp_path / "one.html", "One", build_data_of_rows([completion(1, 0, 0, -1.0) | tokens()]))
     page = opened(tmp_path / "one.html").page
     tip = page.locator("#tip")
     for _ in range(12):  # Tab leads to the explanation, in one stop

@@ -19,7 +19,7 @@ from commands import rlt
 from fake_worker import FakeWorker, worker_of
 from test_vllm_worker import EXECUTABLE, LAUNCH, forked_vllm
 
-from rlt_lightning.cli.parser import bare_words
+from rlt_lightning.cli.parser import split_words
 from rlt_lightning.cli.verbs import find_settings
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import LocalServer, free_port
@@ -419,7 +419,7 @@ def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> 
 def test_words_without_an_option_are_told_from_values() -> None:
     words = ["RUN", "--question", "Why?", "--solution=-x + 1", "--row", "-1"]
     options = [("--question", "Why?"), ("--solution=-x + 1",), ("--row", "-1")]
-    assert bare_words(words) == (["RUN"], options)
+    assert split_words(words) == (["RUN"], options)
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from commands import rlt, start
 from sampling import sample_groups
 from tiny import CHAINS
 
-from rlt_lightning.chat.speakers import ChatModel, speaker_of
+from rlt_lightning.chat.speakers import ChatModel, choose_speaker
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import (
     AdapterPush,
@@ -524,7 +524,7 @@ def test_a_chat_streams_what_the_model_says_in_process(plain_server: str, export
     def answered(url: str | None, seed: int = 0, **settings: float) -> tuple[str, str]:
         pieces: list[str] = []
         sampling = Sampling(max_completion_length=48, **settings)
-        speaker = speaker_of(ChatModel(exported, url, dtype="float32"), tokenizer)
+        speaker = choose_speaker(ChatModel(exported, url, dtype="float32"), tokenizer)
         reason = speaker.answer(prompt, sampling, seed, pieces.append)
         assert sum(map(bool, pieces)) > 5  # as it came; vLLM may send several tokens at once
         return "".join(pieces), reason
@@ -532,7 +532,7 @@ def test_a_chat_streams_what_the_model_says_in_process(plain_server: str, export
     assert answered(plain_server, temperature=0.0) == answered(None, temperature=0.0)
     first, second, again = (answered(plain_server, seed, temperature=1.0) for seed in (1, 2, 1))
     assert first == again != second
-    speaker, too_long = speaker_of(ChatModel(exported, plain_server), tokenizer), Sampling()
+    speaker, too_long = choose_speaker(ChatModel(exported, plain_server), tokenizer), Sampling()
     with pytest.raises(EngineError, match="/v1/completions was refused with status 400"):
         speaker.answer(prompt, too_long, 0, print)
 

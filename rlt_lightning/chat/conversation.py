@@ -1,21 +1,37 @@
-"""`rlt chat`: talk to a trained student in the terminal, its thought dimmed and its solution highlighted."""
+"""`rlt chat`: talk to a trained student in the terminal, its thought dimmed and its solution highlighted.
+
+chat                 the model, its format and its speaker (speakers.py)
+  converse           question after question
+    Conversation     the turns so far; asks the speaker
+      Screen         shows the answer as it arrives, by parts that TagSplitter finds
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from rlt_lightning.chat.screen import Screen
-from rlt_lightning.chat.speakers import ChatModel, Speaker, speaker_of
+from rlt_lightning.chat.speakers import ChatModel, Speaker, choose_speaker
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
+from rlt_lightning.models.announce import has_styles
 from rlt_lightning.pretrained import load_tokenizer
-from rlt_lightning.tags import TagStyle, holds_half_pair
+from rlt_lightning.tags import CONTROL_CODES, TagStyle, holds_half_pair
 from rlt_lightning.types import InputError
 
 COMMANDS = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+Part = Literal["plain", "thought", "solution", "tag"]
+# Dim; bold and green.
+STYLES: dict[Part, str] = {"thought": "\x1b[2m", "solution": "\x1b[1;32m"}
+RESET = "\x1b[0m"
+# Replaces control characters, which would change the terminal; line ends and tabs stay. Marks of direction
+# stay too: an answer in Arabic or Hebrew needs them. scoring/text.py replaces them, since they
+# would reorder its tokens.
+WITHOUT_CONTROLS = {code: "\ufffd" for code in CONTROL_CODES if chr(code) not in "\n\t"}
 
 
 def chat(
@@ -54,7 +70,7 @@ def chat(
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     chosen = choose_format(options, None, model.path)
     chat_format = chosen.chat_format(tokenizer)
-    conversation = Conversation(chat_format, speaker_of(model, chat_format.tokenizer), sampling, seed)
+    conversation = Conversation(chat_format, choose_speaker(model, chat_format.tokenizer), sampling, seed)
     chosen.warn_of_guesses()
     if question is not None:
         conversation.ask(question, Screen(chat_format.tags))
@@ -153,8 +169,83 @@ class Conversation:
             reason = self.speaker.answer(prompt, sampling, self.seed + len(self.turns), show)
         finally:
             screen.end()
-            if said := "".join(pieces):
-                self.turns.append((question, said))
+            if answer := "".join(pieces):
+                self.turns.append((question, answer))
         if reason == "length":
             setting = "the model's context" if limit == room else "--max_tokens"
             tell(f"cut after {limit} tokens: {setting}")
+
+
+class Screen:
+    """One answer on standard output: on a terminal with styles in place of the tags, elsewhere unchanged."""
+
+    def __init__(self, tags: TagStyle) -> None:
+        self.splitter = TagSplitter(tags)
+        self.terminal = sys.stdout.isatty()
+        self.styled = has_styles()
+
+    def show(self, piece: str) -> None:
+        """Write a piece, except for an end that may be the beginning of a tag."""
+        if not self.styled:
+            write(piece, self.terminal)
+            return
+        for part, text in self.splitter.feed(piece):
+            self._write_styled(part, text)
+
+    def end(self) -> None:
+        """Write what was held back, and end the line."""
+        if self.styled:
+            self._write_styled(*self.splitter.flush())
+        write("\n", self.terminal)
+
+    def _write_styled(self, part: Part, text: str) -> None:
+        if part != "tag" and text:
+            write(text, self.terminal, STYLES.get(part, ""))
+
+
+def write(text: str, terminal: bool, style: str = "") -> None:
+    """Write to standard output; a terminal gets no control characters, which a model may write."""
+    text = text.translate(WITHOUT_CONTROLS) if terminal else text
+    sys.stdout.write(f"{style}{text}{RESET}" if style else text)
+    sys.stdout.flush()
+
+
+class TagSplitter:
+    """Split a text into thought, solution and other parts, although its tags may arrive in pieces.
+
+    With the tags of "r1", the pieces "<thi" and "nk>Add" give ("tag", "<think>"), ("thought", "Add") and
+    empty texts.
+    """
+
+    def __init__(self, tags: TagStyle) -> None:
+        # The part that follows each tag.
+        self.begins: dict[str, Part] = {
+            tags.thought_open: "thought",
+            tags.thought_close: "plain",
+            tags.solution_open: "solution",
+            tags.solution_close: "plain",
+        }
+        self.part: Part = "plain"
+        self.pending = ""  # may be the beginning of a tag
+
+    def feed(self, piece: str) -> Iterator[tuple[Part, str]]:
+        """Yield the texts that are certain with this piece; each tag is yielded separately."""
+        self.pending += piece
+        while found := [tag for tag in self.begins if tag in self.pending]:
+            tag = min(found, key=self.pending.index)
+            before, _, self.pending = self.pending.partition(tag)
+            yield self.part, before
+            yield "tag", tag
+            self.part = self.begins[tag]
+        certain = len(self.pending) - max(map(self._num_begun, self.begins))
+        yield self.part, self.pending[:certain]
+        self.pending = self.pending[certain:]
+
+    def flush(self) -> tuple[Part, str]:
+        """Return the text that is still pending when the answer has ended."""
+        text, self.pending = self.pending, ""
+        return self.part, text
+
+    def _num_begun(self, tag: str) -> int:
+        """Return the number of characters at the end that may begin this tag."""
+        return next(n for n in range(len(tag) - 1, -1, -1) if self.pending.endswith(tag[:n]))

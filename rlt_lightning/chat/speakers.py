@@ -70,7 +70,7 @@ class Speaker(Protocol):
         """Show the answer as it is made, without its end-of-sequence token; return why it ended."""
 
 
-def speaker_of(model: ChatModel, tokenizer: Any) -> Speaker:
+def choose_speaker(model: ChatModel, tokenizer: Any) -> Speaker:
     """Return a speaker for the server at the url, or for the model itself."""
     return LocalSpeaker(model, tokenizer) if model.url is None else RemoteSpeaker(model, model.url)
 
@@ -170,7 +170,7 @@ class RemoteSpeaker:
                             return reason
                         if not event.data:  # a sign of life
                             continue
-                        choice = choice_of(event.data, place)
+                        choice = read_choice(event.data, place)
                         show(choice["text"])
                         reason = "length" if choice.get("finish_reason") == "length" else "eos"
         except httpx2.HTTPError as error:
@@ -180,7 +180,7 @@ class RemoteSpeaker:
         raise EngineError(f"{place} broke off in the middle of an answer. Look at the server's log.")
 
 
-def choice_of(data: str, place: str) -> dict[str, Any]:
+def read_choice(data: str, place: str) -> dict[str, Any]:
     """Return the piece of an answer that an event of the server holds.
 
     Raises:

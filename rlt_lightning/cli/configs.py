@@ -35,14 +35,14 @@ def run_configs(words: Sequence[str]) -> None:
     if options.name is None and options.copy is not None:
         raise InputError("--copy needs the name of a config: rlt configs NAME --copy DIR.")
     if options.name is None:
-        print(listing())
+        print(list_configs())
     elif options.copy is None:
         print(find_config(options.name).read_text(), end="")
     else:
         print(copy_config(options.name, Path(options.copy)))
 
 
-def listing() -> str:
+def list_configs() -> str:
     """Return a table of the shipped configs: verb, name, and the first line of each."""
     titles = {
         "on a CPU": "Experiments for a CPU: rlt VERB --config NAME",
@@ -54,12 +54,12 @@ def listing() -> str:
         text = path.read_text()
         group = "overlays" if "/" in name else "on a CPU" if ON_A_CPU.search(text) else "on GPUs"
         first_line = text.partition("\n")[0].removeprefix("# ")
-        groups[group].append(f"  {launch_line(text)[1]:8} {name:30} {first_line}")
+        groups[group].append(f"  {read_launch_line(text)[1]:8} {name:30} {first_line}")
     end = "rlt configs NAME shows one; rlt configs NAME --copy DIR copies it, to change it."
     return "\n\n".join([*("\n".join(lines) for lines in groups.values()), end])
 
 
-def launch_line(text: str) -> list[str]:
+def read_launch_line(text: str) -> list[str]:
     """Return the words of the command in the first lines of a config."""
     top = takewhile(lambda line: line.startswith("#"), text.splitlines())
     [line] = [line.removeprefix(RUN) for line in top if line.startswith(RUN)]
@@ -80,7 +80,7 @@ def copy_config(name: str, folder: Path) -> str:
     if name not in files:
         find_config(name)
         raise InputError(f"--copy takes the name of a config of the package, but {name} is a file. Copy it.")
-    words = launch_line(files[name].read_text())
+    words = read_launch_line(files[name].read_text())
     copies = {word: folder / f"{word}.yaml" for word in words if word in files}
     if taken := [path for path in copies.values() if path.exists()]:
         raise InputError(f"A copy must not replace a file, but {taken[0]} is there. Choose another folder.")

@@ -22,7 +22,7 @@ from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.cli import ranks
-from rlt_lightning.cli.parser import OneLineParser, bare_words, end_with_mistake
+from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.cli.verbs import ExplainCommandLine, PlanCommandLine, TeachCommandLine
@@ -95,7 +95,7 @@ def run() -> int:
             raise
         remove_empty_folders()
         ranks.fail_run(ending)
-        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {how_to_resume()}", file=sys.stderr)
+        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {explain_resume()}", file=sys.stderr)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     ranks.end_run()
     return command_line.status
@@ -104,7 +104,7 @@ def run() -> int:
 def run_command(verb: str) -> int:
     """Run a verb that has no trainer, and return the exit status."""
     function, description = COMMANDS[verb]
-    readers = {"report": named_folders, "push": named_run}
+    readers = {"report": read_folders, "push": read_run}
     auto_cli(
         function,
         args=readers.get(verb, list)(sys.argv[2:]),
@@ -116,14 +116,14 @@ def run_command(verb: str) -> int:
     return 0
 
 
-def named_folders(words: list[str]) -> list[str]:
+def read_folders(words: list[str]) -> list[str]:
     """Return `A B --output FILE` as the parser reads it: words that belong to no option are folders."""
-    folders, options = bare_words(words)
+    folders, options = split_words(words)
     others = [word for option in options for word in option]
     return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
 
 
-def named_run(words: list[str]) -> list[str]:
+def read_run(words: list[str]) -> list[str]:
     """Return `RUN --data --repo_id ID` as the parser reads it: --run_dir=RUN --data=true --repo_id ID.
 
     Raises:
@@ -135,7 +135,7 @@ def named_run(words: list[str]) -> list[str]:
         for word, after in zip(words, following, strict=True)
     ]
     switched = [f"{word}=true" if switch else word for word, switch in zip(words, is_switch, strict=True)]
-    folders, options = bare_words(switched)
+    folders, options = split_words(switched)
     others = [word for option in options for word in option]
     if not folders and {"--help", "-h"} & set(others):
         return others
@@ -145,7 +145,7 @@ def named_run(words: list[str]) -> list[str]:
     return [f"--run_dir={folders[0]}", *others]
 
 
-def how_to_resume() -> str:
+def explain_resume() -> str:
     """Return what a stopped run has left, and the options that resume it."""
     folder = RLTCommandLine.run_folder
     found = [] if folder is None else checkpoints_in(folder / "checkpoints")

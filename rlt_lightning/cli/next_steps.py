@@ -80,7 +80,7 @@ def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: Store
     print(f"\nDone: {steps} step{'s' if steps > 1 else ''}.")
     resume = {"checkpoints": f"to resume: --output_dir {folder} --resume true"}
     print_files(folder, FIT_FILES | ({"model": ADAPTER} if adapter else {}) | resume)
-    print(f"See it: {program()} report {shlex.quote(str(folder))}")
+    print(f"See it: {find_program()} report {shlex.quote(str(folder))}")
     if not (folder / "model").exists() or adapter:
         return
     print(f"Try it: {propose_trial(config)}")
@@ -110,35 +110,36 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
     """Return what to do with the trained model and the command for it; arguments as `print_after_fit`."""
     data, models, model = config.data.init_args, config.model.init_args, f"{config.output_dir}/model"
     if data.task == "teacher_sft":
-        name = config_name("teacher_rlt", on_cpu, config)
-        options: Options = {"model.teacher": model, **this_model("model.student", models.pretrained, on_cpu)}
-        options |= {"data.source": named_source(data), **completion_length(config, name, model, examples)}
-        options |= forced(data)
-        words = command("fit", name, options, data, TEACHER_FORMAT)
+        name = choose_config("teacher_rlt", on_cpu, config)
+        options: Options = {"model.teacher": model, **name_model("model.student", models.pretrained, on_cpu)}
+        options |= {"data.source": name_source(data), **fit_completion_length(config, name, model, examples)}
+        options |= keep_forced_format(data)
+        words = build_command("fit", name, options, data, TEACHER_FORMAT)
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
-        name = config_name("generate", on_cpu, config)
-        student = student_of(config)
-        options = {"model.teacher": model, "model.student": student, **sampling_of(config)}
-        options |= at_most(name, "data.student_context", context_of(config, student))
-        options |= (new := new_questions(data)) | forced(data)
-        words = command("predict", name, options, data, TEACHER_FORMAT)
+        name = choose_config("generate", on_cpu, config)
+        student = find_student(config)
+        options = {"model.teacher": model, "model.student": student, **copy_sampling(config)}
+        options |= lower_setting(name, "data.student_context", find_context(config, student))
+        options |= (new := choose_new_questions(data)) | keep_forced_format(data)
+        words = build_command("predict", name, options, data, TEACHER_FORMAT)
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         return f"write data for students (docs/generating.md{which}):\n  {words}"
     if data.task in ("student_rl", "student_sft", "student_opd"):
-        name = config_name("evaluate", on_cpu, config)
+        name = choose_config("evaluate", on_cpu, config)
         samples = data.task != "student_sft"
-        sampling = sampling_of(config) if samples else completion_length(config, name, model, examples)
+        sampling = copy_sampling(config) if samples else fit_completion_length(config, name, model, examples)
         options = {"model.pretrained": model, **sampling}
-        return f"evaluate it (docs/evaluation.md):\n  {command('test', name, options, data, STUDENT_FORMAT)}"
+        words = build_command("test", name, options, data, STUDENT_FORMAT)
+        return f"evaluate it (docs/evaluation.md):\n  {words}"
     return None
 
 
 def propose_trial(config: Namespace) -> str:
     """Return the command by which a trained teacher explains a row of its run, or a student answers."""
     if config.data.init_args.task in ("teacher_sft", "rlt"):
-        return shlex.join([program(), "teach", str(config.output_dir), "--row", "1"])
-    return shlex.join([program(), "chat", "--model.path", f"{config.output_dir}/model"])
+        return shlex.join([find_program(), "teach", str(config.output_dir), "--row", "1"])
+    return shlex.join([find_program(), "chat", "--model.path", f"{config.output_dir}/model"])
 
 
 def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:
@@ -150,55 +151,55 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
         source: The file of the traces.
     """
     data = config.data.init_args
-    name = config_name("student_sft", on_cpu, config)
+    name = choose_config("student_sft", on_cpu, config)
     num_rows = sum(1 for _ in source.open())
     if not num_rows:
         return None
     # A model that wrote its own answers is what a student of them starts from.
-    student = student_of(config) or config.model.init_args.teacher
-    options: Options = {"data.source": str(source), **this_model("model.pretrained", student, on_cpu)}
-    options |= forced(data)
-    options |= at_most(name, "data.prompts_per_step", num_rows)
-    limit = data.student_context or context_of(config, student)
-    options |= at_most(name, "data.max_length", limit)
-    return f"train a student on them:\n  {command('fit', name, options, data, STUDENT_FORMAT)}"
+    student = find_student(config) or config.model.init_args.teacher
+    options: Options = {"data.source": str(source), **name_model("model.pretrained", student, on_cpu)}
+    options |= keep_forced_format(data)
+    options |= lower_setting(name, "data.prompts_per_step", num_rows)
+    limit = data.student_context or find_context(config, student)
+    options |= lower_setting(name, "data.max_length", limit)
+    return f"train a student on them:\n  {build_command('fit', name, options, data, STUDENT_FORMAT)}"
 
 
-def student_of(config: Namespace) -> Any:
+def find_student(config: Namespace) -> Any:
     """Return the student of a run; of several the first, for whom data are written. None without one."""
     models = config.model.init_args
     several = models.get("students")
     return models.student if several is None else next(iter(several))
 
 
-def forced(data: Namespace) -> Options:
+def keep_forced_format(data: Namespace) -> Options:
     """Return the option that uses a model in another format than its own, if this run has used it so."""
     return {"data.force_format": True} if data.get("force_format") else {}
 
 
-def command(
+def build_command(
     verb: str, config: str, options: Options, data: Namespace, format_settings: tuple[str, ...]
 ) -> str:
     """Return a command line with these options, in the format of the data."""
     formats = {f"data.{name}": data.get(name) for name in format_settings}
-    unlike = {n: v for n, v in formats.items() if v is not None or setting(config, n) is not None}
-    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", as_word(value)))
-    return shlex.join([program(), verb, "--config", config, *words])
+    unlike = {n: v for n, v in formats.items() if v is not None or read_setting(config, n) is not None}
+    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", write_word(value)))
+    return shlex.join([find_program(), verb, "--config", config, *words])
 
 
-def program() -> str:
+def find_program() -> str:
     """Return the command that this process was started as."""
     return sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
 
 
-def as_word(value: Any) -> str:
+def write_word(value: Any) -> str:
     """Return a setting as the command line takes it."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=Namespace.as_dict)
 
 
-def config_name(stage: str, on_cpu: bool, config: Namespace) -> str:
+def choose_config(stage: str, on_cpu: bool, config: Namespace) -> str:
     """Return the name of a stage's config that fits the device and, on a CPU, this run's models."""
     models = {config.model.init_args.get(name) for name in ("pretrained", "teacher", "student")}
     models |= {*(config.model.init_args.get("students") or ())}
@@ -206,24 +207,24 @@ def config_name(stage: str, on_cpu: bool, config: Namespace) -> str:
     return laptop[stage] if on_cpu else stage
 
 
-def this_model(option: str, model: str, on_cpu: bool) -> Options:
+def name_model(option: str, model: str, on_cpu: bool) -> Options:
     """Return an option that names this run's model, unless the proposed config names it already."""
     return {} if model in RECIPE_MODELS and not on_cpu else {option: model}
 
 
-def sampling_of(config: Namespace) -> Options:
+def copy_sampling(config: Namespace) -> Options:
     """Return options that sample completions as this run has sampled them."""
     sampling = config.rollouts.sampling
     length = {MAX_COMPLETION_LENGTH: sampling.max_completion_length}
     return {"rollouts.sampling.temperature": sampling.temperature, **length}
 
 
-def named_source(data: Namespace) -> Any:
+def name_source(data: Namespace) -> Any:
     """Return the source of a run as an option; FILE stands for rows that its config holds."""
     return data.source if all(isinstance(source, str) for source in parse_sources(data.source)) else "FILE"
 
 
-def new_questions(data: Namespace) -> Options:
+def choose_new_questions(data: Namespace) -> Options:
     """Return options for questions that this run has not seen: an embedded source has others by seed."""
     if all(source in EMBEDDED for source in parse_sources(data.source)):
         # The next seed is that of quickstart_smollm2_warmup, so the one after it.
@@ -231,28 +232,28 @@ def new_questions(data: Namespace) -> Options:
     return {"data.source": "FILE"}
 
 
-def completion_length(config: Namespace, proposed: str, model: str, examples: StoredItems) -> Options:
+def fit_completion_length(config: Namespace, proposed: str, model: str, examples: StoredItems) -> Options:
     """Return an option for completions as long as the examples, where the proposed config does not fit."""
     prompts = examples.numbers("num_prompt")
     longest_prompt, longest = int(prompts.max()), int((examples.numbers("token_ids") - prompts).max())
-    limit = setting(proposed, MAX_COMPLETION_LENGTH)
-    if limit is not None and longest <= limit <= context_of(config, model) - longest_prompt:
+    limit = read_setting(proposed, MAX_COMPLETION_LENGTH)
+    if limit is not None and longest <= limit <= find_context(config, model) - longest_prompt:
         return {}
     return {MAX_COMPLETION_LENGTH: longest}
 
 
-def context_of(config: Namespace, model: str) -> int:
+def find_context(config: Namespace, model: str) -> int:
     """Return the context of a model that this run could load, tokens."""
     return context_length(model, config.model.init_args.trust_remote_code)
 
 
-def at_most(config: str, name: str, limit: int) -> Options:
+def lower_setting(config: str, name: str, limit: int) -> Options:
     """Return an option that lowers a setting of the proposed config to a limit; none if it is below."""
-    value = setting(config, name)
+    value = read_setting(config, name)
     return {} if value is not None and value <= limit else {name: limit}
 
 
-def setting(config: str, name: str) -> Any:
+def read_setting(config: str, name: str) -> Any:
     """Return what a config sets for an option; None if it does not set it."""
     value: Any = yaml.safe_load(find_config(config).read_text())
     for key in name.split("."):

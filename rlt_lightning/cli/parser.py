@@ -26,7 +26,7 @@ NAME = re.compile(r"[\w~./][\w./+-]*")
 CLASS_FAULTS = re.compile("does not implement protocol|is abstract")
 
 
-def one_line(message: str) -> str:
+def condense_message(message: str) -> str:
     """Return a message as one line, with the reason in place of a parser's dump of nested alternatives."""
     # Each reason comes with the deeper lines that continue it.
     reasons = re.findall(
@@ -40,14 +40,16 @@ def one_line(message: str) -> str:
         # Any other reason says itself what came.
         plain = reasons[-1].startswith(("Expected a", "Import path does"))
         got = f". Got value: {value.group(1)}" if plain and value else ""
-        fault = class_fault(value.group(1)) if value and CLASS_FAULTS.search(reasons[-1]) else None
+        fault = explain_class_fault(value.group(1)) if value and CLASS_FAULTS.search(reasons[-1]) else None
         message = (f"{place.group()} " if place else "") + (fault or reasons[-1] + got)
     text = re.sub(r"\s+", " ", message).strip().removeprefix("error: ")
     text = re.sub(r" - Expected a path but \S+ either not accessible or invalid - ", " ", text)
     if text.startswith(("Problems parsing config", "Unexpected config")):
         prefix, _, fault = text.partition(": ")
         fault = fault if prefix.startswith("Problems") else "Write KEY: VALUE."
-        text = f"Every --config must be a YAML file of settings, but {unreadable_config()} is not. {fault}"
+        text = (
+            f"Every --config must be a YAML file of settings, but {find_unreadable_config()} is not. {fault}"
+        )
     if "arguments are required" in text and sys.argv[1:2] == ["report"]:
         return (
             "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
@@ -60,7 +62,7 @@ def one_line(message: str) -> str:
     return text
 
 
-def bare_words(words: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+def split_words(words: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return the words that belong to no option, and the options: ("--a=b",) or ("--a", "b")."""
     bare: list[str] = []
     options: list[tuple[str, ...]] = []
@@ -73,7 +75,7 @@ def bare_words(words: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:
     return bare, options
 
 
-def with_config_files(words: Sequence[str]) -> list[str]:
+def replace_config_names(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with a file in place of each config's name.
 
     Raises:
@@ -91,7 +93,7 @@ def with_config_files(words: Sequence[str]) -> list[str]:
     return found
 
 
-def unreadable_config() -> str:
+def find_unreadable_config() -> str:
     """Return the name of the first file of the command line that is not YAML with settings."""
     words = [word for argument in sys.argv for word in argument.split("=", 1)]
     for option, name in pairwise(words):
@@ -105,7 +107,7 @@ def unreadable_config() -> str:
     return "one"
 
 
-def class_fault(value: str) -> str | None:
+def explain_class_fault(value: str) -> str | None:
     """Return why a user's class cannot be used where a setting names it; None if that is not known.
 
     Args:
@@ -122,9 +124,9 @@ def class_fault(value: str) -> str | None:
         return (
             f"{path.group(1)} must have its base class's method(s) {', '.join(sorted(abstract))}. Write them."
         )
-    wanted = {n: parameters(f) for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
+    wanted = {n: list_parameters(f) for n, f in vars(Engine).items() if callable(f) and not n.startswith("_")}
     missing = [n for n in wanted if not callable(getattr(found, n, None))]
-    other = [n for n in wanted if n not in missing and parameters(getattr(found, n)) != wanted[n]]
+    other = [n for n in wanted if n not in missing and list_parameters(getattr(found, n)) != wanted[n]]
     parts = [f"has no {', '.join(missing)}"] if missing else []
     parts += [f"has other parameters of {', '.join(other)}"] if other else []
     if parts:
@@ -140,7 +142,7 @@ def class_fault(value: str) -> str | None:
     )
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
+def list_parameters(function: Callable[..., Any]) -> list[str]:
     """Return the names of a method's parameters."""
     return list(inspect.signature(function).parameters)
 
@@ -153,7 +155,7 @@ class OneLineParser(LightningArgumentParser):
     ) -> Namespace:
         """Parse a command line; the name of a shipped config stands for its file."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_args(with_config_files(words), *others, **options)
+        return super().parse_args(replace_config_names(words), *others, **options)
 
     def error(self, message: str, *args: Any) -> NoReturn:
         """Print the innermost reason and exit with status 2."""
@@ -162,7 +164,7 @@ class OneLineParser(LightningArgumentParser):
 
 def end_with_mistake(message: str) -> int:
     """Print a user's mistake in one line and return the exit status; with other ranks, end them all here."""
-    line = one_line(message)
+    line = condense_message(message)
     remove_empty_folders()
     ranks.fail_run(InputError(line))
     print(f"rlt: error: {line}", file=sys.stderr)

@@ -78,7 +78,7 @@ class SaveConfig(SaveConfigCallback):
         self.parser.save(self.from_the_beginning(path.parent), str(scratch), **options)
         scratch.replace(path)
         write_entries(path.parent)
-        settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": code_version()}
+        settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
 
@@ -90,10 +90,10 @@ class SaveConfig(SaveConfigCallback):
         """
         config = self.config.clone()
         config.resume = config.overwrite = False
-        if within(folder, config.get("ckpt_path")):
+        if is_within(folder, config.get("ckpt_path")):
             path = folder / "config.yaml"
             first = yaml.safe_load(path.read_text()).get("ckpt_path") if path.exists() else None
-            config.ckpt_path = None if within(folder, first) else first
+            config.ckpt_path = None if is_within(folder, first) else first
         return config
 
 
@@ -261,12 +261,12 @@ class RLTCommandLine(LightningCLI):
         return bool(self.trainer.strategy.root_device.type == "cpu")
 
 
-def within(folder: Path, path: str | None) -> bool:
+def is_within(folder: Path, path: str | None) -> bool:
     """Return whether a path, if there is one, lies in a folder."""
     return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
-def code_version() -> dict[str, Any]:
+def find_code_version() -> dict[str, Any]:
     """Return this package's version and, in a checkout, the commit and whether tracked files have changed."""
     folder = Path(__file__).parents[2]
 

@@ -26,7 +26,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli.parser import bare_words, with_config_files
+from rlt_lightning.cli.parser import replace_config_names, split_words
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, frozen_student
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
@@ -135,7 +135,7 @@ class PlanCommandLine(BorrowingCommandLine):
 
 def names_evaluation(words: list[str]) -> bool:
     """Tell whether options, or configs that they name, choose the module of `rlt test`."""
-    words = [part for word in with_config_files(words) for part in word.split("=", 1)]
+    words = [part for word in replace_config_names(words) for part in word.split("=", 1)]
     named = [Path(value) for option, value in pairwise(words) if option == "--config"]
     texts = [*words, *(path.read_text() for path in named if path.is_file())]
     return any(re.search(r"^[^#\n]*\bEvaluationModule\b", text, re.MULTILINE) for text in texts)
@@ -207,7 +207,7 @@ class TeachCommandLine(OneProblemCommandLine):
     def words(self, given: list[str]) -> list[str]:
         """Return the options of `rlt predict` for a teacher, in the order of the drawing above."""
         self.lent_parser.usage = f"{USAGE} [options]"
-        bare, options = bare_words(given)
+        bare, options = split_words(given)
         if len(bare) > 1:
             raise InputError(
                 f"rlt teach takes one teacher, but got {', '.join(bare)}. Put question and "

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlt_lightning.report.collect import Run
-from rlt_lightning.report.completions import Spread
+from rlt_lightning.report.collect import Run, Spread
 from rlt_lightning.run.metrics import (
     Metric,
     find_metric,
@@ -31,10 +30,10 @@ ACCURACY = (
 )
 
 
-def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
+def build_curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     """Return charts of the metrics by iteration, in sections; none is empty."""
     names = {training_name(name) for run in runs for name in run.metrics if not name.startswith("eval/")}
-    names |= {metric.name for metric in list_metrics() if any(spread_of(run, metric) for run in runs)}
+    names |= {metric.name for metric in list_metrics() if any(find_spread(run, metric) for run in runs)}
     # Terms that are not in the catalogue, of runs without metrics.csv.
     columns = {column for run in runs if not run.metrics for column in run.completions.spreads}
     names |= {
@@ -45,27 +44,29 @@ def curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     known = [metric for metric in list_metrics() if metric.name in names]
     unknown = [find_metric(name) for name in sorted(names - {metric.name for metric in known})]
     shown = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
-    sections: list[dict[str, Any]] = [{"title": "Accuracy while training", "charts": accuracy_curves(runs)}]
+    sections: list[dict[str, Any]] = [
+        {"title": "Accuracy while training", "charts": build_accuracy_charts(runs)}
+    ]
     for title in dict.fromkeys(metric.section for metric in list_metrics() if metric.section):
-        charts = list(stacks(runs)) if title == "Time and memory" else []
-        charts += [metric_chart(runs, metric) for metric in shown if metric.section == title]
+        charts = list(build_time_charts(runs)) if title == "Time and memory" else []
+        charts += [build_metric_chart(runs, metric) for metric in shown if metric.section == title]
         sections.append({"title": title, "charts": charts})
     others = sorted((metric for metric in shown if not metric.section), key=lambda metric: metric.name)
-    charts = [metric_chart(runs, metric) for metric in others]
+    charts = [build_metric_chart(runs, metric) for metric in others]
     sections.append({"title": OTHERS, "charts": charts, "folded": True})
     return [section for section in sections if section["charts"]]
 
 
-def accuracy_curves(runs: list[Run]) -> list[Chart]:
+def build_accuracy_charts(runs: list[Run]) -> list[Chart]:
     """Return the charts of what EvaluateEvery has logged, each with all sets."""
-    charts = [accuracy_curve(runs, figure) for figure in ACCURACY]
+    charts = [build_accuracy_chart(runs, figure) for figure in ACCURACY]
     # With one answer to each problem, pass@k and maj@k are pass@1; with two, maj@k is.
-    drawn = [chart for chart in charts[1:] if values_of(chart) != values_of(charts[0])]
+    drawn = [chart for chart in charts[1:] if list_values(chart) != list_values(charts[0])]
     shown = [chart for chart in (charts[0], *drawn) if chart["series"]]
-    return [chart for chart in shown if "timed_out" not in chart["name"] or any(map(any, values_of(chart)))]
+    return [chart for chart in shown if "timed_out" not in chart["name"] or any(map(any, list_values(chart)))]
 
 
-def accuracy_curve(runs: list[Run], figure: str) -> Chart:
+def build_accuracy_chart(runs: list[Run], figure: str) -> Chart:
     """Return the chart of one figure of EvaluateEvery. The figures of `rlt test` have other charts."""
     metric, series = find_metric(f"eval/SET/{figure}"), []
     scale = 100 if metric.unit == "fraction" else 1
@@ -74,7 +75,7 @@ def accuracy_curve(runs: list[Run], figure: str) -> Chart:
         for name in (name for name in of_fit if name.endswith(f"/{figure}")):
             errors = run.metrics.get(name.replace("pass_at_1", "standard_error"), ([], []))
             deviations = dict(zip(*errors, strict=True)) if figure == "pass_at_1" else {}
-            curve = banded(run.metrics[name], deviations)
+            curve = add_band(run.metrics[name], deviations)
             for part in curve.keys() - {"x"}:
                 curve[part] = [None if value is None else scale * value for value in curve[part]]
             # Not the set's title: a part of a published set is another set.
@@ -90,22 +91,22 @@ def accuracy_curve(runs: list[Run], figure: str) -> Chart:
     }
 
 
-def values_of(chart: Chart) -> list[list[float | None]]:
+def list_values(chart: Chart) -> list[list[float | None]]:
     """Return the values of all curves of a chart."""
     return [series["y"] for series in chart["series"]]
 
 
-def metric_chart(runs: list[Run], metric: Metric) -> Chart:
+def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
     """Return one metric's chart, with all runs, the spread over completions and the held-out values."""
     name, series = metric.name, []
     for number, run in enumerate(runs):
-        spread = spread_of(run, metric)
-        curve = run.metrics.get(name) or mean_curve(spread)
+        spread = find_spread(run, metric)
+        curve = run.metrics.get(name) or build_mean_curve(spread)
         if curve[0]:
             deviations: dict[int, float | None] = {step: part.std for step, part in spread.items()}
             if name == "reward/mean":  # metrics.csv has its deviation for most steps
                 deviations |= dict(zip(*run.metrics.get("reward/std", ([], [])), strict=True))
-            series.append({"run": number, "label": "", **banded(curve, deviations)})
+            series.append({"run": number, "label": "", **add_band(curve, deviations)})
         if validation_name(name) in run.metrics:
             steps, values = run.metrics[validation_name(name)]
             series.append({"run": number, "label": "held-out problems", "x": steps, "y": values})
@@ -120,7 +121,7 @@ def metric_chart(runs: list[Run], metric: Metric) -> Chart:
     }
 
 
-def spread_of(run: Run, metric: Metric) -> dict[int, Spread]:
+def find_spread(run: Run, metric: Metric) -> dict[int, Spread]:
     """Return the spread over completions of a metric's values by step; empty if they are not recorded.
 
     A term is recorded as NAME_reward by an RLTReward, and as NAME by a TextReward.
@@ -129,12 +130,12 @@ def spread_of(run: Run, metric: Metric) -> dict[int, Spread]:
     return spreads.get(metric.column) or spreads.get(metric.column.removesuffix("_reward"), {})
 
 
-def mean_curve(spread: dict[int, Spread]) -> Curve:
+def build_mean_curve(spread: dict[int, Spread]) -> Curve:
     """Return the curve of a run that has completions but no metrics.csv."""
     return list(spread), [part.mean for part in spread.values()]
 
 
-def banded(curve: Curve, deviations: dict[int, float | None]) -> dict[str, Any]:
+def add_band(curve: Curve, deviations: dict[int, float | None]) -> dict[str, Any]:
     """Return a curve, with a band of one standard deviation if it has any."""
     steps, values = curve
     drawn = {"x": steps, "y": values}
@@ -148,7 +149,7 @@ def banded(curve: Curve, deviations: dict[int, float | None]) -> dict[str, Any]:
     return drawn | {"low": low, "high": high}
 
 
-def stacks(runs: list[Run]) -> Iterator[Chart]:
+def build_time_charts(runs: list[Run]) -> Iterator[Chart]:
     """Yield a chart for each run: the time of an iteration by phase."""
     phases = [metric for metric in list_metrics() if metric.drawn == "stack"]
     for number, run in enumerate(runs):
@@ -169,7 +170,7 @@ def stacks(runs: list[Run]) -> Iterator[Chart]:
             }
 
 
-def group_charts(runs: list[Run]) -> list[Chart]:
+def build_group_charts(runs: list[Run]) -> list[Chart]:
     """Return a chart of the groups of a ranked data set: mean reward, and the terms that differ."""
     series = []
     for number, run in enumerate(runs):
@@ -200,7 +201,7 @@ def group_charts(runs: list[Run]) -> list[Chart]:
     ]
 
 
-def evaluation_charts(runs: list[Run]) -> list[Chart]:
+def build_evaluation_charts(runs: list[Run]) -> list[Chart]:
     """Return charts of the accuracy on every evaluation set, and by the number of samples."""
     bars, curves = [], []
     for number, run in enumerate(runs):
@@ -233,7 +234,7 @@ def evaluation_charts(runs: list[Run]) -> list[Chart]:
     return [chart for chart in (accuracy, by_number) if chart["series"]]
 
 
-def evaluation_tables(runs: list[Run], names: list[str]) -> list[dict[str, Any]]:
+def build_evaluation_tables(runs: list[Run], names: list[str]) -> list[dict[str, Any]]:
     """Return tables of all figures of the evaluations and, if they have one of its sets, of the paper's."""
     evaluated = [(name, run.evaluation) for name, run in zip(names, runs, strict=True) if run.evaluation]
     rows = [

@@ -1,24 +1,126 @@
-"""Read what a run folder holds, as plain data of bounded size."""
+"""Read what a run folder holds, as plain data of bounded size.
+
+collect              a run: its metrics, completions, groups, evaluation and settings
+  read_completions   rows of a file, twice: first to choose what a page shows, then to keep it
+    read_texts, …    one row, whichever verb wrote it
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.report.completion_rows import COMPLETION_FILES
-from rlt_lightning.report.completions import Bounds, Completions, read_completions
 from rlt_lightning.run.jsonl import Row, rows_in
-from rlt_lightning.run.metrics import read_entries
+from rlt_lightning.run.metrics import COLUMNS, label_columns, read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
+from rlt_lightning.run.rows import evenly_spread
 from rlt_lightning.run.run_folder import flat, read_settings
-from rlt_lightning.types import InputError
+from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.types import BadRowError, InputError
 
+COMPLETION_FILES = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")
+# Numbers among these columns say where a row comes from.
+NO_FIGURES = {column.name for column in COLUMNS["completion"]}
+TOKEN_COLUMNS = tuple(column.name for column in COLUMNS["tokens"])
+NUMBER_SIZE = 8  # characters of a token's figure on the page, about
 FILES = ("metrics.csv", *COMPLETION_FILES, "groups.json", "evaluation.json")
 GROUP = {"group", "num_rows", "reward", "reward_min", "reward_max"}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many completions a page takes, and how many characters of their texts and tokens."""
+
+    completions: int
+    characters: int
+
+
+@dataclass
+class Spread:
+    """Number, mean and standard deviation of values that come one by one (Welford's sums)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Count another value."""
+        self.count += 1
+        step = value - self.mean
+        self.mean += step / self.count
+        self.squares += step * (value - self.mean)
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation, unbiased as in metrics.csv; 0 for a single value."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+@dataclass
+class AskedProblem:
+    """A problem and its completions; a completion is named by its position in the file."""
+
+    row: int | None
+    question: str
+    solution: str
+    first: int
+    first_step: int | None
+    last: int = 0
+    best: int | None = None
+    worst: int | None = None
+    best_later: int | None = None  # the best after the first step
+    rewards: dict[int, float] = field(default_factory=dict)  # of best, worst and best_later
+    steps: set[int | None] = field(default_factory=set)
+    first_rewards: Spread = field(default_factory=Spread)  # of the completions of the first step
+
+    def add(self, position: int, step: int | None, reward: float | None) -> None:
+        """Count another completion."""
+        self.last = position
+        self.steps.add(step)
+        if reward is None:
+            return
+        if step == self.first_step:
+            self.first_rewards.add(reward)
+        elif self.best_later is None or reward > self.rewards[self.best_later]:
+            self.best_later = position
+        if self.best is None or reward > self.rewards[self.best]:
+            self.best = position
+        if self.worst is None or reward < self.rewards[self.worst]:
+            self.worst = position
+        if position in (self.best, self.worst, self.best_later):
+            self.rewards[position] = reward
+            self.rewards = {
+                i: self.rewards[i] for i in (self.best, self.worst, self.best_later) if i is not None
+            }
+
+    @property
+    def gain(self) -> float | None:
+        """Return by how much the best later completion beats the mean of the first step, if there is one."""
+        if self.best_later is None or not self.first_rewards.count:
+            return None
+        return self.rewards[self.best_later] - self.first_rewards.mean
+
+
+@dataclass
+class Completions:
+    """The completions of a run: the rows that a page takes, and figures of all."""
+
+    file: str = ""
+    total: int = 0
+    kept: dict[int, Row] = field(default_factory=dict)  # by position in the file
+    problems: list[AskedProblem] = field(default_factory=list)
+    terms: list[str] = field(default_factory=list)
+    spreads: dict[str, dict[int, Spread]] = field(default_factory=dict)  # term -> step -> over completions
 
 
 @dataclass
@@ -98,3 +200,165 @@ def require_keys(value: Any, keys: set[str], path: Path) -> None:
             f"{path} must have {', '.join(sorted(keys))}, as rlt writes them, but has {value!r:.40}. "
             "Write it again, or move it away."
         )
+
+
+def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bounds) -> Completions:
+    """Read completions twice, one by one: first to choose what the page shows, then to keep it.
+
+    Args:
+        rows: Called to read the rows from the start.
+        file: Name of the file whose columns the rows have.
+        bounds: What a page takes.
+    """
+    found = Completions(file)
+    by_texts: dict[tuple[str, str], AskedProblem] = {}
+    sizes: list[int] = []
+    owners: list[AskedProblem] = []
+    spreads: dict[str, dict[int, Spread]] = defaultdict(lambda: defaultdict(Spread))
+    for position, row in enumerate(rows()):
+        question, solution, text = read_texts(row, file)
+        step, values = read_step(row, file), read_figures(row, file)
+        if (question, solution) not in by_texts:
+            # In scores.jsonl a column `row` belongs to the source.
+            number = row.get("row") if file != "scores.jsonl" else None
+            by_texts[question, solution] = AskedProblem(number, question, solution, position, step)
+            found.problems.append(by_texts[question, solution])
+        by_texts[question, solution].add(position, step, values.get("reward"))
+        owners.append(by_texts[question, solution])
+        sizes.append(measure_size(row, text))
+        for name, value in values.items():
+            if name not in found.terms:
+                found.terms.append(name)
+            if step is not None and value is not None:
+                spreads[name][step].add(value)
+    found.total = len(sizes)
+    order = list(label_columns())
+    found.terms.sort(key=lambda name: order.index(name) if name in order else len(order))
+    found.spreads = {name: dict(sorted(by_step.items())) for name, by_step in spreads.items()}
+    chosen = choose_completions(found.problems, owners, sizes, bounds)
+    numbers = {texts: number for number, texts in enumerate(by_texts)}
+    for position, row in enumerate(rows()):
+        if position in chosen:
+            found.kept[position] = build_completion(row, file, numbers)
+    return found
+
+
+def choose_completions(
+    problems: list[AskedProblem], owners: list[AskedProblem], sizes: list[int], bounds: Bounds
+) -> set[int]:
+    """Choose each problem's best, worst, most improved, first and last completion, then evenly over the file.
+
+    Args:
+        problems: The problems of the file.
+        owners: The problem of each completion, in the order of the file and so of the iterations.
+        sizes: Characters of each completion. The characters of its problem count once.
+        bounds: What a page takes.
+    """
+    kinds: list[list[int | None]] = [
+        [problem.best for problem in problems],
+        [problem.worst for problem in problems],
+        [problem.best_later if (problem.gain or 0) > 0 else None for problem in problems],
+        [problem.first for problem in problems],
+        [problem.last for problem in problems],
+        list(range(len(sizes))),
+    ]
+    chosen: set[int] = set()
+    shown: set[int] = set()  # problems, by the position of their first completion
+    left = bounds.characters
+    for kind in kinds:
+        candidates = sorted({position for position in kind if position is not None} - chosen)
+        if not candidates:
+            continue
+        mean_size = sum(sizes[i] for i in candidates) / len(candidates)
+        room = min(bounds.completions - len(chosen), int(left / max(mean_size, 1)))
+        for position in evenly_spread(candidates, room):
+            owner = owners[position]
+            size = sizes[position] + (0 if owner.first in shown else len(owner.question + owner.solution))
+            if size <= left:
+                chosen.add(position)
+                shown.add(owner.first)
+                left -= size
+    return chosen
+
+
+def read_texts(row: Row, file: str) -> tuple[str, str, str]:
+    """Return question, solution and explanation of a completion."""
+    column = "explanation" if file == "rollouts.jsonl" else row.get("trace_column", TRACE_COLUMN)
+    texts = [row.get(name) for name in ("question", "solution", column)]
+    if all(isinstance(text, str) for text in texts):
+        question, solution, explanation = map(str, texts)
+        return question, solution.strip(), explanation
+    for tags in (STRATOS, R1):
+        with suppress(BadRowError):
+            parsed = parse_row(row, tags, (column,), allows_completion=True)
+            trace = (column == TRACE_COLUMN and parsed.completion) or parsed.traces[column].strip()
+            return parsed.question, parsed.solution.strip(), trace
+    # A conversation in tags that we do not know is shown as it is.
+    return "", "", json.dumps(row.get("conversations", ""), ensure_ascii=False)
+
+
+def read_step(row: Row, file: str) -> int | None:
+    """Return the iteration of a completion; only in rollouts.jsonl is the column `step` one."""
+    step = row.get("step") if file == "rollouts.jsonl" else None
+    return step if isinstance(step, int) else None
+
+
+def read_figures(row: Row, file: str) -> dict[str, float | None]:
+    """Return the numbers that say something about a completion; None for a number that is not finite.
+
+    Rows of a predict run also hold the columns of the source, so only columns of the catalogue count there.
+    """
+    ours = (name for name in row if name not in NO_FIGURES) if file == "rollouts.jsonl" else label_columns()
+    found = {name: float(row[name]) for name in ours if isinstance(row.get(name), (int, float))}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def measure_size(row: Row, text: str) -> int:
+    """Return how many characters a completion takes on the page, about: its text and its tokens."""
+    if not has_tokens(row):
+        return len(text)
+    tokens = (*row["thought_tokens"], *row["solution_tokens"])
+    return len(text) + sum(len(token) + NUMBER_SIZE for token in tokens)
+
+
+def has_tokens(row: Row) -> bool:
+    """Return whether a row has all four columns of tokens, with a figure for each token."""
+    for names, kinds in ((TOKEN_COLUMNS[::2], str), (TOKEN_COLUMNS[1::2], (int, float, NoneType))):
+        for column in map(row.get, names):
+            if not isinstance(column, list) or not all(isinstance(value, kinds) for value in column):
+                return False
+    return all(
+        len(row[texts]) == len(row[values]) for texts, values in (TOKEN_COLUMNS[:2], TOKEN_COLUMNS[2:])
+    )
+
+
+def build_completion(row: Row, file: str, problems: dict[tuple[str, str], int]) -> Row:
+    """Return a completion as the page takes it.
+
+    Args:
+        row: The row as it was written.
+        file: Name of its file.
+        problems: Number of each problem, by question and solution.
+    """
+    question, solution, text = read_texts(row, file)
+    return {
+        "problem": problems[question, solution],
+        "step": read_step(row, file),
+        "number": row.get("completion", row.get("trace")) if file != "scores.jsonl" else None,
+        "column": row.get("trace_column"),
+        "finish": row.get("finish_reason"),
+        "text": text,
+        "figures": read_figures(row, file),
+        "tokens": {name: list(round_numbers(row[name])) for name in TOKEN_COLUMNS}
+        if has_tokens(row)
+        else None,
+    }
+
+
+def round_numbers(values: list[Any]) -> Iterator[Any]:
+    """Yield a column of tokens for the page: numbers in few digits, None for one that is not finite."""
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        else:
+            yield round(float(value), 4) if value is not None and math.isfinite(value) else None

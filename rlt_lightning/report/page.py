@@ -5,15 +5,20 @@ from __future__ import annotations
 import html
 import json
 import sys
+import warnings
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from rlt_lightning import __version__
-from rlt_lightning.report.charts import curve_sections, evaluation_charts, evaluation_tables, group_charts
-from rlt_lightning.report.collect import Run, collect
-from rlt_lightning.report.completions import AskedProblem, Bounds, read_completions
+from rlt_lightning.report.charts import (
+    build_curve_sections,
+    build_evaluation_charts,
+    build_evaluation_tables,
+    build_group_charts,
+)
+from rlt_lightning.report.collect import AskedProblem, Bounds, Run, collect, read_completions
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import label_columns
 from rlt_lightning.types import InputError
@@ -49,9 +54,9 @@ def report(
     characters = int(max_text_mib * 2**20)
     bounds = Bounds(max(1, max_completions // len(folders)), characters // len(folders))
     runs = [collect(folder, bounds) for folder in folders]
-    names = short_names(folders)
+    names = shorten_names(folders)
     write_page(
-        path, f"Report of {' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}", data_of(runs)
+        path, f"Report of {' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}", build_data(runs)
     )
     print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB, opens in any browser without a network")
 
@@ -62,7 +67,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
     Args:
         path: File to write.
         title: Heading of the page.
-        data: What `data_of` or `data_of_rows` returns. The page leaves out what is missing.
+        data: What `build_data` or `build_data_of_rows` returns. The page leaves out what is missing.
     """
     parts = files("rlt_lightning.report") / "web"
     has_charts = any(data.get(name) for name in ("sections", "groups", "evaluation"))
@@ -70,7 +75,7 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
         marker=MARKER,
         title=html.escape(title),
         css=(parts / "page.css").read_text(),
-        data=json_in_html(rounded(data)),
+        data=write_json_for_html(cut_digits(data)),
         library=(parts / "chartjs" / "chart.umd.min.js").read_text() if has_charts else "",
         script="\n".join((parts / f"{name}.js").read_text() for name in SCRIPTS),
     )
@@ -100,24 +105,24 @@ def require_replaceable(path: Path) -> None:
                 )
 
 
-def json_in_html(data: Any) -> str:
+def write_json_for_html(data: Any) -> str:
     """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def rounded(value: Any) -> Any:
+def cut_digits(value: Any) -> Any:
     """Return plain data with every number cut to the digits that the page shows."""
     if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
+        return {name: cut_digits(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
+        return [cut_digits(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     return value
 
 
-def short_names(folders: list[Path]) -> list[str]:
+def shorten_names(folders: list[Path]) -> list[str]:
     """Return the shortest ends of the folders' paths that differ from each other."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
@@ -127,25 +132,25 @@ def short_names(folders: list[Path]) -> list[str]:
     raise InputError("Every RUN_DIR must be another folder, but one is named twice. Name it once.")
 
 
-def data_of(runs: list[Run]) -> dict[str, Any]:
+def build_data(runs: list[Run]) -> dict[str, Any]:
     """Return all that the page shows of runs."""
-    names = short_names([run.folder for run in runs])
+    names = shorten_names([run.folder for run in runs])
     return {
         "made": MADE,
         "runs": [
-            {"name": name, "folder": str(run.folder), "facts": facts(run), "notes": run.notes}
+            {"name": name, "folder": str(run.folder), "facts": summarise_run(run), "notes": run.notes}
             for name, run in zip(names, runs, strict=True)
         ],
-        "differences": differences(runs),
-        "sections": curve_sections(runs),
-        "groups": group_charts(runs),
-        "evaluation": evaluation_charts(runs),
-        "evaluation_tables": evaluation_tables(runs, names),
-        "completions": completions_of(runs),
+        "differences": list_differences(runs),
+        "sections": build_curve_sections(runs),
+        "groups": build_group_charts(runs),
+        "evaluation": build_evaluation_charts(runs),
+        "evaluation_tables": build_evaluation_tables(runs, names),
+        "completions": build_completions(runs),
     }
 
 
-def facts(run: Run) -> dict[str, str]:
+def summarise_run(run: Run) -> dict[str, str]:
     """Return the key figures of a run."""
     found = {}
     last = max(
@@ -158,13 +163,13 @@ def facts(run: Run) -> dict[str, str]:
     for name, label in (("teacher", "teacher"), ("pretrained", "model"), ("student", "student")):
         if value := run.settings.get(f".model.init_args.{name}", run.settings.get(f".model.{name}")):
             found[label] = str(value)
-    if several := students_of(run):
+    if several := list_students(run):
         found.pop("student", None)
         found["students"] = several
     return found
 
 
-def students_of(run: Run) -> str:
+def list_students(run: Run) -> str:
     """Return the several students of a run, with their weights if they have any; '' if there is one."""
     setting = ".model.init_args.students"
     weights = {name: v for name, v in run.settings.items() if name.startswith(f"{setting}.")}
@@ -172,7 +177,7 @@ def students_of(run: Run) -> str:
     return ", ".join([*map(str, run.settings.get(setting, ())), *weighed])
 
 
-def differences(runs: list[Run]) -> list[list[str]]:
+def list_differences(runs: list[Run]) -> list[list[str]]:
     """Return the settings in which runs differ, one row each: its name, and its value in every run."""
     names = sorted({name for run in runs for name in run.settings} - {".output_dir"})
     rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
@@ -180,7 +185,7 @@ def differences(runs: list[Run]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(own_folder)]
 
 
-def completions_of(runs: list[Run]) -> dict[str, Any] | None:
+def build_completions(runs: list[Run]) -> dict[str, Any] | None:
     """Return the completions of all runs by column, and their problems; None if there are none."""
     terms = list(dict.fromkeys(term for run in runs for term in run.completions.terms))
     labels = label_columns()
@@ -199,7 +204,7 @@ def completions_of(runs: list[Run]) -> dict[str, Any] | None:
                 if number == len(data["problems"]):
                     texts = {"question": problem.question, "solution": problem.solution}
                     data["problems"].append({"row": problem.row, **texts, "runs": {}})
-                data["problems"][number]["runs"][run_number] = landmarks(problem, places)
+                data["problems"][number]["runs"][run_number] = find_landmarks(problem, places)
         for position, row in found.kept.items():
             problem = found.problems[row["problem"]]
             for name in columns[2:]:
@@ -213,7 +218,7 @@ def completions_of(runs: list[Run]) -> dict[str, Any] | None:
     return data if data["run"] else None
 
 
-def landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, Any]:
+def find_landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, Any]:
     """Return a problem's best, worst and most improved completion: their places on the page, or None."""
     positions = {"best": problem.best, "worst": problem.worst}
     positions["improved"] = problem.best_later if (problem.gain or 0) > 0 else None
@@ -222,7 +227,7 @@ def landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, Any]:
     return {**found, "gain": problem.gain, "first_mean": mean, "times": len(problem.steps)}
 
 
-def data_of_rows(rows: list[Row]) -> dict[str, Any]:
+def build_data_of_rows(rows: list[Row]) -> dict[str, Any]:
     """Return what `write_page` shows of a few completions; a single one is open.
 
     Args:
@@ -230,4 +235,16 @@ def data_of_rows(rows: list[Row]) -> dict[str, Any]:
     """
     completions = read_completions(lambda: rows, "rollouts.jsonl", Bounds(len(rows), sys.maxsize))
     run = Run(Path(), {}, completions, [], None, {}, [])
-    return {"made": MADE, "runs": [{"name": "", "notes": []}], "completions": completions_of([run])}
+    return {"made": MADE, "runs": [{"name": "", "notes": []}], "completions": build_completions([run])}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function by the name that it had in the last release."""
+    if name == "data_of_rows":
+        warnings.warn(
+            "report.page.data_of_rows is build_data_of_rows now. The old name works in this release only.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return build_data_of_rows
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
+from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, rows_in
 from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
 from rlt_lightning.scoring.one_problem import score_problems
@@ -226,7 +226,7 @@ def explain(
             print(f"\n{label}:\n")
         print(describe_explanation(*pair, parts, module.reward, options.top, terminal), flush=True)
     if options.html:
-        write_page(Path(options.html), "One explanation, token by token", data_of_rows([row]))
+        write_page(Path(options.html), "One explanation, token by token", build_data_of_rows([row]))
         print(f"\n{options.html}: the same as a page")
 
 

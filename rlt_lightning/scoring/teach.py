@@ -27,7 +27,7 @@ from rlt_lightning.models.announce import announce
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import Reward, RLTReward
-from rlt_lightning.report.page import data_of_rows, require_replaceable, write_page
+from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, append_rows, to_line
 from rlt_lightning.run.metrics import COLUMNS
 from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
@@ -218,14 +218,14 @@ class TaughtProblem:
         names = [column.name for column in (*COLUMNS["taught"], *COLUMNS["tokens"])]
         found = []
         for trace, row in zip(traces, self.rows, strict=True):
-            own = (name for base in names for name in row if base_of(name) == base)
+            own = (name for base in names for name in row if strip_label(name) == base)
             found.append(trace | {name: row[name] for name in own})
             if "reward" not in row:
                 del found[-1]["reward"]
         return found
 
 
-def base_of(column: str) -> str:
+def strip_label(column: str) -> str:
     """Return the name of a column without the label of a student."""
     return column.partition("/")[0]
 
@@ -416,5 +416,5 @@ def teach(
         append_rows(Path(options.json), rows)
         announce(f"{options.json}: the same as JSON, added at its end")
     if options.html:
-        write_page(Path(options.html), "What the teacher explains", data_of_rows(taught.rows))
+        write_page(Path(options.html), "What the teacher explains", build_data_of_rows(taught.rows))
         announce(f"{options.html}: the same as a page")
