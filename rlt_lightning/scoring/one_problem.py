@@ -9,6 +9,7 @@ ExplanationScorer   row ────────▶ Problem ┐
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
