@@ -430,7 +430,7 @@ def test_settings_fill_in_for_models_from_outside(tiny_model: str, bespoke: str,
     (tmp_path / "prompt.txt").write_text("From a file {thought_open}.\n")
     by_file = choose_format(FormatOptions("r1", None, f"@{tmp_path / 'prompt.txt'}"), None, tiny_model)
     tokenizer = load_tokenizer(tiny_model)
-    assert by_file.chat_format(tokenizer).student_system_prompt == "From a file <think>."
+    assert by_file.build_format(tokenizer).student_system_prompt == "From a file <think>."
     assert by_file.guessed == {}
     from_rows = choose_format(FormatOptions(format_from=bespoke), None, tiny_model)
     assert (from_rows.student_tags, from_rows.guessed) == (STRATOS, {})
@@ -555,7 +555,7 @@ def test_a_student_learns_in_its_own_format_unless_forced(
 
 def test_our_prompt_stays_the_default(tiny_model: str) -> None:
     chosen = choose_format(FormatOptions(), tiny_model, tiny_model)
-    assert chosen.chat_format(load_tokenizer(tiny_model)).student_system_prompt == STRATOS.fill(
+    assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == STRATOS.fill(
         STUDENT_SYSTEM_PROMPT
     )
 

@@ -494,14 +494,14 @@ def test_overlap_begins_at_so_many_words_in_a_row(tmp_path: Path) -> None:
     words = LONG.split()
     source = write(tmp_path / "test.jsonl", [{"question": f"{LONG}?", "answer": "1"}])
     overlaps = Overlaps({"mine": str(source)}, size=13)
-    assert overlaps.with_question(f"Yesterday, {' '.join(words[2:15])}!") == "mine"
-    assert overlaps.with_question(f"Yesterday, {' '.join(words[2:14])} apples.") is None
+    assert overlaps.find_overlap(f"Yesterday, {' '.join(words[2:15])}!") == "mine"
+    assert overlaps.find_overlap(f"Yesterday, {' '.join(words[2:14])} apples.") is None
     # All of a shorter question counts, and operators tell sums apart.
     source = write(tmp_path / "short.jsonl", [{"problem": "What is 3 + 4?", "answer": "7"}])
     overlaps = Overlaps({"mine": str(source)}, size=13)
-    assert overlaps.with_question("Box it. What is $3 + 4$?") == "mine"
-    assert overlaps.with_question("Answer in a box: what is 3+4") == "mine"
-    assert overlaps.with_question("What is 3 * 4?") is None
+    assert overlaps.find_overlap("Box it. What is $3 + 4$?") == "mine"
+    assert overlaps.find_overlap("Answer in a box: what is 3+4") == "mine"
+    assert overlaps.find_overlap("What is 3 * 4?") is None
 
 
 def test_a_private_set_is_compared_but_never_written(

@@ -15,7 +15,7 @@ import yaml
 from commands import ROOT, rlt
 from tiny import tiny_options
 
-from rlt_lightning.datamodules.format_choice import FormatOptions, format_of_rows
+from rlt_lightning.datamodules.format_choice import FormatOptions, read_format
 from rlt_lightning.pretrained import load_tokenizer
 
 QUESTION = "What is 3 + 4?"
@@ -98,7 +98,7 @@ def test_a_published_student_is_evaluated_as_it_was_trained(
     sets = json.dumps({"own": str(tmp_path / "set.jsonl")})
     run(*words, f"--data.sets={sets}", f"--output_dir={tmp_path / 'run'}")
     prompt = json.loads((tmp_path / "run/evaluation.json").read_text())["sets"]["own"]["prompt"]
-    system = format_of_rows(rows, FormatOptions()).system_prompt
+    system = read_format(rows, FormatOptions()).system_prompt
     chat = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
     tokenizer = load_tokenizer(published)
     assert prompt == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -126,7 +126,7 @@ def test_training_continues_from_a_published_student(
     run(*config(name, "fit", published), *options)
     record = json.loads((tmp_path / "run/model/rlt_format.json").read_text())
     assert record["role"] == "student"
-    assert record["system_prompt"] == format_of_rows(rows, FormatOptions()).system_prompt
+    assert record["system_prompt"] == read_format(rows, FormatOptions()).system_prompt
     assert not (tmp_path / "run/model/training_args.bin").exists()
 
 

@@ -24,7 +24,7 @@ from rlt_lightning.callbacks.answer_rows import (
 )
 from rlt_lightning.callbacks.recorder import require_one_process
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.datamodules.bad_rows import row_list
+from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward
@@ -154,11 +154,11 @@ def nothing_to_learn(rows: list[int], num_problems: int, is_answers: bool) -> st
     if is_answers:
         return (
             f"{len(rows)} of {num_problems} problems have no right answer that fits a student "
-            f"({row_list(rows)}). Raise rollouts.num_traces to find more."
+            f"({list_rows(rows)}). Raise rollouts.num_traces to find more."
         )
     return (
-        f"{len(rows)} of {num_problems} problems have no trace that fits a student ({row_list(rows)}). Raise "
-        "max_completion_length or max_resamples of rollouts, or data.student_context."
+        f"{len(rows)} of {num_problems} problems have no trace that fits a student ({list_rows(rows)}). "
+        "Raise max_completion_length or max_resamples of rollouts, or data.student_context."
     )
 
 

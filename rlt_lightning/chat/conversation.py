@@ -69,7 +69,7 @@ def chat(
     options = FormatOptions(tags, None, student_system_prompt, format_from, force_format, group="--")
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     chosen = choose_format(options, None, model.path)
-    chat_format = chosen.chat_format(tokenizer)
+    chat_format = chosen.build_format(tokenizer)
     conversation = Conversation(chat_format, choose_speaker(model, chat_format.tokenizer), sampling, seed)
     chosen.warn_of_guesses()
     if question is not None:

@@ -83,7 +83,7 @@ class BadRowReport:
         if self.truncated:
             lines.append(
                 f"{len(self.truncated)} of {self.num_rows} rows of '{self.source}' are cut off at "
-                f"data.max_length ({row_list(self.truncated)})"
+                f"data.max_length ({list_rows(self.truncated)})"
             )
         return lines
 
@@ -146,11 +146,11 @@ def group_rows(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
 
 def list_reasons(rows: dict[str, list[int]]) -> str:
     """Return the end of a line: each reason with its count and the first row numbers."""
-    reasons = [f"{reason} {len(numbers)} ({row_list(numbers)})" for reason, numbers in rows.items()]
+    reasons = [f"{reason} {len(numbers)} ({list_rows(numbers)})" for reason, numbers in rows.items()]
     return f": {', '.join(reasons)}" if reasons else ""
 
 
-def row_list(rows: list[int]) -> str:
+def list_rows(rows: list[int]) -> str:
     """Name the first few rows, for a message."""
     shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", …" if len(rows) > SHOWN_ROWS else "")
     return f"row{'s' if len(rows) > 1 else ''} {shown}"

@@ -178,7 +178,7 @@ class EvaluationDataModule(LightningDataModule):
         name = require_model(self.tokenizer_name)
         tokenizer = load_tokenizer(name, self.trust_remote_code)
         self.chosen = choose_format(self.format_options, None, name)
-        return self.chosen.chat_format(tokenizer)
+        return self.chosen.build_format(tokenizer)
 
     def _problem(self, name: str, question: Question) -> EvaluationProblem:
         prompt: list[int] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from rlt_lightning.datamodules.bad_rows import NumberedRow, row_list
+from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import (
     LETTERS,
@@ -165,7 +165,7 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
-        numbers = row_list([number for number, _ in unusable])
+        numbers = list_rows([number for number, _ in unusable])
         raise InputError(
             f"Every row of the set {name} must be usable, but {len(unusable)} of {len(rows)} in "
             f"'{spec.source}' are not ({numbers}: {unusable[0][1].detail}). "

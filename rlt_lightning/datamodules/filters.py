@@ -115,8 +115,8 @@ class RowFilter:
         """Return the rows of one source that no filter leaves out, and report the others."""
         if {"min_pass_rate", "max_pass_rate"} & self.filters.settings().keys():
             rows = check_pass_rates(rows, report.source)
-        left = self._kept(rows, report)
-        return self._right(left, report) if self.filters.right_only else left
+        left = self._check_rows(rows, report)
+        return self._judge_rows(left, report) if self.filters.right_only else left
 
     def settings(self) -> dict[str, Any]:
         """Return what decides which rows are left out, as plain values."""
@@ -137,14 +137,14 @@ class RowFilter:
 
     # Helpers
 
-    def _kept(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
+    def _check_rows(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         for number, columns, row in rows:
-            if rejection := self._rejection(columns, row):
+            if rejection := self._find_rejection(columns, row):
                 report.filtered.append((number, *rejection))
             else:
                 yield number, columns, row
 
-    def _rejection(self, columns: dict[str, Any], row: ParsedRow) -> Rejection | None:
+    def _find_rejection(self, columns: dict[str, Any], row: ParsedRow) -> Rejection | None:
         """Return the first reason to leave a row out, as far as the row itself tells."""
         filters, traces = self.filters, [row.traces[name].strip() for name in self.traces]
         rate = columns.get("pass_rate")
@@ -166,18 +166,18 @@ class RowFilter:
                     FilterReason.REPETITION,
                     f"{repeated:.2f} of its n-grams, at most {filters.max_repetition}",
                 )
-        if (name := self.overlaps.with_question(row.question)) is not None:
+        if (name := self.overlaps.find_overlap(row.question)) is not None:
             return FilterReason.OVERLAP, f"the question overlaps with one of {name}"
         return None
 
-    def _right(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
+    def _judge_rows(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         """Yield the rows whose solution has the right answer, as `rlt test` would judge it."""
         rest = iter(rows)
         with Judge(self.tags) as judge:
             while some := list(islice(rest, JUDGED_ROWS)):
-                yield from self._right_of(some, judge, report)
+                yield from self._judge_some(some, judge, report)
 
-    def _right_of(self, rows: list[Row], judge: Judge, report: BadRowReport) -> list[Row]:
+    def _judge_some(self, rows: list[Row], judge: Judge, report: BadRowReport) -> list[Row]:
         judged: list[Row] = []
         references: list[dict[str, Any]] = []
         for number, columns, row in rows:
@@ -215,13 +215,13 @@ class Overlaps:
         # Run of words -> the set that it is of.
         self.runs: dict[tuple[str, ...], str] = {}
         for name, settings in sets.items():
-            for question in evaluation_questions(name, settings):
+            for question in read_evaluation_questions(name, settings):
                 words = split_words(question)
                 for run in ngrams(words, min(size, len(words))):
                     self.runs.setdefault(run, name)
         self.sizes = sorted({len(run) for run in self.runs})
 
-    def with_question(self, question: str) -> str | None:
+    def find_overlap(self, question: str) -> str | None:
         """Return the set of a question that this one overlaps with; None if there is none."""
         words = split_words(question)
         found = (self.runs.get(run) for size in self.sizes for run in ngrams(words, size))
@@ -245,7 +245,7 @@ def check_pass_rates(rows: Iterable[Row], source: str) -> Iterator[Row]:
         )
 
 
-def evaluation_questions(name: str, settings: SetSettings) -> list[str]:
+def read_evaluation_questions(name: str, settings: SetSettings) -> list[str]:
     """Read the questions of a set as they are published, without what `rlt test` puts around them."""
     rows = chosen_rows(name, evaluation_set(name, settings), None, seed=0)
     try:

@@ -24,7 +24,7 @@ from rlt_lightning.datamodules.formats import (
     STUDENT_SYSTEM_PROMPT,
     TEACHER_SYSTEM_PROMPT,
     ChatFormat,
-    prompt_of,
+    fill_prompt,
 )
 from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.rows import parse_row
@@ -74,14 +74,14 @@ class FormatOptions:
         """Return what a setting is called on the command line."""
         return self.group + setting
 
-    def with_files(self) -> FormatOptions:
+    def read_files(self) -> FormatOptions:
         """Return the options with each @FILE replaced by the text of the file.
 
         Raises:
             InputError: If a file cannot be read.
         """
         names = ("teacher_system_prompt", "student_system_prompt")
-        teacher, student = (text_or_file(self.name(name), getattr(self, name)) for name in names)
+        teacher, student = (read_prompt(self.name(name), getattr(self, name)) for name in names)
         return replace(self, teacher_system_prompt=teacher, student_system_prompt=student)
 
 
@@ -111,7 +111,7 @@ class ChosenFormat:
     learner: str | None
     guessed: dict[Role, str]
 
-    def chat_format(self, tokenizer: Any, student_tokenizer: Any = None) -> ChatFormat:
+    def build_format(self, tokenizer: Any, student_tokenizer: Any = None) -> ChatFormat:
         """Return the format for a tokenizer, and for the student's if that is another one."""
         prompts = (self.teacher_system_prompt, self.student_system_prompt)
         if student_tokenizer is not None:
@@ -135,18 +135,19 @@ class ChosenFormat:
             prompts: The system prompts under which the student sees the rows, counted; None: the default.
         """
         name_of = self.options.name
-        default = prompt_of(None, STUDENT_SYSTEM_PROMPT, self.student_tags)
-        prompt = shown(prompt_of(None, TEACHER_SYSTEM_PROMPT, self.tags))
-        said = {
-            "teacher": f"the tags {tags_text(self.tags)} and our system prompt, {prompt}",
-            "student": f"the tags {tags_text(self.student_tags)} and our system prompt, {shown(default)}",
+        default = fill_prompt(None, STUDENT_SYSTEM_PROMPT, self.student_tags)
+        prompt = quote_prompt(fill_prompt(None, TEACHER_SYSTEM_PROMPT, self.tags))
+        tags, student_tags = describe_tags(self.tags), describe_tags(self.student_tags)
+        formats = {
+            "teacher": f"the tags {tags} and our system prompt, {prompt}",
+            "student": f"the tags {student_tags} and our system prompt, {quote_prompt(default)}",
         }
         guessed = dict(self.guessed)
         if prompts is not None and default not in prompts:
             guessed.pop("student", None)
         for name in dict.fromkeys(guessed.values()):
             roles = [role for role in guessed if guessed[role] == name]
-            found = " and ".join(f"as the {role} {said[role]}" for role in roles)
+            found = " and ".join(f"as the {role} {formats[role]}" for role in roles)
             settings = [name_of("tags"), *(name_of(f"{role}_system_prompt") for role in roles)]
             rows = f", or {name_of('format_from')} to rows that it was trained on"
             rank_zero_warn(
@@ -167,10 +168,10 @@ def choose_formats(
     first = choose_format(options, teacher, students[0] if students else None, learns)
     options = replace(options, written=first.tags)
     further = [choose_format(options, teacher, name, learns) for name in students[1:]]
-    return [first, *(replace(one, guessed=without_teacher(one.guessed)) for one in further)]
+    return [first, *(replace(one, guessed=drop_teacher(one.guessed)) for one in further)]
 
 
-def without_teacher(guessed: dict[Role, str]) -> dict[Role, str]:
+def drop_teacher(guessed: dict[Role, str]) -> dict[Role, str]:
     """Return the guessed models without the teacher, of which the first student's format warns."""
     return {role: name for role, name in guessed.items() if role != "teacher"}
 
@@ -189,19 +190,19 @@ def choose_format(
     Raises:
         InputError: If a setting contradicts what a model was trained in, or `format_from` shows no format.
     """
-    options = options.with_files()
+    options = options.read_files()
     named = None if options.tags is None else tag_style(options.tags)
     # data.tags are the teacher's if there is one: the frozen student keeps those of its training.
     own_named = named if teacher is None or options.force_format else None
-    seen = None if options.format_from is None else format_of_rows(options.format_from, options)
-    taught = None if teacher is None else recorded_format(teacher, "teacher", options, learns)
-    known = None if student is None else recorded_format(student, "student", options, learns)
-    tags = named or options.written or first_tags(taught, seen, known) or STRATOS
-    student_tags = own_named or first_tags(known, seen) or tags
+    seen = None if options.format_from is None else read_format(options.format_from, options)
+    taught = None if teacher is None else load_recorded_format(teacher, "teacher", options, learns)
+    known = None if student is None else load_recorded_format(student, "student", options, learns)
+    tags = named or options.written or find_tags(taught, seen, known) or STRATOS
+    student_tags = own_named or find_tags(known, seen) or tags
     teachers = options.teacher_system_prompt
     told = options.student_system_prompt
-    teachers = None if teachers is None else prompt_of(teachers, TEACHER_SYSTEM_PROMPT, tags)
-    told = None if told is None else prompt_of(told, STUDENT_SYSTEM_PROMPT, student_tags)
+    teachers = None if teachers is None else fill_prompt(teachers, TEACHER_SYSTEM_PROMPT, tags)
+    told = None if told is None else fill_prompt(told, STUDENT_SYSTEM_PROMPT, student_tags)
     if seen is not None:
         require_one_prompt(told, seen, options)
     if taught is not None and not options.force_format:
@@ -247,12 +248,12 @@ def require_one_prompt(told: str | None, seen: ModelFormat, options: FormatOptio
     if told not in (None, seen.system_prompt):
         raise InputError(
             f"Either {options.name('student_system_prompt')} or {options.name('format_from')} says how the "
-            f"student is asked, but the first is {shown(str(told))} and the rows of the second have "
-            f"{shown(seen.system_prompt)}. Drop one."
+            f"student is asked, but the first is {quote_prompt(str(told))} and the rows of the second have "
+            f"{quote_prompt(seen.system_prompt)}. Drop one."
         )
 
 
-def first_tags(*formats: ModelFormat | None) -> TagStyle | None:
+def find_tags(*formats: ModelFormat | None) -> TagStyle | None:
     """Return the tags of the first format that is known."""
     return next((found.tags for found in formats if found is not None), None)
 
@@ -267,10 +268,10 @@ def require_same(
     """
     if isinstance(value, TagStyle):
         same = value == recorded.tags
-        theirs, ours = f"the tags {tags_text(recorded.tags)}", tags_text(value)
+        theirs, ours = f"the tags {describe_tags(recorded.tags)}", describe_tags(value)
     else:
         same = value in (None, recorded.system_prompt)
-        theirs, ours = prompt_in_words(recorded.system_prompt), shown(value or "")
+        theirs, ours = describe_prompt(recorded.system_prompt), quote_prompt(value or "")
         theirs += "" if recorded.share == 1 else f" in {recorded.share:.0%} of its rows"
     if not same:
         option = options.name(setting)
@@ -280,7 +281,7 @@ def require_same(
         )
 
 
-def recorded_format(name: str, role: Role, options: FormatOptions, learns: bool) -> ModelFormat | None:
+def load_recorded_format(name: str, role: Role, options: FormatOptions, learns: bool) -> ModelFormat | None:
     """Return the format that a model was trained in; None if that is unknown or of no use here.
 
     Raises:
@@ -308,13 +309,14 @@ def require_rows_agree(recorded: ModelFormat, name: str, prompts: Counter[str]) 
     if recorded.share == 1 and others:
         [(other, _)] = others.most_common(1)
         raise InputError(
-            f"{name} was trained with {prompt_in_words(recorded.system_prompt)}, but {others.total()} of "
-            f"{prompts.total()} rows have another, such as {shown(other)}. Add --data.force_format true to "
-            "train it with those of the rows, or --data.student_system_prompt to use its own for all rows."
+            f"{name} was trained with {describe_prompt(recorded.system_prompt)}, but {others.total()} of "
+            f"{prompts.total()} rows have another, such as {quote_prompt(other)}. Add --data.force_format "
+            "true to train it with those of the rows, or --data.student_system_prompt to use its own for all "
+            "rows."
         )
 
 
-def format_of_rows(source: str, options: FormatOptions) -> ModelFormat:
+def read_format(source: str, options: FormatOptions) -> ModelFormat:
     """Read the tags and the commonest system prompt off rows in Bespoke-Stratos' form.
 
     Raises:
@@ -322,7 +324,7 @@ def format_of_rows(source: str, options: FormatOptions) -> ModelFormat:
     """
     rows = [row for _, row in read_rows(source, max_rows=ROWS_READ) if isinstance(row, dict)]
     for tags in TAG_STYLES.values():
-        prompts = Counter(system for row in rows if (system := system_of(row, tags)) is not None)
+        prompts = Counter(system for row in rows if (system := read_system_prompt(row, tags)) is not None)
         if prompts:
             return ModelFormat.of_rows("student", tags, prompts)
     raise InputError(
@@ -333,7 +335,7 @@ def format_of_rows(source: str, options: FormatOptions) -> ModelFormat:
     )
 
 
-def system_of(row: dict[str, Any], tags: TagStyle) -> str | None:
+def read_system_prompt(row: dict[str, Any], tags: TagStyle) -> str | None:
     """Return a row's own system prompt if its answer has these tags."""
     try:
         parsed = parse_row(row, tags)
@@ -358,7 +360,7 @@ def require_model(name: str | None) -> str:
     return name
 
 
-def text_or_file(option: str, value: str | None) -> str | None:
+def read_prompt(option: str, value: str | None) -> str | None:
     """Return a prompt, or the text of the file that it names as @FILE, without the file's last line end.
 
     Raises:
@@ -375,7 +377,7 @@ def text_or_file(option: str, value: str | None) -> str | None:
         ) from error
 
 
-def shown(prompt: str) -> str:
+def quote_prompt(prompt: str) -> str:
     """Return a prompt between quotes, shortened, with its length."""
     if not prompt:
         return "none"
@@ -384,12 +386,12 @@ def shown(prompt: str) -> str:
     return f"{prompt[: SHOWN - 20]!r} … {prompt[-20:]!r} ({len(prompt)} characters)"
 
 
-def prompt_in_words(prompt: str) -> str:
+def describe_prompt(prompt: str) -> str:
     """Return the system prompt of a training as a part of a sentence."""
-    return f"the system prompt {shown(prompt)}" if prompt else "no system prompt"
+    return f"the system prompt {quote_prompt(prompt)}" if prompt else "no system prompt"
 
 
-def tags_text(tags: TagStyle) -> str:
+def describe_tags(tags: TagStyle) -> str:
     """Return a tag style as a message shows it."""
     name = style_name(tags)
     return name if isinstance(name, str) else f"{tags.thought_open} … {tags.solution_close}"

@@ -96,8 +96,10 @@ class ChatFormat:
         self.tokenizer = self.student_tokenizer = tokenizer
         self.tags = tag_style(tags)
         self.student_tags = self.tags if student_tags is None else tag_style(student_tags)
-        self.teacher_system_prompt = prompt_of(teacher_system_prompt, TEACHER_SYSTEM_PROMPT, self.tags, fills)
-        self.student_system_prompt = prompt_of(
+        self.teacher_system_prompt = fill_prompt(
+            teacher_system_prompt, TEACHER_SYSTEM_PROMPT, self.tags, fills
+        )
+        self.student_system_prompt = fill_prompt(
             student_system_prompt, STUDENT_SYSTEM_PROMPT, self.student_tags, fills
         )
         if tokenizer.eos_token_id is None:
@@ -384,7 +386,7 @@ class ChatFormat:
         return count
 
 
-def prompt_of(prompt: str | None, ours: str, tags: TagStyle, fills: bool = True) -> str:
+def fill_prompt(prompt: str | None, ours: str, tags: TagStyle, fills: bool = True) -> str:
     """Return a system prompt, ours for None; tags replace their names in one that `fills`."""
     if prompt is None:
         return tags.fill(ours)

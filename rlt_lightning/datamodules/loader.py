@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from rlt_lightning.datamodules.bad_rows import row_list
+from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.types import InputError
 
@@ -343,7 +343,7 @@ class ByDifficulty(EpochOrder):
         if without := items.rows[np.isnan(values)].tolist():
             raise InputError(
                 f"data.order needs a number {difficulty.column} in every row, but {len(without)} of "
-                f"{len(items)} have none ({row_list(without)}; a cell of a CSV file is a text). Score the "
+                f"{len(items)} have none ({list_rows(without)}; a cell of a CSV file is a text). Score the "
                 "rows first, or drop data.order."
             )
         self.values = (values if difficulty.first == "hard" else -values).tolist()

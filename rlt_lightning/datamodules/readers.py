@@ -88,7 +88,7 @@ class Readers:
         self.chosen = list(chosen)
         names: Sequence[str | None] = students or [None]
         self.all = [
-            Reader(one.chat_format(*tokenizers_of(teacher, name, trust_remote_code)), one.keeps_row_prompts)
+            Reader(one.build_format(*tokenizers_of(teacher, name, trust_remote_code)), one.keeps_row_prompts)
             for one, name in zip(chosen, names, strict=True)
         ]
         keys = [reader.key() for reader in self.all] if len(self.all) > 1 else []

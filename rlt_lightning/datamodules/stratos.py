@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_reports
 from rlt_lightning.datamodules.filters import Filters, RowFilter
-from rlt_lightning.datamodules.format_choice import FormatOptions, require_model, tags_text
+from rlt_lightning.datamodules.format_choice import FormatOptions, describe_tags, require_model
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import (
     ByDifficulty,
@@ -308,7 +308,7 @@ class StratosDataModule(LightningDataModule):
         """Return what the rows are and how they are presented, for a data card."""
         return {
             "source": f"{self.source} ({len(self.items)} usable rows)",
-            "tags": tags_text(self.format.tags),
+            "tags": describe_tags(self.format.tags),
             "student's context": self.student_context or "no limit",
             **({"filters": filters} if (filters := self.filters.settings()) else {}),
         }

@@ -203,5 +203,5 @@ def with_other_solutions(rows: Iterator[Row]) -> Iterator[Row]:
 
 def views_of(chosen: ChosenFormat, student: ChatFormat, tokenizer: Any, options: ViewOptions) -> TeacherViews:
     """Return the views for a student's format; `tokenizer` is the teacher's, None if the student's."""
-    teacher = student if tokenizer is None else chosen.chat_format(tokenizer)
+    teacher = student if tokenizer is None else chosen.build_format(tokenizer)
     return TeacherViews(student, teacher, options)
