@@ -34,7 +34,7 @@ from rlt_lightning.run.metrics import (
     reward_term,
     write_entries,
 )
-from rlt_lightning.run.workspace import line_panels
+from rlt_lightning.run.wandb_logger import list_line_panels
 from rlt_lightning.scoring.explain import describe_explanation
 from rlt_lightning.scoring.text import Terminal
 from rlt_lightning.types import NO_TERM, InputError
@@ -112,7 +112,7 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     write_rows(tmp_path / "scored" / "scores.jsonl", [scored | {"brevity_reward": -0.5}])
     assert collect(tmp_path / "scored", Bounds(10, 10**6)).completions.terms == ["reward", "brevity_reward"]
 
-    assert ["reward/brevity", "reward/val_brevity"] in line_panels()["reward"]
+    assert ["reward/brevity", "reward/val_brevity"] in list_line_panels()["reward"]
     text = describe_explanation(
         ROW, ROW, {"solution": -1.0, "brevity": -0.25}, RLTReward(), top=1, terminal=Terminal()
     )

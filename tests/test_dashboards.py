@@ -33,10 +33,9 @@ from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.run.metrics import list_metrics
-from rlt_lightning.run.redaction import without_secrets
-from rlt_lightning.run.rows import evenly_spread
-from rlt_lightning.run.wandb_logger import WandbLogger
-from rlt_lightning.run.workspace import dashboard, workspace
+from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.rollout_rows import spread_evenly
+from rlt_lightning.run.wandb_logger import WandbLogger, build_workspace, dashboard
 from rlt_lightning.types import InputError
 
 OVERLAYS = [f"--config=configs/overlays/{name}.yaml" for name in ("wandb", "tensorboard")]
@@ -145,7 +144,7 @@ def test_the_table_has_one_row_per_sampled_completion_through_a_resume(resumed: 
         row = json.loads(line)
         recorded.setdefault(row["step"], []).append(row)
     assert [len(rows) for rows in recorded.values()] == [8] * 4
-    expected = [row for rows in recorded.values() for row in evenly_spread(rows, COMPLETIONS)]
+    expected = [row for rows in recorded.values() for row in spread_evenly(rows, COMPLETIONS)]
 
     table = runs_in(resumed)[-1].table()
     assert [(r["iteration"], r["problem"], r["completion"]) for r in table] == [
@@ -395,7 +394,9 @@ def test_the_dashboard_command_tells_in_one_line_that_there_is_no_account() -> N
 def panel_metrics() -> list[str]:
     """Every metric of every panel of the definition that would be saved."""
     spec = (
-        workspace("project", "entity", "name")._to_model().spec.model_dump(by_alias=True, exclude_none=True)
+        build_workspace("project", "entity", "name")
+        ._to_model()
+        .spec.model_dump(by_alias=True, exclude_none=True)
     )
     panels = [p for section in spec["section"]["panelBankConfig"]["sections"] for p in section["panels"]]
     return [name for panel in panels for name in panel["config"].get("metrics", [])]
@@ -418,7 +419,7 @@ def test_every_metric_of_the_page_is_in_one_panel_and_no_other() -> None:
 
 
 def test_panels_have_the_iteration_as_their_axis_and_phases_are_stacked() -> None:
-    made = workspace("project", "entity", "name")
+    made = build_workspace("project", "entity", "name")
     lines = [panel for section in made.sections for panel in section.panels if hasattr(panel, "plot_type")]
     assert {panel.x for panel in lines} == {"iteration"}
     [stacked] = [panel for panel in lines if panel.plot_type == "stacked-area"]
@@ -471,8 +472,8 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_p
         "source": "https://host/rows?split=a",
     }
     kept["nothing"] = [[], {}, None]
-    assert without_secrets(kept) == kept
-    hidden = without_secrets(settings)
+    assert redact(kept) == kept
+    hidden = redact(settings)
     assert hidden["urls"] == ["http://***@worker:8000/v1", "https://host/rows?split=a&token=***"]
     assert hidden["launch"]["arguments"] == ["--api-key", "***"]
     assert not [secret for secret in secrets if secret in json.dumps(hidden)]

@@ -36,7 +36,7 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.report.charts import build_curve_sections
 from rlt_lightning.report.collect import Bounds, collect
 from rlt_lightning.run.metrics import EVALUATION
-from rlt_lightning.run.workspace import workspace
+from rlt_lightning.run.wandb_logger import build_workspace
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -468,7 +468,9 @@ def test_the_report_and_the_dashboard_draw_the_curves(finished: tuple[Path, Loss
     assert series["high"][1] - series["y"][1] == pytest.approx(error)
     assert "perf/evaluate_s" in {chart["name"] for chart in sections["Time and memory"]}
 
-    [section] = [part for part in workspace("project", "entity", "name").sections if part.name == "eval/"]
+    [section] = [
+        part for part in build_workspace("project", "entity", "name").sections if part.name == "eval/"
+    ]
     patterns = [panel.metric_regex for panel in section.panels if hasattr(panel, "metric_regex")]
     assert any(re.fullmatch(pattern, "eval/olympiad/pass_at_1") for pattern in patterns)
 

@@ -12,16 +12,16 @@ import pytest
 from commands import rlt
 
 from rlt_lightning.numerics import RLTReward
-from rlt_lightning.run.ranking import comparison_page, equal_groups, write_groups
+from rlt_lightning.run.ranking import split_into_groups, write_comparison_page, write_groups
 from rlt_lightning.types import InputError
 
 TERMS = RLTReward().columns()
 
 
 def test_groups_have_equal_size_and_fall_in_reward() -> None:
-    assert equal_groups([0.1, 5.0, -2.0, 3.0, 3.0, 4.0], 3) == [[1, 5], [3, 4], [0, 2]]
+    assert split_into_groups([0.1, 5.0, -2.0, 3.0, 3.0, 4.0], 3) == [[1, 5], [3, 4], [0, 2]]
     rewards = [random.Random(0).gauss(0, 1) for _ in range(1000)]
-    groups = equal_groups(rewards, 16)
+    groups = split_into_groups(rewards, 16)
     assert sorted(i for group in groups for i in group) == list(range(1000))
     assert {len(group) for group in groups} == {62, 63}
     for better, worse in pairwise(groups):
@@ -43,7 +43,7 @@ def test_groups_replace_those_of_an_earlier_division(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_groups", [0, 4])
 def test_more_groups_than_rows_are_refused(num_groups: int) -> None:
     with pytest.raises(InputError, match=f"between 1 and the number of scored rows, 3, but is {num_groups}"):
-        equal_groups([1.0, 2.0, 3.0], num_groups)
+        split_into_groups([1.0, 2.0, 3.0], num_groups)
 
 
 def test_a_comparison_shows_where_each_trace_is_ahead() -> None:
@@ -55,7 +55,9 @@ def test_a_comparison_shows_where_each_trace_is_ahead() -> None:
         }
         return {"question": question, "difference": ours - theirs, **traces}
 
-    page = comparison_page([pair("A", 3, 0), pair("B", 1, 0), pair("C", 0, 1)], ["ours", "theirs"], TERMS)
+    page = write_comparison_page(
+        [pair("A", 3, 0), pair("B", 1, 0), pair("C", 0, 1)], ["ours", "theirs"], TERMS
+    )
     # Differences 3, 1, -1: mean 1, standard deviation 2, error 2 / sqrt(3) = 1.155.
     assert "3 problems. Reward of `ours` minus reward of `theirs`: +1.000 ± 1.155" in page
     assert "`ours` is ahead in 2" in page

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
@@ -156,7 +156,7 @@ def send(trainer: Trainer, title: str, text: str, is_error: bool = False) -> Non
     """Send an alarm to the run's dashboards and, unless it is an error, to the terminal."""
     if not is_error:
         tqdm.write(f"rlt: alarm: {title}. {text}", file=sys.stderr)
-    text = without_secrets(text)
+    text = redact(text)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.alert(title, text, is_error)

@@ -11,7 +11,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.run.rows import completion_columns, score_rows
+from rlt_lightning.run.rollout_rows import completion_columns, score_rows
 from rlt_lightning.types import Problem, PromptBatch
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, rows_in
-from rlt_lightning.run.rows import evenly_spread, gather_rows, rollout_rows
+from rlt_lightning.run.rollout_rows import gather_rows, rollout_rows, spread_evenly
 from rlt_lightning.run.wandb_logger import TABLE, WandbLogger
 from rlt_lightning.types import InputError, PromptBatch
 
@@ -66,7 +66,7 @@ class CompletionsTable(Callback):
         rows = gather_rows([{"iteration": step, **row} for row in table_rows(batch)], trainer)
         if not trainer.is_global_zero:
             return
-        shown = evenly_spread(rows, self.num_completions)
+        shown = spread_evenly(rows, self.num_completions)
         for board in boards:
             show_in_tensorboard(board.experiment, step, rows, shown)
         if self._wandb(trainer):

@@ -28,9 +28,9 @@ from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward
-from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, data_card
+from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
 from rlt_lightning.run.jsonl import Row, append_rows, rewrite, rows_in, to_line
-from rlt_lightning.run.rows import completion_columns, resume_rows, score_rows
+from rlt_lightning.run.rollout_rows import completion_columns, resume_rows, score_rows
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
@@ -112,11 +112,11 @@ class DistillationWriter(Callback):
         recipe["selection"] = f"{self.select}, per problem {self.per_problem}"
         if is_answers:
             counts = answer_recipe(rows, len(data.items)) | answer_counts(rows, len(selected))
-            card = data_card(ANSWERS, recipe, counts, selected, ("pass_rate",), TABLE)
+            card = write_data_card(ANSWERS, recipe, counts, selected, ("pass_rate",), TABLE)
         else:
             counts = trace_counts(rows, selected, len(data.items))
             terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
-            card = data_card(EXPLANATIONS, recipe, counts, selected, terms, TABLE)
+            card = write_data_card(EXPLANATIONS, recipe, counts, selected, terms, TABLE)
         rewrite(folder / CARD, [card])
 
     def selected(self, rows: Iterable[Row]) -> Iterator[Row]:

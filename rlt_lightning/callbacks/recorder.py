@@ -14,8 +14,8 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, rows_in
-from rlt_lightning.run.ranking import equal_groups, write_comparison, write_groups
-from rlt_lightning.run.rows import gather_rows, resume_rows, rollout_rows, score_rows, token_columns
+from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
+from rlt_lightning.run.rollout_rows import gather_rows, resume_rows, rollout_rows, score_rows, token_columns
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 
@@ -102,7 +102,7 @@ class ScoreWriter(Callback):
                 "which asks no model. Set it to false."
             )
         if self.rank_groups is not None and len(data.trace_columns) == 1:
-            equal_groups([0.0] * len(data.items), self.rank_groups)
+            split_into_groups([0.0] * len(data.items), self.rank_groups)
         data.num_finished = resume_rows(
             self._path(trainer), data.problems[: len(data.items)], is_scored_row_of
         )

@@ -35,7 +35,7 @@ from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.environment import global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.metrics import write_entries
-from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.run_folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package
@@ -78,7 +78,7 @@ class SaveConfig(SaveConfigCallback):
         self.parser.save(self.from_the_beginning(path.parent), str(scratch), **options)
         scratch.replace(path)
         write_entries(path.parent)
-        settings = without_secrets(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
+        settings = redact(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
 

@@ -24,7 +24,7 @@ from rlt_lightning.models.announce import announce
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.metrics import find_metric, training_name
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
-from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.results import HEADER, markdown, result_row, unlike_published
 from rlt_lightning.run.run_folder import read_settings
 from rlt_lightning.types import InputError, as_list
@@ -99,7 +99,7 @@ def complete_data_card(run: Path, repo_id: str, header_of: HeaderOf) -> str:
 
 def published(card: Any, sections: list[str]) -> str:
     """Return the text of a card, without secrets and without the places of folders on this machine."""
-    card.text = "\n" + without_places(without_secrets("\n\n".join(sections))) + "\n"
+    card.text = "\n" + without_places(redact("\n\n".join(sections))) + "\n"
     return str(card)
 
 
@@ -115,7 +115,7 @@ def settings_of(run: Path | None) -> dict[str, Any]:
 
 def settings_text(run: Path) -> str:
     """Return a run's settings as YAML, without secrets and without the places of folders."""
-    settings = without_secrets(read_settings(run))
+    settings = redact(read_settings(run))
     if "export" in settings:
         # Who repeats the run has another repository.
         settings["export"] = settings["export"] | {"push_to_hub": None}

@@ -23,7 +23,7 @@ from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.run.jsonl import Row, rows_in
 from rlt_lightning.run.metrics import COLUMNS, label_columns, read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
-from rlt_lightning.run.rows import evenly_spread
+from rlt_lightning.run.rollout_rows import spread_evenly
 from rlt_lightning.run.run_folder import flat, read_settings
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import BadRowError, InputError
@@ -271,7 +271,7 @@ def choose_completions(
             continue
         mean_size = sum(sizes[i] for i in candidates) / len(candidates)
         room = min(bounds.completions - len(chosen), int(left / max(mean_size, 1)))
-        for position in evenly_spread(candidates, room):
+        for position in spread_evenly(candidates, room):
             owner = owners[position]
             size = sizes[position] + (0 if owner.first in shown else len(owner.question + owner.solution))
             if size <= left:

@@ -31,7 +31,7 @@ ANSWERS = (
 )
 
 
-def data_card(
+def write_data_card(
     kind: tuple[str, str, dict[str, str]],
     recipe: dict[str, Any],
     counts: dict[str, Any],

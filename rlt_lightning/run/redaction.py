@@ -26,7 +26,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 SHORTEST = 8  # characters that a secret environment variable needs to be hidden in other texts
 
 
-def without_secrets(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """Return a copy of plain settings in which passwords, keys and tokens are replaced by `***`.
 
     This hides texts under the name of a secret, all values of an `environment`, credentials in URLs and
@@ -36,7 +36,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def cleaned(value: Any, known: list[str]) -> Any:
-    """Return a copy without secrets, see `without_secrets`; `known` are secret texts."""
+    """Return a copy without secrets, see `redact`; `known` are secret texts."""
     if isinstance(value, dict):
         return {
             name: hidden(item) if is_secret(name, item) else cleaned(item, known)

@@ -1,4 +1,7 @@
-"""Weights & Biases: one run per run folder, online with an account and offline without."""
+"""Weights & Biases: one run per run folder, online with an account and offline without.
+
+`WandbLogger` logs a run. `rlt dashboard` saves a workspace that shows every metric by iteration.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.run.metrics import list_metrics
-from rlt_lightning.run.redaction import without_secrets
+from rlt_lightning.run.metrics import (
+    EVALUATION,
+    OVERALL_FIGURES,
+    SET_TITLES,
+    list_metrics,
+    read_entries,
+    validation_name,
+)
+from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError, missing_package
 
 ITERATION = "iteration"  # the x axis of everything: optimizer steps taken, `step` in metrics.csv
@@ -91,7 +101,7 @@ class WandbLogger(loggers.WandbLogger):
         mode, reason = self._mode()
         self._wandb_init |= {
             "dir": str(folder),
-            "id": kept_id(files / "run_id"),
+            "id": keep_id(files / "run_id"),
             "name": self._wandb_init["name"] or folder.name,
             "mode": mode,
         }
@@ -122,12 +132,12 @@ class WandbLogger(loggers.WandbLogger):
         Raises:
             InputError: If WANDB_MODE needs an account, but there is none.
         """
-        mode, reason = mode_set()
+        mode, reason = read_mode()
         if mode != "online":
             return mode, reason
         if self._offline:
             return "offline", "the logger's offline is true"
-        if logged_in():
+        if has_account():
             return "online", "there is an account"
         if "WANDB_MODE" in os.environ:
             raise InputError(f"{reason}, which needs an account. {TO_LOG_IN}, or unset it to log offline.")
@@ -136,7 +146,7 @@ class WandbLogger(loggers.WandbLogger):
     @override
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        super().log_hyperparams(without_secrets(params))
+        super().log_hyperparams(redact(params))
 
     @override
     @rank_zero_only
@@ -196,7 +206,7 @@ class WandbLogger(loggers.WandbLogger):
                 write_line(self._written(), str(self._last))
 
 
-def mode_set() -> tuple[str, str]:
+def read_mode() -> tuple[str, str]:
     """Return what wandb's settings say: online, offline or disabled, and what set it.
 
     Raises:
@@ -214,7 +224,7 @@ def mode_set() -> tuple[str, str]:
     return mode, f"WANDB_MODE is {asked}" if "WANDB_MODE" in os.environ else f"`wandb {asked}` was called"
 
 
-def logged_in() -> bool:
+def has_account() -> bool:
     """Return whether wandb finds an account, without verifying it.
 
     wandb itself looks: where it keeps keys differs between its versions. It would ask for a key that it does
@@ -233,7 +243,7 @@ def logged_in() -> bool:
     return done.returncode == 0
 
 
-def kept_id(path: Path) -> str:
+def keep_id(path: Path) -> str:
     """Return the run id in a file; if there is none, write a new id to it."""
     if not path.exists() or not path.read_text().strip():
         write_line(path, secrets.token_hex(4))
@@ -256,10 +266,10 @@ def account() -> Iterator[Any]:
     """
     import wandb
 
-    mode, reason = mode_set()
+    mode, reason = read_mode()
     if mode != "online":
         raise InputError(f"A dashboard is saved in an account of Weights & Biases, but {reason}. Unset it.")
-    if not logged_in():
+    if not has_account():
         raise InputError(
             f"A dashboard is saved in an account of Weights & Biases, but there is none. {TO_LOG_IN}."
         )
@@ -267,3 +277,73 @@ def account() -> Iterator[Any]:
         yield wandb.Api()
     except (wandb.errors.Error, OSError, ValueError) as error:
         raise InputError(f"Weights & Biases must take the dashboard, but: {error}") from error
+
+
+def dashboard(
+    project: str, entity: str | None = None, name: str = "rlt_lightning", run_dir: str | None = None
+) -> None:
+    """Save a workspace in a W&B project, with every metric by iteration, and print its address.
+
+    Args:
+        project: Where the runs are logged, as in trainer.logger.
+        entity: User or team; None: the account's default.
+        name: Name of the workspace. Each call saves a new one.
+        run_dir: Folder of a run whose own metrics, such as additional terms of its reward, get panels too.
+
+    Raises:
+        InputError: If run_dir is no folder, or there is no account.
+    """
+    if run_dir is not None:
+        if not Path(run_dir).is_dir():
+            raise InputError(f"--run_dir must be the folder of a run, but {run_dir} is none. Correct it.")
+        read_entries(Path(run_dir))
+    if find_spec("wandb_workspaces") is None:
+        raise missing_package("rlt dashboard", "wandb-workspaces", "wandb", "use TensorBoard")
+    with account() as api:
+        build_workspace(project, entity or api.default_entity, name).save()
+
+
+def list_line_panels() -> dict[str, list[list[str]]]:
+    """Return the metrics of every panel of lines, by prefix: metrics to be compared share a panel."""
+    panels: dict[str, dict[str, list[str]]] = {}
+    for metric in list_metrics():
+        if metric.prefix != "eval" and metric.drawn != "stack":
+            lines = panels.setdefault(metric.prefix, {}).setdefault(metric.panel or metric.name, [])
+            lines += [metric.name] if metric.held_out is None else [metric.name, validation_name(metric.name)]
+    return {prefix: list(found.values()) for prefix, found in panels.items()}
+
+
+def build_workspace(project: str, entity: str, name: str) -> Any:
+    """Return the definition of the workspace; nothing is sent."""
+    import wandb_workspaces.workspaces as ws
+    from wandb_workspaces.reports import v2 as wr
+
+    def lines(names: list[str], **options: Any) -> Any:
+        return wr.LinePlot(x=ITERATION, y=[*names], **options)
+
+    def bars(figure: str) -> Any:
+        sets = [*SET_TITLES, "overall"] if figure in OVERALL_FIGURES else [*SET_TITLES]
+        return wr.BarPlot(title=figure, metrics=[f"eval/{name}/{figure}" for name in sets])
+
+    panels = {f"{prefix}/": [lines(names) for names in found] for prefix, found in list_line_panels().items()}
+    phases = [metric.name for metric in list_metrics() if metric.drawn == "stack"]
+    panels["perf/"].insert(0, lines(phases, title="seconds of an iteration", plot_type="stacked-area"))
+    # A fit with EvaluateEvery has curves of any set, `rlt test` has bars.
+    evaluated = [metric.name.rpartition("/")[2] for metric in EVALUATION]
+    panels["eval/"] = [
+        lines([], title=f"{figure} while training", metric_regex=f"eval/.*/{figure}")
+        for figure in evaluated
+        if figure != "num_problems"
+    ]
+    panels["eval/"] += [bars(figure) for figure in evaluated]
+    panels[TABLE] = [wr.WeavePanelSummaryTable(table_name=TABLE, layout=wr.Layout(w=24, h=12))]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[
+            ws.Section(name=title, panels=found, is_open=title in ("reward/", TABLE))
+            for title, found in panels.items()
+        ],
+        settings=ws.WorkspaceSettings(x_axis=ITERATION),
+    )

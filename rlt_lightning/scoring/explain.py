@@ -14,7 +14,7 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, rows_in
-from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
+from rlt_lightning.run.rollout_rows import choose_student, rollout_rows, score_rows, token_columns
 from rlt_lightning.scoring.one_problem import score_problems
 from rlt_lightning.scoring.text import (
     Terminal,
@@ -221,7 +221,7 @@ def explain(
     # With one student, its scores are those of the batch.
     for label, scores in by_student.items() or [("", scored.scores)]:
         parts = {name: float(values[0]) for name, values in scores.terms.parts().items()}
-        pair = row_of_student(row, label), row_of_student(empty, label)
+        pair = choose_student(row, label), choose_student(empty, label)
         if by_student:
             print(f"\n{label}:\n")
         print(describe_explanation(*pair, parts, module.reward, options.top, terminal), flush=True)

@@ -30,7 +30,7 @@ from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, append_rows, to_line
 from rlt_lightning.run.metrics import COLUMNS
-from rlt_lightning.run.rows import rollout_rows, row_of_student, score_rows, token_columns
+from rlt_lightning.run.rollout_rows import choose_student, rollout_rows, score_rows, token_columns
 from rlt_lightning.scoring.explain import read_row
 from rlt_lightning.scoring.one_problem import NoReward, ScoredBatch, score_problems
 from rlt_lightning.scoring.text import (
@@ -310,7 +310,7 @@ def describe_lesson(taught: TaughtProblem, top: int, terminal: Terminal) -> list
     if several:
         lines += ["", *describe_students(row, taught.students, terminal)]
     for label in taught.students.labels:
-        own, empty = (row_of_student(one, label) for one in (row, taught.empty))
+        own, empty = (choose_student(one, label) for one in (row, taught.empty))
         terms = taught.parts_of[label][best] if several else parts
         lines += ["", f"{label}:"] if several else []
         lines += describe_worth(own, empty, terms, taught.reward, top, terminal)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
 
 
-def evenly_spread(items: list[T], number: int) -> list[T]:
+def spread_evenly(items: list[T], number: int) -> list[T]:
     """Return so many items at equal distances, whatever they hold; all of them if there are fewer."""
     number = max(0, min(number, len(items)))
     return [items[i * len(items) // number] for i in range(number)]
@@ -99,7 +99,7 @@ def own_token_columns(rollout: Rollout, scores: Scores, position: int, chat_form
     return columns
 
 
-def row_of_student(row: Row, label: str) -> Row:
+def choose_student(row: Row, label: str) -> Row:
     """Return a scored row as one of several students sees it: its columns in place of the combined ones.
 
     Without a label, or without columns of it, the row stays as it is.
