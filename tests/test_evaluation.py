@@ -19,9 +19,17 @@ from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
+from rlt_lightning.evaluation.metrics import (
+    compute_figures,
+    compute_set_figures,
+    list_reported_k,
+    majority_accuracy,
+    pass_at_k,
+    single_precision_mean,
+    standard_error,
+)
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge, Verdict
-from rlt_lightning.modules.accuracy import MajorityAtK, PassAt1, PassAtK, majority_accuracy, reported_k
 from rlt_lightning.tasks.arithmetic import arithmetic_rows
 
 Row = dict[str, Any]
@@ -63,47 +71,69 @@ def write(path: Path, rows: list[Row]) -> Path:
 # Counting
 
 
+def records_of(problem: int, answers: list[int | None], correct: list[bool]) -> list[Row]:
+    """The records of one problem's responses: which answers are equivalent, and which are right."""
+    same = {"id": f"own/{problem}", "set": "own", "num_tokens": None, "formatted": True, "timed_out": False}
+    rows = zip(answers, correct, strict=True)
+    return [{**same, "same_answer": answer, "correct": is_right} for answer, is_right in rows]
+
+
+def majority(answers: list[int | None], correct: list[bool]) -> float:
+    return majority_accuracy(records_of(1, answers, correct))
+
+
 def test_pass_at_1_has_a_standard_error_over_problems() -> None:
-    metric = PassAt1()
-    for right in (4, 2, 0):  # of 4: p = 1, 1/2, 0; mean 1/2; squares 1/4 + 0 + 1/4; / (3 * 2) = 1/12
-        metric.update(right, 4)
-    mean, error = metric.compute()
-    assert float(mean) == 0.5
-    assert float(error) == pytest.approx(math.sqrt(1 / 12))
-    alone = PassAt1()
-    alone.update(1, 2)
-    assert math.isnan(float(alone.compute()[1]))
+    # p = 1, 1/2, 0; mean 1/2; squares 1/4 + 0 + 1/4; / (3 * 2) = 1/12
+    assert standard_error([1, 1 / 2, 0]) == pytest.approx(math.sqrt(1 / 12))
+    assert math.isnan(standard_error([1 / 2]))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_pass_at_k_is_the_mean_over_all_draws(k: int) -> None:
-    metric = PassAtK(k)
     for right in (0, 1, 3, 5):
-        metric.update(right, 5)
-    draws = [
-        list(itertools.combinations([True] * right + [False] * (5 - right), k)) for right in (0, 1, 3, 5)
-    ]
-    slow = sum(sum(map(any, part)) / len(part) for part in draws) / 4
-    assert float(metric.compute()) == pytest.approx(slow)
+        draws = list(itertools.combinations([True] * right + [False] * (5 - right), k))
+        assert pass_at_k(right, 5, k) == pytest.approx(sum(map(any, draws)) / len(draws))
     with pytest.raises(ValueError, match="needs 6 responses"):
-        PassAtK(6).update(1, 5)
+        pass_at_k(1, 5, 6)
 
 
 def test_majority_votes_by_equivalence_and_shares_ties() -> None:
-    assert majority_accuracy([0, 0, 2], [True, True, False]) == 1
-    assert majority_accuracy([0, 1, 1], [True, False, False]) == 0
-    assert majority_accuracy([0, 1], [True, False]) == 1 / 2
-    assert majority_accuracy([0, 1, 2], [False, True, False]) == pytest.approx(1 / 3)
-    assert majority_accuracy([None, None, 2], [False, False, True]) == 1  # no answer is no vote
-    assert majority_accuracy([None], [False]) == 0
-    metric = MajorityAtK()
-    metric.update([0, 0], [True, True])
-    metric.update([0, 1], [True, False])
-    assert float(metric.compute()) == 3 / 4
+    assert majority([0, 0, 2], [True, True, False]) == 1
+    assert majority([0, 1, 1], [True, False, False]) == 0
+    assert majority([0, 1], [True, False]) == 1 / 2
+    assert majority([0, 1, 2], [False, True, False]) == pytest.approx(1 / 3)
+    assert majority([None, None, 2], [False, False, True]) == 1  # no answer is no vote
+    assert majority([None], [False]) == 0
 
 
 def test_pass_at_k_is_told_for_powers_of_two_and_all() -> None:
-    assert [reported_k(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [list_reported_k(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_figures_are_means_over_problems_and_then_over_sets() -> None:
+    records = records_of(1, [0, 0, 2, 2], [True, True, False, False])  # p = 1/2, pass@4 1, maj 1/2
+    records += records_of(2, [None, 1, 1, 1], [False] * 4)  # p = 0, pass@4 0, maj 0
+    other = [{**record, "id": f"other/{i}", "set": "other"} for i, record in enumerate(records[:2])]
+    found = compute_figures([*records, *other], ["own", "other"])
+    assert found["own"]["pass_at_1"] == found["own"]["maj_at_k"] == 1 / 4
+    assert found["own"]["pass_at_k"] == 1 / 2
+    assert found["own"]["standard_error"] == 1 / 4  # sqrt((1/16 + 1/16) / (2 * 1))
+    assert found["other"]["pass_at_1"] == 1
+    assert found["overall"]["pass_at_1"] == 5 / 8
+    assert found["overall"]["standard_error"] == 1 / 8
+    assert "tokens_mean" not in found["own"]
+    assert math.isnan(compute_set_figures([])["pass_at_1"])
+
+
+@pytest.mark.parametrize("num_values", [1, 3, 7, 4000])
+def test_means_are_those_of_torchmetrics(num_values: int) -> None:
+    from torchmetrics import MeanMetric
+
+    values = [random.Random(i).randrange(2000) for i in range(num_values)]
+    metric = MeanMetric()
+    for value in values:
+        metric.update(float(value))
+    assert single_precision_mean(values) == float(metric.compute())
 
 
 # Reference solutions as responses. No set has an exception among its own solutions. Where another problem's
@@ -171,7 +201,7 @@ def test_countdown_problems_are_judged_by_their_own_solutions(judge: Judge) -> N
     rows = [row for _, row in read_rows("countdown", "test", 5, 0)]
     pairs = [(str(row["solution"]), q.reference) for row, q in zip(rows, questions, strict=True)]  # type: ignore[call-overload, index]
     assert judge.judge_all(pairs) == [Verdict(True, False, row["answer"]) for row in rows]  # type: ignore[call-overload, index]
-    assert "Write the expression" in questions[0].text
+    assert "Write the expression" in questions[0].question
 
 
 # Runs
@@ -362,7 +392,7 @@ def test_options_are_shuffled_by_the_seed_and_the_letter_follows(tmp_path: Path)
     source = str(gpqa_like(tmp_path / "rows.jsonl", num_rows=24))
     questions = read_set("gpqa_diamond", source, None, seed=0)
     for i, question in enumerate(questions):
-        assert f"{question.reference['answer']}) quokka {i}" in question.text
+        assert f"{question.reference['answer']}) quokka {i}" in question.question
     letters = [question.reference["answer"] for question in questions]
     assert set(letters) == set("ABCD")
     assert questions == read_set("gpqa_diamond", source, None, seed=0)

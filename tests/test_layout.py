@@ -3,8 +3,8 @@
 The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo → tags numerics → models → pretrained judging → checkpoints strategies
-    → run → datamodules tasks engines → hub → modules → callbacks → plan report chat → scoring → python
-    → cli → __main__ and __init__, which hands out what scripts use
+    → run → datamodules tasks engines → evaluation → hub → modules → callbacks → plan report chat
+    → scoring → python → cli → __main__ and __init__, which hands out what scripts use
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LAYERS = [
     {"checkpoints", "strategies"},
     {"run"},
     {"datamodules", "tasks", "engines", "vllm_worker"},
+    {"evaluation"},
     {"hub"},
     {"modules"},
     {"callbacks"},

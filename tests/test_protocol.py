@@ -17,20 +17,26 @@ from cases import full
 from commands import ROOT, rlt
 from fake_worker import FakeWorker
 
-from rlt_lightning.datamodules.evaluation_sets import SETS, evaluation_set, read_set
+from rlt_lightning.datamodules.evaluation_sets import (
+    PUBLISHED,
+    SETS,
+    build_set,
+    compare_with_published,
+    is_known_by_number,
+    read_set,
+)
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.published import PUBLISHED, difference, known_by_number
-from rlt_lightning.pretrained import load_tokenizer
-from rlt_lightning.report.charts import build_evaluation_tables
-from rlt_lightning.report.collect import Bounds, collect
-from rlt_lightning.run.results import (
+from rlt_lightning.evaluation.results import (
     PAPER_ROWS,
     PAPER_SETS,
     PAPER_SOURCE,
-    comparable_sets,
-    paper_table,
+    build_paper_table,
+    find_comparable_sets,
     render,
 )
+from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.report.charts import build_evaluation_tables
+from rlt_lightning.report.collect import Bounds, collect
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
@@ -102,7 +108,7 @@ def settings_of(name: str, source: str) -> Row:
 def test_the_user_turns_are_the_protocols(name: str, tmp_path: Path) -> None:
     questions = read_set(name, settings_of(name, write(tmp_path / "rows.jsonl", ROWS[name])), None, 0)
     turns = TURNS[name]
-    assert [question.text for question in questions[: len(turns)]] == turns
+    assert [question.question for question in questions[: len(turns)]] == turns
     if name == "gpqa_diamond":
         assert [q.reference["answer"] for q in questions[:2]] == ["B", "A"]
 
@@ -116,7 +122,7 @@ def test_options_are_in_the_order_of_one_stream(tmp_path: Path) -> None:
         texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
         random.shuffle(texts)
         listed = ", ".join(f"{letter}) {text}" for letter, text in zip("ABCD", texts, strict=True))
-        assert question.text == f"{LETTERED}{row['Question']}\n{listed}"
+        assert question.question == f"{LETTERED}{row['Question']}\n{listed}"
         assert question.reference["answer"] == "ABCD"[texts.index(row["Correct Answer"])]
 
 
@@ -125,17 +131,19 @@ def test_real_rows_are_asked_unchanged_and_recognised(name: str, shared: Path) -
     path = shared / "data" / name / "test.jsonl"
     rows = [json.loads(line) for line in path.open()]
     questions = read_set(name, settings_of(name, str(path)), None, 0)
-    assert [question.text for question in questions] == [BOXED + row["problem"] for row in rows]
-    plain = [question.plain for question in questions]
-    assert difference(name, plain) is None
-    assert difference(name, [f"  {text} \n".replace(" ", "\n") for text in reversed(plain)]) is None
-    assert difference(name, [plain[0] + "!", *plain[1:]]) == "its questions are others"
-    assert difference(name, [plain[1], *plain[1:]]) == "its questions are others"
+    assert [question.question for question in questions] == [BOXED + row["problem"] for row in rows]
+    plain = [question.plain_question for question in questions]
+    assert compare_with_published(name, plain) is None
+    assert (
+        compare_with_published(name, [f"  {text} \n".replace(" ", "\n") for text in reversed(plain)]) is None
+    )
+    assert compare_with_published(name, [plain[0] + "!", *plain[1:]]) == "its questions are others"
+    assert compare_with_published(name, [plain[1], *plain[1:]]) == "its questions are others"
 
 
 def test_sources_splits_and_sampling_are_the_protocols() -> None:
     config = yaml.safe_load(PAPER.read_text())
-    sets = {name: evaluation_set(name, value) for name, value in config["data"]["init_args"]["sets"].items()}
+    sets = {name: build_set(name, value) for name, value in config["data"]["init_args"]["sets"].items()}
     assert {name: (spec.source, spec.split, spec.judge) for name, spec in sets.items()} == {
         "aime24": ("AI-MO/aimo-validation-aime", "train", "math"),
         "math500": ("qq8933/MATH500", "test", "math"),
@@ -217,7 +225,7 @@ def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Ro
     assert "| MATH-500" not in page  # only the published set bears its name
     summary = json.loads((folder / "evaluation.json").read_text())
     assert summary["sets"]["math500"]["differs"] == "1 of 500 rows"
-    assert comparable_sets(summary) == set()
+    assert find_comparable_sets(summary) == set()
     run = collect(folder, Bounds(10, 1000))
     assert [table["title"] for table in build_evaluation_tables([run], ["run"])] == ["All figures"]
     for found in summary["sets"].values():
@@ -230,10 +238,10 @@ def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Ro
 
 def test_only_the_published_sets_fill_the_papers_columns() -> None:
     rows = [f"Question {i}" for i in range(198)]
-    assert difference("gpqa_diamond", rows) is None  # only their number is known
-    assert [name for name in SETS if known_by_number(name)] == ["gpqa_diamond"]
-    assert difference("math500", rows * 3) == "594 rows, where it has 500"
-    assert difference("gsm8k", rows) is None
+    assert compare_with_published("gpqa_diamond", rows) is None  # only their number is known
+    assert [name for name in SETS if is_known_by_number(name)] == ["gpqa_diamond"]
+    assert compare_with_published("math500", rows * 3) == "594 rows, where it has 500"
+    assert compare_with_published("gsm8k", rows) is None
     assert PUBLISHED.keys() == set(PAPER_SETS)
 
 
@@ -303,13 +311,13 @@ def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
     }
     question = read_set("zoo", settings | {"separator": " / "}, None, 0)[0]
     letter = question.reference["answer"]
-    assert question.text.startswith("Which of 0? (A) ")
-    assert f"({letter}) quokka 0" in question.text
-    assert question.text.count(" / ") == 3
-    assert not evaluation_set("zoo", settings).private
-    assert evaluation_set("zoo", settings | {"private": True}).private
+    assert question.question.startswith("Which of 0? (A) ")
+    assert f"({letter}) quokka 0" in question.question
+    assert question.question.count(" / ") == 3
+    assert not build_set("zoo", settings).private
+    assert build_set("zoo", settings | {"private": True}).private
     # Without a template, the options are there all the same.
-    assert "A) " in read_set("zoo", {"source": path, "judge": "choice"}, 1, 0)[0].text
+    assert "A) " in read_set("zoo", {"source": path, "judge": "choice"}, 1, 0)[0].question
     rows = [{"question": "Make 7.", "numbers": [3, 4], "target": 7}]
     own = {
         "source": write(tmp_path / "numbers.jsonl", rows),
@@ -317,24 +325,24 @@ def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
         "template": "Go: {question}",
     }
     [question] = read_set("numbers", own, None, 0)
-    assert question.text == "Go: Make 7."
+    assert question.question == "Go: Make 7."
     assert question.reference == {"kind": "countdown", "numbers": [3, 4], "target": 7}
 
 
 def test_a_mapping_changes_only_the_fields_that_it_names(tmp_path: Path) -> None:
-    changed = evaluation_set("math500", {"template": "{question} Box it."})
+    changed = build_set("math500", {"template": "{question} Box it."})
     assert (changed.source, changed.title) == (SETS["math500"].source, "MATH-500")
-    assert evaluation_set("aime24", {"title": "AIME"}).split == "train"
+    assert build_set("aime24", {"title": "AIME"}).split == "train"
     # The published split is that of the published source.
-    assert evaluation_set("aime24", {"source": "rows"}) == evaluation_set("aime24", "rows")
-    assert evaluation_set("aime24", {"source": "rows"}).split == "test"
+    assert build_set("aime24", {"source": "rows"}) == build_set("aime24", "rows")
+    assert build_set("aime24", {"source": "rows"}).split == "test"
 
 
 def test_gpqa_is_private_under_any_name() -> None:
     for name in ("gpqa_diamond", "science"):
         settings = {"source": "Idavidrein/gpqa:gpqa_main", "judge": "choice"}
-        assert evaluation_set(name, settings).private
-    assert evaluation_set("gpqa_diamond", "rows.jsonl").private
+        assert build_set(name, settings).private
+    assert build_set("gpqa_diamond", "rows.jsonl").private
 
 
 def test_where_comes_before_max_rows(tmp_path: Path) -> None:
@@ -372,7 +380,7 @@ def test_where_comes_before_max_rows(tmp_path: Path) -> None:
 )
 def test_a_mapping_that_cannot_be_is_one_clear_line(name: str, settings: Row, line: str) -> None:
     with pytest.raises(InputError, match=line) as error:
-        evaluation_set(name, settings)
+        build_set(name, settings)
     assert "\n" not in str(error.value)
 
 
@@ -396,6 +404,6 @@ def test_table_1_has_all_rows_and_their_means() -> None:
     for model, size, (*parts, overall) in PAPER_ROWS:
         assert size in ("N.A.", "1K", "17K", "800K+"), model
         assert abs(sum(parts) / 3 - overall) < 0.0051, model  # two decimals
-    header, *rows = paper_table()
+    header, *rows = build_paper_table()
     assert header == ("model", "data", "AIME 2024", "MATH-500", "GPQA Diamond", "overall")
     assert ("RLT-7B", "17K", "23.30", "82.80", "42.40", "49.50") in rows

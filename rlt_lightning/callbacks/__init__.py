@@ -10,12 +10,11 @@ from rlt_lightning.callbacks.completions import CompletionsTable
 from rlt_lightning.callbacks.distillation import DistillationWriter
 from rlt_lightning.callbacks.dynamic_sampling import DynamicSampling
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
-from rlt_lightning.callbacks.evaluation import EvaluationWriter
 from rlt_lightning.callbacks.export import ModelExporter
 from rlt_lightning.callbacks.recorder import RolloutRecorder, ScoreWriter
 from rlt_lightning.callbacks.reference import ReferenceSync
-from rlt_lightning.callbacks.responses import ResponseCallback
 from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.evaluation.callbacks import EvaluationWriter, ResponseCallback
 
 # A logger: whoever builds a Trainer needs it together with the callbacks.
 from rlt_lightning.run.metrics_csv import MetricsCSV

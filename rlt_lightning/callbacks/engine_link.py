@@ -33,6 +33,7 @@ from rlt_lightning.engines.base import (
     Engine,
     NamedTensor,
     build_requests,
+    push_until_current,
     require_context,
     stream_completions,
 )
@@ -363,11 +364,3 @@ def make_link(engine: Engine, verify_every_n_steps: int, deadline_s: float) -> E
     if engine.in_process:
         return InProcessLink(engine)
     return RankZeroLink(engine, verify_every_n_steps, deadline_s)
-
-
-def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]], step: int) -> None:
-    """Push the weights of a step until an engine of this process alone samples with them."""
-    engine.health()
-    while engine.policy_version != step:
-        engine.update_weights(weights(), step)
-        engine.health()

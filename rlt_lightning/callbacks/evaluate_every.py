@@ -12,8 +12,7 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
       metrics.csv and the other loggers
 
-`callbacks/responses.py`, `modules/evaluation.py` and `datamodules/evaluation.py` have what this shares with
-`rlt test`; `engine_link.py` has how ranks share an engine.
+The room `evaluation` has what this shares with `rlt test`; `engine_link.py` has how ranks share an engine.
 """
 
 from __future__ import annotations
@@ -33,23 +32,27 @@ from typing_extensions import override
 from rlt_lightning.callbacks.engine_link import EngineLink, make_link
 from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.callbacks.responses import require_responses_fit, response_seed, sampled_response
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.callbacks.together import Together
-from rlt_lightning.datamodules.evaluation import EvaluationDataModule
+from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.evaluation.metrics import compute_figures, name_figures
+from rlt_lightning.evaluation.protocol import (
+    build_response,
+    judge_responses,
+    require_responses_fit,
+    response_seed,
+)
+from rlt_lightning.evaluation.results import format_accuracy
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.judging.questions import EvaluationBatch, Response
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.evaluation import SetMetrics, figures_of, judged_records, metrics_of
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.metrics import EVALUATION, OVERALL_FIGURES
-from rlt_lightning.run.results import accuracy
 from rlt_lightning.types import InputError, Problem, SFTExample
 
 SECONDS = "perf/evaluate_s"
@@ -213,7 +216,7 @@ class EvaluateEvery(Callback):
         rows, step = list(range(len(problems))), module.global_step
         order = Order(rows, prompts, seeds, step, self.sampling, self.num_samples, stop="")
         return {
-            number: [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group]
+            number: [build_response(tokenizer, c.token_ids, c.finish_reason) for c in group]
             for number, group in link.completions_of(trainer, module, order).items()
         }
 
@@ -234,11 +237,9 @@ class EvaluateEvery(Callback):
         if self.judge is None:
             self.judge = Judge(self.questions.tags, self.judge_deadline_s)
         problems = self.questions.problems
-        batch = EvaluationBatch(problems, [responses[number] for number in range(len(problems))])
-        sets = {name: SetMetrics(self.num_samples) for name in self.sets}
-        for records in judged_records(self.judge, batch):
-            sets[records[0]["set"]].update(records)
-        return {name: value for name, value in metrics_of(figures_of(sets)).items() if math.isfinite(value)}
+        given = [responses[number] for number in range(len(problems))]
+        figures = compute_figures(judge_responses(self.judge, problems, given), self.sets)
+        return {name: value for name, value in name_figures(figures).items() if math.isfinite(value)}
 
     def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:
         """Write the figures to all loggers and to the terminal."""
@@ -253,7 +254,7 @@ class EvaluateEvery(Callback):
             for name, value in found.items():
                 error = figures.get(name.replace("pass_at_1", "standard_error"))
                 parts.append(
-                    f"{name.split('/')[1]} {accuracy({'pass_at_1': value, 'standard_error': error})} %"
+                    f"{name.split('/')[1]} {format_accuracy({'pass_at_1': value, 'standard_error': error})} %"
                 )
             text = f"accuracy after iteration {step}: {', '.join(parts)} ({figures[SECONDS]:.1f} s)"
             tqdm.write(text, file=sys.stderr)

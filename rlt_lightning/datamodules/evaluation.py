@@ -1,7 +1,11 @@
-"""The datamodule of `rlt test`: the questions of evaluation sets, and given responses to judge."""
+"""The datamodule of `rlt test`: the problems of evaluation sets, and given responses to judge.
+
+The room `evaluation` asks a model these problems and judges its responses.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,9 +13,11 @@ from lightning.pytorch import LightningDataModule, Trainer
 
 from rlt_lightning.datamodules.evaluation_sets import (
     SETS,
-    Question,
+    EvaluationProblem,
     SetSettings,
-    evaluation_set,
+    build_set,
+    compare_with_published,
+    explain_difference,
     read_set,
 )
 from rlt_lightning.datamodules.format_choice import (
@@ -22,18 +28,47 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
-from rlt_lightning.datamodules.published import difference
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import find_models
-from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
 from rlt_lightning.models.announce import announce
 from rlt_lightning.run.jsonl import Row, whole_rows
-from rlt_lightning.run.results import unlike_published
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
-from rlt_lightning.types import BadRowError, InputError
+from rlt_lightning.types import BadRowError, FinishReason, InputError
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
 SHOWN_IDS = 3  # in messages
+
+
+@dataclass(frozen=True)
+class Response:
+    """A model's whole turn in answer to a question, tags included.
+
+    Attributes:
+        text: The text.
+        num_tokens: Sampled tokens; None if the response was given.
+        finish_reason: Why sampling ended; None if the response was given.
+        num_thinking_tokens: Tokens of the thought, if a budget was forced.
+    """
+
+    text: str
+    num_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    num_thinking_tokens: int | None = None
+
+
+@dataclass
+class EvaluationBatch:
+    """Problems of one set. EvaluationModule attaches the responses and the judged records.
+
+    Attributes:
+        problems: The problems.
+        responses: The responses to each problem, equally many for each.
+        records: One record of each judged response.
+    """
+
+    problems: list[EvaluationProblem]
+    responses: list[list[Response]] | None = None
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 class EvaluationDataModule(LightningDataModule):
@@ -79,7 +114,7 @@ class EvaluationDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.sets: dict[str, SetSettings] = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
-        self.specs = {name: evaluation_set(name, settings) for name, settings in self.sets.items()}
+        self.specs = {name: build_set(name, settings) for name, settings in self.sets.items()}
         # By set: why it is not the published set of that name; None where it is, or there is none.
         self.differences: dict[str, str | None] = {}
         self.follows_module = tokenizer is None
@@ -122,17 +157,18 @@ class EvaluationDataModule(LightningDataModule):
         wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
         if self._prepared_for == wanted:
             return
-        questions = {
+        sets = {
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
-        self._compare_with_published(questions)
-        if self.responses is None:
-            # EvaluateEvery sets the format of the run that it evaluates, and then none is chosen here.
-            if self.format is None or self.chosen is not None:
-                self.format = self._load_format()
-        else:
-            self._read_responses(self.responses, [q.id for part in questions.values() for q in part])
-        self.problems = [self._problem(name, q) for name, part in questions.items() for q in part]
+        self._compare_with_published(sets)
+        self.problems = [problem for problems in sets.values() for problem in problems]
+        if self.responses is not None:
+            self._read_responses(self.responses)
+        # EvaluateEvery sets the format of the run that it evaluates, and then none is chosen here.
+        elif self.format is None or self.chosen is not None:
+            self.format = self._load_format()
+        if self.format is not None:
+            self.problems = [self._with_prompt(problem) for problem in self.problems]
         self.finished = self._finished_records()
         done = {record["id"] for record in self.finished}
         self.left = [problem for problem in self.problems if problem.id not in done]
@@ -180,20 +216,17 @@ class EvaluationDataModule(LightningDataModule):
         self.chosen = choose_format(self.format_options, None, name)
         return self.chosen.build_format(tokenizer)
 
-    def _problem(self, name: str, question: Question) -> EvaluationProblem:
-        prompt: list[int] = []
-        if self.format is not None:
-            prompt = encode(self.format.tokenizer, self.format.student_chat(question.text))
-        private = self.specs[name].private
-        return EvaluationProblem(question.id, name, question.text, prompt, question.reference, private)
+    def _with_prompt(self, problem: EvaluationProblem) -> EvaluationProblem:
+        chat = self.chat_format.student_chat(problem.question)
+        return replace(problem, prompt=encode(self.chat_format.tokenizer, chat))
 
-    def _compare_with_published(self, questions: dict[str, list[Question]]) -> None:
+    def _compare_with_published(self, sets: dict[str, list[EvaluationProblem]]) -> None:
         """Say now, and not only after hours of sampling, which sets get no place beside the paper."""
-        for name, part in questions.items():
-            found = difference(name, [question.plain for question in part])
+        for name, problems in sets.items():
+            found = compare_with_published(name, [problem.plain_question for problem in problems])
             self.differences[name] = found
             if found is not None:
-                announce(unlike_published(name, found))
+                announce(explain_difference(name, found))
 
     def _finished_records(self) -> list[Row]:
         """Return the records of problems for which an interrupted run has all responses."""
@@ -205,16 +238,17 @@ class EvaluationDataModule(LightningDataModule):
                 records[record["id"]].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]
 
-    def _read_responses(self, source: str, ids: list[str]) -> None:
+    def _read_responses(self, source: str) -> None:
         """Read the given responses, and assign them to the problems.
 
         Raises:
             InputError: If a row is no response, or problems have none or different numbers of responses.
         """
+        ids = [problem.id for problem in self.problems]
         short_ids = {name.partition("/")[2]: name for name in ids} if len(self.sets) == 1 else {}
         found: dict[str, list[tuple[Any, Response]]] = {name: [] for name in ids}
         for number, row in read_rows(source):
-            response = given_response(source, number, row)
+            response = read_response(source, number, row)
             assert isinstance(row, dict)
             name = str(row["id"])
             place = found.get(name if name in found else short_ids.get(name, ""))
@@ -244,7 +278,7 @@ class EvaluationDataModule(LightningDataModule):
         }
 
 
-def given_response(source: str, number: int, row: Row | BadRowError) -> Response:
+def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
     """Return the response of a row.
 
     Raises:

@@ -1,10 +1,18 @@
-"""The evaluation sets: their sources, how they are asked, their questions, and the right answers."""
+"""The evaluation sets: their sources, how they are asked, their problems, and the right answers.
+
+    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
+                                                                          another set than the paper's
+
+They are read here, below the room `evaluation`, because `data.filters.overlap_with` reads the same sets: it
+leaves their questions out of the training rows.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -91,16 +99,53 @@ PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question of a set, with its right answer."""
+class PublishedSet:
+    """What is known of a set of the paper's Table 1, so that other rows get no place beside its figures.
 
-    id: str  # set/own id or, if the set has no ids, set/row number
-    text: str  # the user's message, made by the set's template
+    Args:
+        num_rows: Its rows.
+        digest: `hash_questions` of it; None where no copy of the rows could be read to compute it.
+    """
+
+    num_rows: int
+    digest: str | None
+
+
+PUBLISHED = {
+    "aime24": PublishedSet(30, "9ba0779372c9e7cb"),
+    "math500": PublishedSet(500, "e15712daa05eddc5"),
+    # Its rows are not public as plain text, so only their number is known.
+    "gpqa_diamond": PublishedSet(198, None),
+}
+
+
+@dataclass(frozen=True)
+class EvaluationProblem:
+    """One question of an evaluation set, with its right answer.
+
+    Example:
+        EvaluationProblem("gsm8k/17", "gsm8k", "2 + 3?", "2 + 3?", {"kind": "math", "answer": "5"}, False)
+
+    Attributes:
+        id: The name of the set, a slash, and the question's id in the set or, without ids, its row number.
+        set_name: The name of the set.
+        question: The user's message, made by the set's template.
+        plain_question: The question as the row has it, without template and options.
+        reference: What the judge compares an answer with.
+        private: Whether nothing may be written that could quote the question.
+        prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
+    """
+
+    id: str
+    set_name: str
+    question: str
+    plain_question: str
     reference: Reference
-    plain: str  # the question as the row has it, without template and options
+    private: bool
+    prompt: list[int] = field(default_factory=list)
 
 
-def evaluation_set(name: str, settings: SetSettings) -> EvaluationSet:
+def build_set(name: str, settings: SetSettings) -> EvaluationSet:
     """Look up a set and change it as the settings say. Any other name with a source is a user's set.
 
     Args:
@@ -118,7 +163,7 @@ def evaluation_set(name: str, settings: SetSettings) -> EvaluationSet:
             f"with {'none' if settings is None else repr(settings)}. Choose one of the sets, or give a name "
             "of letters, digits, - and _ with a file."
         )
-    fields = checked_fields(name, fields)
+    fields = check_fields(name, fields)
     if "source" in fields:
         # The published split belongs to the published source.
         fields = {"split": "test"} | fields
@@ -137,31 +182,34 @@ def evaluation_set(name: str, settings: SetSettings) -> EvaluationSet:
     return replace(chosen, private=chosen.private or must_be_private)
 
 
-def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) -> list[Question]:
+def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) -> list[EvaluationProblem]:
     """Read a set.
 
     Args:
         name: One of `SETS`, or the name of a user's set.
-        settings: What `evaluation_set` takes.
+        settings: What `build_set` takes.
         max_rows: Most rows to read, from the start; of a set with `where`, from the rows that it leaves.
         seed: Seed of the order of options, and of an embedded source.
 
     Raises:
         InputError: If there is no such set, it is empty, or one of its rows cannot be used.
     """
-    spec = evaluation_set(name, settings)
-    rows = chosen_rows(name, spec, max_rows, seed)
-    ids = row_ids(rows)
+    spec = build_set(name, settings)
+    rows = read_set_rows(name, spec, max_rows, seed)
+    ids = choose_ids(rows)
     stream = None if spec.options_seed is None else random.Random(spec.options_seed)
-    questions: list[Question] = []
+    problems: list[EvaluationProblem] = []
     unusable: list[tuple[int, BadRowError]] = []
     for (number, row), row_id in zip(rows, ids, strict=True):
         try:
             if isinstance(row, BadRowError):
                 raise row
             parts, reference = READERS[spec.judge](row, spec, stream or f"{seed} {name}/{row_id}")
-            text = fill(spec.template, parts)
-            questions.append(Question(f"{name}/{row_id}", text, reference, parts["question"]))
+            text = fill_template(spec.template, parts)
+            problem_id, plain_question = f"{name}/{row_id}", parts["question"]
+            problems.append(
+                EvaluationProblem(problem_id, name, text, plain_question, reference, spec.private)
+            )
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
@@ -171,10 +219,10 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
             f"'{spec.source}' are not ({numbers}: {unusable[0][1].detail}). "
             "Correct or remove them."
         )
-    return questions
+    return problems
 
 
-def chosen_rows(name: str, spec: EvaluationSet, max_rows: int | None, seed: int) -> list[NumberedRow]:
+def read_set_rows(name: str, spec: EvaluationSet, max_rows: int | None, seed: int) -> list[NumberedRow]:
     """Read the rows that `where` leaves, at most `max_rows`. A row that cannot be read is always left.
 
     Raises:
@@ -197,7 +245,7 @@ def matches(row: dict[str, Any], where: Mapping[str, str]) -> bool:
     return all(row.get(column) is not None and text in str(row[column]) for column, text in where.items())
 
 
-def row_ids(rows: list[NumberedRow]) -> list[str]:
+def choose_ids(rows: list[NumberedRow]) -> list[str]:
     """Return the ids in the rows if all have different ones, otherwise the row numbers."""
     for column in IDS:
         own = [
@@ -222,7 +270,7 @@ def read_math(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
     if answer is None:
         detail = "it has neither an answer nor a solution with a \\boxed{} one"
         raise BadRowError(BadRowReason.EMPTY_SOLUTION, detail)
-    return {"question": question_of(row, spec.strip)}, {"kind": "math", "answer": answer}
+    return {"question": read_question(row, spec.strip)}, {"kind": "math", "answer": answer}
 
 
 def read_choice(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
@@ -236,10 +284,10 @@ def read_choice(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts
         shuffled = random.Random(order).sample(CHOICE_COLUMNS, len(CHOICE_COLUMNS))
     texts = [str(row[column]).strip() if spec.strip else str(row[column]) for column in shuffled]
     options = [
-        fill(spec.option, {"letter": letter, "text": text})
+        fill_template(spec.option, {"letter": letter, "text": text})
         for letter, text in zip(LETTERS, texts, strict=True)
     ]
-    parts = {"question": question_of(row, spec.strip), "options": spec.separator.join(options)}
+    parts = {"question": read_question(row, spec.strip), "options": spec.separator.join(options)}
     return parts, {"kind": "choice", "answer": LETTERS[shuffled.index(CHOICE_COLUMNS[0])]}
 
 
@@ -252,7 +300,7 @@ def read_countdown(
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in [*numbers, target]):
         detail = "it must have a list of integers, numbers or nums, and an integer target"
         raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
-    parts = {"question": question_of(row, spec.strip)}
+    parts = {"question": read_question(row, spec.strip)}
     return parts, {"kind": "countdown", "numbers": numbers, "target": target}
 
 
@@ -263,13 +311,13 @@ READERS: dict[AnswerKind, Reader] = {
 }
 
 
-def fill(template: str, values: dict[str, str]) -> str:
+def fill_template(template: str, values: dict[str, str]) -> str:
     """Replace each `{name}` in a template by its value; no other brace is touched, nor one in a value."""
     names = "|".join(values)
     return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
 
 
-def question_of(row: dict[str, Any], strip: bool = True) -> str:
+def read_question(row: dict[str, Any], strip: bool = True) -> str:
     """Return the text of a row's question."""
     question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
     if not isinstance(question, str) or not question.strip():
@@ -277,6 +325,44 @@ def question_of(row: dict[str, Any], strip: bool = True) -> str:
     if holds_half_pair(question):
         raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
     return question.strip() if strip else question
+
+
+# The published sets
+
+
+def compare_with_published(name: str, questions: list[str]) -> str | None:
+    """Return what makes a set under a known name another one; None for the published set, or other names.
+
+    Args:
+        name: Name of the set, such as math500.
+        questions: Its questions, without template.
+    """
+    published = PUBLISHED.get(name)
+    if published is None:
+        return None
+    if len(questions) < published.num_rows:
+        return f"{len(questions)} of {published.num_rows} rows"
+    if len(questions) > published.num_rows:
+        return f"{len(questions)} rows, where it has {published.num_rows}"
+    if published.digest is not None and hash_questions(questions) != published.digest:
+        return "its questions are others"
+    return None
+
+
+def hash_questions(questions: Iterable[str]) -> str:
+    """Return a hash of questions that depends on neither their order nor their white space."""
+    hashes = sorted(hashlib.sha256("".join(text.split()).encode()).hexdigest() for text in questions)
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+def is_known_by_number(name: str) -> bool:
+    """Return whether a published set is recognised only by the number of its rows."""
+    return name in PUBLISHED and PUBLISHED[name].digest is None
+
+
+def explain_difference(name: str, difference: str) -> str:
+    """Say why a set under a known name has no place beside the paper's."""
+    return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
 
 
 # Settings of a set
@@ -302,7 +388,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def checked_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def check_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a user names for a set.
 
     Raises:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
-from rlt_lightning.datamodules.evaluation_sets import SetSettings, chosen_rows, evaluation_set, question_of
+from rlt_lightning.datamodules.evaluation_sets import SetSettings, build_set, read_question, read_set_rows
 from rlt_lightning.datamodules.rows import ParsedRow, require_judgeable
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.waiting import waiting_for
@@ -207,7 +207,7 @@ class Overlaps:
     """Find questions that overlap with those of evaluation sets, by runs of words.
 
     Args:
-        sets: Names of sets, each with what `evaluation_set` takes.
+        sets: Names of sets, each with what `build_set` takes.
         size: Words of a run. All words of a shorter evaluation question are a run.
     """
 
@@ -247,9 +247,9 @@ def check_pass_rates(rows: Iterable[Row], source: str) -> Iterator[Row]:
 
 def read_evaluation_questions(name: str, settings: SetSettings) -> list[str]:
     """Read the questions of a set as they are published, without what `rlt test` puts around them."""
-    rows = chosen_rows(name, evaluation_set(name, settings), None, seed=0)
+    rows = read_set_rows(name, build_set(name, settings), None, seed=0)
     try:
-        return [question_of(row) for _, row in rows if isinstance(row, dict)]
+        return [read_question(row) for _, row in rows if isinstance(row, dict)]
     except BadRowError as error:
         raise InputError(
             f"Every row of data.filters.overlap_with {name} must have a question, but one has not: "

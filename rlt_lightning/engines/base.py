@@ -16,7 +16,7 @@ collects those of callers that need all of them.
 
 callbacks/engine_link.py makes the calls from start on; callbacks/rollout.py calls it from Lightning's hooks
 of training, validation and prediction, callbacks/evaluate_every.py while a student trains, and
-callbacks/responses.py for `rlt test`.
+evaluation/callbacks.py for `rlt test`.
 
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -
@@ -377,6 +377,14 @@ def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: 
 def mean_distance(a: list[float], b: list[float]) -> float:
     """Return the mean absolute difference."""
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]], step: int) -> None:
+    """Push the weights of a step until an engine that only this process calls samples with them."""
+    engine.health()
+    while engine.policy_version != step:
+        engine.update_weights(weights(), step)
+        engine.health()
 
 
 # The protocol of before: both functions go with the next release.

@@ -19,13 +19,14 @@ from typing import Any
 import yaml
 
 from rlt_lightning.checkpoints.card import CARD, LICENCE, read_card
+from rlt_lightning.datamodules.evaluation_sets import explain_difference
 from rlt_lightning.datamodules.sources import READERS, MemoryRows, parse_sources
+from rlt_lightning.evaluation.results import HEADER, build_result_row, render_table
 from rlt_lightning.models.announce import announce
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.metrics import find_metric, training_name
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.results import HEADER, markdown, result_row, unlike_published
 from rlt_lightning.run.run_folder import read_settings
 from rlt_lightning.types import InputError, as_list
 
@@ -170,7 +171,7 @@ def training_table(path: Path) -> str:
     rows = [
         (f"`{name}`", find_metric(training_name(name)).title, *ends(curve)) for name, curve in shown.items()
     ]
-    return markdown([("metric", "", "first", "last"), *rows]).strip() if rows else ""
+    return render_table([("metric", "", "first", "last"), *rows]).strip() if rows else ""
 
 
 def is_shown(name: str) -> bool:
@@ -223,7 +224,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     """
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        result_row(next(iter(summary["sets"].values())))
+        build_result_row(next(iter(summary["sets"].values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         raise InputError(
             f"{path} must hold the results of rlt test, but does not ({type(error).__name__}: {error}). Name "
@@ -266,8 +267,10 @@ def results(summary: dict[str, Any]) -> list[Any]:
 def evaluation_table(summary: dict[str, Any]) -> str:
     """Return the results of `rlt test` as a table, with the settings that they depend on most."""
     sets = summary["sets"]
-    table = markdown([HEADER, *map(result_row, sets.values())])
-    notes = [unlike_published(name, found["differs"]) for name, found in sets.items() if found.get("differs")]
+    table = render_table([HEADER, *map(build_result_row, sets.values())])
+    notes = [
+        explain_difference(name, found["differs"]) for name, found in sets.items() if found.get("differs")
+    ]
     if sampling := (summary.get("rollouts") or {}).get("sampling"):
         length = sampling["max_completion_length"]
         notes.append(f"Temperature {sampling['temperature']}, at most {length} tokens a response.")

@@ -1,6 +1,6 @@
 """LightningModules: RLTModule (GRPO), SFTModule, OPDModule, EvaluationModule; rewards that need a text."""
 
-from rlt_lightning.modules.evaluation import EvaluationModule
+from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sft import SFTModule

@@ -9,6 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlt_lightning.evaluation.results import (
+    HEADER,
+    PAPER_SOURCE,
+    build_paper_table,
+    build_result_row,
+    find_comparable_sets,
+)
 from rlt_lightning.report.collect import Run, Spread
 from rlt_lightning.run.metrics import (
     Metric,
@@ -19,7 +26,6 @@ from rlt_lightning.run.metrics import (
     validation_name,
 )
 from rlt_lightning.run.metrics_csv import Curve
-from rlt_lightning.run.results import HEADER, PAPER_SOURCE, comparable_sets, paper_table, result_row
 
 Chart = dict[str, Any]
 OTHERS = "All other figures"
@@ -238,11 +244,13 @@ def build_evaluation_tables(runs: list[Run], names: list[str]) -> list[dict[str,
     """Return tables of all figures of the evaluations and, if they have one of its sets, of the paper's."""
     evaluated = [(name, run.evaluation) for name, run in zip(names, runs, strict=True) if run.evaluation]
     rows = [
-        [name, *result_row(found)] for name, evaluation in evaluated for found in evaluation["sets"].values()
+        [name, *build_result_row(found)]
+        for name, evaluation in evaluated
+        for found in evaluation["sets"].values()
     ]
     if not rows:
         return []
     tables = [{"title": "All figures", "rows": [["run", *HEADER], *rows]}]
-    if any(comparable_sets(evaluation) for _, evaluation in evaluated):
-        tables.append({"title": PAPER_SOURCE, "rows": [list(row) for row in paper_table()]})
+    if any(find_comparable_sets(evaluation) for _, evaluation in evaluated):
+        tables.append({"title": PAPER_SOURCE, "rows": [list(row) for row in build_paper_table()]})
     return tables

@@ -1,11 +1,11 @@
-"""The results of an evaluation as tables, with the paper's results."""
+"""The results of an evaluation as tables, beside the paper's results."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from rlt_lightning.datamodules.evaluation_sets import explain_difference
 from rlt_lightning.run.metrics import EVALUATION, SET_TITLES
 
 PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
@@ -40,21 +40,14 @@ HEADER = (
 )
 
 
-def without_nan(value: Any) -> Any:
-    """Return plain data with None in place of NaN, which JSON does not know."""
-    if isinstance(value, dict):
-        return {name: without_nan(item) for name, item in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
 def render(summary: dict[str, Any]) -> str:
     """Return the results as a Markdown page, with the paper's for the sets that it has results of."""
     name, sets = summary["model"] or summary["responses"], summary["sets"]
-    page = f"# Evaluation of {name}\n\n{markdown([HEADER, *map(result_row, sets.values())])}"
-    comparable = comparable_sets(summary)
+    page = f"# Evaluation of {name}\n\n{render_table([HEADER, *map(build_result_row, sets.values())])}"
+    comparable = find_comparable_sets(summary)
     if comparable:
-        page += f"\nBeside {PAPER_SOURCE}:\n\n{beside_paper(summary, name)}"
-    lines = [unlike_published(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
+        page += f"\nBeside {PAPER_SOURCE}:\n\n{build_comparison(summary, name)}"
+    lines = [explain_difference(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
     lines += [
         f"{SET_TITLES[key]} is recognised only by the number of its rows."
         for key in PAPER_SETS
@@ -63,58 +56,55 @@ def render(summary: dict[str, Any]) -> str:
     return page + "".join(f"\n{line}\n" for line in lines)
 
 
-def comparable_sets(summary: dict[str, Any]) -> set[str]:
+def find_comparable_sets(summary: dict[str, Any]) -> set[str]:
     """Return the names of the evaluated sets that may stand beside the paper's."""
     found = summary["sets"]
     return {name for name in PAPER_SETS if name in found and not found[name].get("differs")}
 
 
-def unlike_published(name: str, difference: str) -> str:
-    """Say why a set under a known name has no place beside the paper's."""
-    return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
-
-
-def result_row(found: dict[str, Any]) -> tuple[str, ...]:
+def build_result_row(found: dict[str, Any]) -> tuple[str, ...]:
     """Return one set's results, in the columns of `HEADER`."""
     tokens = found.get("tokens_mean")
     return (
         found["title"],
         str(found["num_problems"]),
         str(found["num_samples"]),
-        accuracy(found),
-        *(percent(found.get(name)) for name in PERCENTAGES),
+        format_accuracy(found),
+        *(format_percent(found.get(name)) for name in PERCENTAGES),
         "" if tokens is None else f"{tokens:.0f}",
     )
 
 
-def paper_table() -> list[tuple[str, ...]]:
+def build_paper_table() -> list[tuple[str, ...]]:
     """Return Table 1 of the paper as rows of text, the header first."""
     header = ("model", "data", *(SET_TITLES[key] for key in PAPER_SETS), "overall")
     rows = ((model, size, *(f"{value:.2f}" for value in values)) for model, size, values in PAPER_ROWS)
     return [header, *rows]
 
 
-def beside_paper(summary: dict[str, Any], name: str) -> str:
+def build_comparison(summary: dict[str, Any], name: str) -> str:
     """Return the paper's Table 1 with the run as its last row; sets that are other ones stay empty."""
-    header, *rows = paper_table()
-    comparable = comparable_sets(summary)
-    own = [accuracy(summary["sets"][key]) if key in comparable else "" for key in PAPER_SETS]
-    overall = accuracy(summary["overall"]) if comparable == set(summary["sets"]) == set(PAPER_SETS) else ""
-    return markdown([header, *rows, (f"**{name}**", "", *own, overall)])
+    header, *rows = build_paper_table()
+    comparable = find_comparable_sets(summary)
+    own = [format_accuracy(summary["sets"][key]) if key in comparable else "" for key in PAPER_SETS]
+    overall = (
+        format_accuracy(summary["overall"]) if comparable == set(summary["sets"]) == set(PAPER_SETS) else ""
+    )
+    return render_table([header, *rows, (f"**{name}**", "", *own, overall)])
 
 
-def accuracy(found: dict[str, Any]) -> str:
+def format_accuracy(found: dict[str, Any]) -> str:
     """Return pass@1 with its standard error, in percent."""
     error = found["standard_error"]
-    return percent(found["pass_at_1"]) + ("" if error is None else f" ± {percent(error)}")
+    return format_percent(found["pass_at_1"]) + ("" if error is None else f" ± {format_percent(error)}")
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Return a fraction as a percentage."""
     return "" if value is None else f"{100 * value:.1f}"
 
 
-def markdown(rows: Sequence[tuple[str, ...]]) -> str:
+def render_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table whose columns also line up in a terminal."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]

@@ -1,43 +1,52 @@
-"""The callback of `rlt test` that brings the responses."""
+"""The callbacks of `rlt test`: one samples the responses, one writes the judged ones and the results."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-import zlib
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.callbacks.engine_link import push_until_current
-from rlt_lightning.datamodules.evaluation import evaluation_of
+from rlt_lightning.datamodules.evaluation import (
+    EvaluationBatch,
+    EvaluationDataModule,
+    Response,
+    evaluation_of,
+)
+from rlt_lightning.datamodules.evaluation_sets import OVERALL, EvaluationProblem, is_known_by_number
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
     Sampling,
     WorkersLost,
-    build_requests,
+    push_until_current,
     require_context,
-    sample_all,
 )
-from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
+from rlt_lightning.engines.budget import BudgetForcing
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.judging.questions import EvaluationBatch, EvaluationProblem, Response
+from rlt_lightning.evaluation.metrics import compute_pass_at, split_by_set
+from rlt_lightning.evaluation.module import EvaluationModule
+from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
+from rlt_lightning.evaluation.results import render
 from rlt_lightning.models.announce import announce
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.tags import decode
-from rlt_lightning.types import FinishReason, InputError
+from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
+from rlt_lightning.types import InputError
+
+RESPONSES = "responses.jsonl"
 
 
 class ResponseCallback(Callback):
-    """Sample responses to the questions of a batch; idle where data.responses gives them.
+    """Sample responses for the module that asks; idle where data.responses gives them.
 
     Args:
         engine: Where responses come from; None: HFEngine(), in process. VLLMEngine with NoPush: workers that
@@ -88,6 +97,7 @@ class ResponseCallback(Callback):
         self.context = sys.maxsize
         if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
             return
+        pl_module.sample = partial(self.sample, trainer, pl_module)
         if self.budget is not None:
             self.budget.require_room(self.sampling, len(data.format.answer_opening))
         if self.engine.load_own_model(pl_module.pretrained):
@@ -115,31 +125,35 @@ class ResponseCallback(Callback):
         self._push(trainer, pl_module)
 
     @override
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: EvaluationBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if not isinstance(pl_module, EvaluationModule) or batch.responses is not None or not batch.problems:
-            return
-        while batch.responses is None:
-            try:
-                what = f"responses to {len(batch.problems)} questions"
-                with waiting_for(what), trainer.precision_plugin.forward_context():
-                    batch.responses = self._sample(trainer, batch.problems)
-            except WorkersLost:
-                self._push(trainer, pl_module)
-
-    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.engine.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.engine.close()
+
+    def sample(
+        self, trainer: Trainer, module: EvaluationModule, problems: list[EvaluationProblem]
+    ) -> list[list[Response]]:
+        """Sample `num_samples` responses to each problem; push again to workers that were lost."""
+        chat_format, limits = evaluation_of(trainer).chat_format, self._limits(trainer, problems)
+        with waiting_for(f"responses to {len(problems)} questions"):
+            while True:
+                try:
+                    return sample_responses(
+                        self.engine,
+                        problems,
+                        chat_format,
+                        self.sampling,
+                        self.num_samples,
+                        self.seed,
+                        limits,
+                        self.budget,
+                    )
+                except WorkersLost:
+                    self._push(trainer, module)
+
+    # Helpers
 
     def _num_opening(self, trainer: Trainer) -> int:
         """Return the number of tokens that a budget adds to the prompt: the opened thought."""
@@ -194,80 +208,92 @@ class ResponseCallback(Callback):
         text = evaluation_of(trainer).problems[0].prompt[:PROBE_TOKENS]
         self.engine.verify(text, {0: sequence_log_probs(module.policy, text).tolist()})
 
-    def _sample(self, trainer: Trainer, problems: list[EvaluationProblem]) -> list[list[Response]]:
-        """Sample `num_samples` responses to each problem."""
-        chat_format = evaluation_of(trainer).chat_format
-        tokenizer = chat_format.tokenizer
-        prompts = [problem.prompt for problem in problems]
-        seeds = [response_seed(self.seed, problem) for problem in problems]
-        limits = self._limits(trainer, problems)
-        if self.budget is None:
-            requests = build_requests(prompts, seeds, self.num_samples, limits)
-            groups = sample_all(self.engine, requests, self.sampling, stop="")
-            return [
-                [sampled_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups
-            ]
-        opening = chat_format.thought_opening
-        budgeted = generate_with_budget(
-            self.engine,
-            tokenizer,
-            [prompt + opening for prompt in prompts],
-            self.sampling,
-            self.num_samples,
-            seeds,
-            self.budget,
-            chat_format.student_tags.thought_close,
-            chat_format.answer_opening,
-            limits,
-        )
-        return [
-            [
-                Response(
-                    turn(tokenizer, opening + c.token_ids, c.finish_reason),
-                    len(c.token_ids),
-                    c.finish_reason,
-                    c.num_thinking_tokens,
-                )
-                for c in group
-            ]
-            for group in budgeted
-        ]
+
+class EvaluationWriter(Callback):
+    """Append judged responses to `responses.jsonl`; at the end write `evaluation.json` and `.md`."""
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop the problems that a kill left unfinished: they are sampled again."""
+        if isinstance(pl_module, EvaluationModule):
+            done = {record["id"] for record in evaluation_of(trainer).finished}
+            keep_rows(Path(trainer.default_root_dir) / RESPONSES, lambda record: record["id"] in done)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: EvaluationBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if isinstance(batch, EvaluationBatch):
+            append_rows(Path(trainer.default_root_dir) / RESPONSES, batch.records)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(pl_module, EvaluationModule):
+            return
+        folder = Path(trainer.default_root_dir)
+        sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]
+        summary = summarise(pl_module, evaluation_of(trainer), sampler.settings())
+        page = render(summary)
+        rewrite(folder / "evaluation.md", [page])
+        # This file is the last and appears in one step: it says that the stage is done.
+        rewrite(folder / "evaluation.json", [json.dumps(summary, indent=1, ensure_ascii=False) + "\n"])
+        print(f"\n{page}\n{folder / 'evaluation.json'}: these figures, with all settings")
+        print(f"{folder / RESPONSES}: every response, judged")
 
 
-def response_seed(seed: int, problem: EvaluationProblem) -> int:
-    """Return what decides the responses to a problem, whatever else is asked."""
-    return mix_seed(seed, zlib.crc32(problem.id.encode()))
-
-
-def sampled_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
-    """Return the response that consists of these tokens."""
-    return Response(turn(tokenizer, token_ids, finish_reason), len(token_ids), finish_reason)
-
-
-def require_responses_fit(
-    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, advice: str
-) -> None:
-    """Check that each question and a response of full length fit into a context, in tokens.
+def summarise(
+    module: EvaluationModule, data: EvaluationDataModule, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the results of a run with all settings that they depend on, as plain data.
 
     Args:
-        problems: The questions.
-        num_opening: Tokens that are put between question and response.
-        sampling: Limits the response.
-        context: The model's context.
-        advice: What to do if they do not fit.
-
-    Raises:
-        InputError: Naming the longest question, the lengths and the advice.
+        module: The module, with the records of all problems.
+        data: The problems.
+        sampling: How responses were sampled, unless they are given.
     """
-    longest = max(problems, key=lambda problem: len(problem.prompt))
-    if len(longest.prompt) + num_opening + sampling.max_completion_length > context:
-        raise InputError(
-            f"Question and response must fit into the model's context of {context} tokens, but "
-            f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
-            f"{sampling.max_completion_length}. {advice}"
-        )
+    figures, records = module.figures(), split_by_set(module.records, data.sets)
+    sets: dict[str, Any] = {}
+    for name, spec in data.specs.items():
+        first = next(problem for problem in data.problems if problem.set_name == name)
+        shows_prompt = not first.private and data.format is not None
+        sets[name] = {
+            **asdict(spec),
+            # Only the published set bears its name.
+            "title": spec.title if data.differences[name] is None else name,
+            "differs": data.differences[name],
+            "known_by_number": is_known_by_number(name),
+            "num_samples": data.num_samples,
+            **figures[name],
+            "pass_at": compute_pass_at(records[name]),
+            # As the model sees it.
+            "prompt": (
+                data.chat_format.tokenizer.decode(first.prompt, skip_special_tokens=False)
+                if shows_prompt
+                else None
+            ),
+        }
+    given = data.responses is not None
+    summary = {
+        "model": None if given else module.pretrained,
+        "responses": data.responses,
+        "dtype": None if given else module.dtype_name,
+        "data_seed": data.seed,
+        "max_rows": data.max_rows,
+        "rollouts": None if given else sampling,
+        "sets": sets,
+        "overall": figures.get(OVERALL),
+    }
+    return replace_nan(summary)
 
 
-def turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:
-    """Return the text of a turn, without the token that ended it."""
-    return decode(tokenizer, token_ids[:-1] if finish_reason == "eos" else token_ids)
+def replace_nan(value: Any) -> Any:
+    """Return plain data with None in place of NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: replace_nan(item) for name, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

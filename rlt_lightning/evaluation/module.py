@@ -1,0 +1,120 @@
+"""The LightningModule of `rlt test`: a model, the judge of its responses, and the figures of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from rlt_lightning.datamodules.evaluation import EvaluationBatch, evaluation_of
+from rlt_lightning.evaluation.metrics import Figures, compute_figures, name_figures
+from rlt_lightning.evaluation.protocol import Sample, evaluate
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.models.announce import announce_slow_bfloat16
+from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.pretrained import Dtype, load_model
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.strategies.sharding import sharding_of
+from rlt_lightning.types import InputError
+
+
+class EvaluationModule(LightningModule):
+    """Ask a model the problems of evaluation sets and judge its responses; see docs/evaluation.md.
+
+    Args:
+        pretrained: The model: local folder, hub id, miniature or smollm2-135m. If vLLM workers serve it,
+            only its tokenizer is loaded here.
+        dtype: Type of the weights; auto: as they are stored.
+        attn_implementation: transformers' name; None: ours.
+        trust_remote_code: Run code that comes with the model.
+        judge_deadline_s: Seconds for judging one response; an answer that takes longer counts as wrong.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = DEFAULT_MODEL,
+        dtype: Dtype = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        judge_deadline_s: float = 10.0,
+    ) -> None:
+        super().__init__()
+        self.pretrained = pretrained
+        self.dtype_name: Dtype = dtype
+        self.attn_implementation = attn_implementation
+        self.trust_remote_code = trust_remote_code
+        self.judge_deadline_s = judge_deadline_s
+        # ResponseCallback sets both, the second if it samples with the model.
+        self.sample: Sample | None = None
+        self.needs_model = False
+        self.policy: Any = None
+        self.judge: Judge | None = None
+        # Of all judged responses, without the texts.
+        self.records: list[Row] = []
+
+    def setup(self, stage: str) -> None:
+        """Check that the model is whole, in one process."""
+        if sharding_of(self.trainer.strategy).sharded:
+            raise InputError(
+                "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
+                "out; for a model that fits no GPU use a vLLM worker (docs/evaluation.md)."
+            )
+        if self.trainer.world_size > 1:
+            raise InputError(
+                f"`rlt test` must run in one process, but got {self.trainer.world_size}. Set "
+                "--trainer.devices 1; several GPUs are used by vLLM workers (docs/evaluation.md)."
+            )
+
+    def configure_model(self) -> None:
+        """Load the weights if they are needed, after the data have been checked."""
+        if self.needs_model and self.policy is None:
+            types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
+            announce_slow_bfloat16(self.trainer.strategy.root_device, types)
+            options = (self.dtype_name, self.attn_implementation, self.trust_remote_code)
+            self.policy = load_model(self.pretrained, *options).requires_grad_(False)
+
+    def on_test_start(self) -> None:
+        """Begin with the records of an earlier part of the run."""
+        data = evaluation_of(self.trainer)
+        self.judge = Judge(data.tags, self.judge_deadline_s)
+        self.records = [drop_text(record) for record in data.finished]
+
+    def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+        """Ask the problems of a batch, unless their responses are given, and judge the responses."""
+        if not batch.problems:
+            return
+        given = batch.responses
+        sample = self.sample if given is None else lambda problems: given
+        if sample is None:
+            raise InputError(
+                "An evaluation needs responses, but the batch has none. Add ResponseCallback to the trainer, "
+                "or give data.responses."
+            )
+        assert self.judge is not None
+        batch.records = evaluate(sample, batch.problems, self.judge)
+        self.records += map(drop_text, batch.records)
+
+    def on_test_epoch_end(self) -> None:
+        """Log what docs/metrics.md lists under eval/."""
+        self.log_dict(name_figures(self.figures()))
+        # Otherwise Lightning adds the epoch.
+        self.log("step", 0.0)
+
+    def figures(self) -> dict[str, Figures]:
+        """Return the logged figures by set; see `compute_figures`."""
+        return compute_figures(self.records, evaluation_of(self.trainer).sets)
+
+    def teardown(self, stage: str) -> None:
+        """End the judge's processes."""
+        if self.judge is not None:
+            self.judge.close()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Keep batches as they are: they hold text and lists of token ids."""
+        return batch
+
+
+def drop_text(record: Row) -> Row:
+    """Return a record without the response's text, which no figure needs: it may be long."""
+    return {name: value for name, value in record.items() if name != "response"}

@@ -1,0 +1,184 @@
+"""How a model is asked the problems of evaluation sets, and how its responses are judged.
+
+    evaluate:   problems ─ sample ─▶ responses ─ judge_responses ─▶ records ─▶ metrics.py
+
+`rlt test` (module.py, callbacks.py) and EvaluateEvery ask and judge with these functions: with the same seed
+and weights they find the same figures.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlt_lightning.datamodules.evaluation import Response
+from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.engines.base import Engine, SampleRequest, Sampling, build_requests, sample_all
+from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.tags import decode
+from rlt_lightning.types import FinishReason, InputError
+
+# Returns the responses to each problem, equally many for each.
+Sample = Callable[[list[EvaluationProblem]], list[list[Response]]]
+
+
+def evaluate(sample: Sample, problems: list[EvaluationProblem], judge: Judge) -> list[Row]:
+    """Ask a model problems and judge its responses.
+
+    Args:
+        sample: How the model is asked.
+        problems: The problems.
+        judge: Decides which responses are right.
+
+    Returns:
+        One record of each response, as in `responses.jsonl`; those of a problem stand together.
+    """
+    return judge_responses(judge, problems, sample(problems))
+
+
+# Asking
+
+
+def sample_responses(
+    engine: Engine,
+    problems: list[EvaluationProblem],
+    chat_format: ChatFormat,
+    sampling: Sampling,
+    num_samples: int,
+    seed: int,
+    limits: list[int] | None = None,
+    budget: BudgetForcing | None = None,
+) -> list[list[Response]]:
+    """Sample `num_samples` responses to each problem.
+
+    Args:
+        engine: Started, with the weights that are to sample.
+        problems: The problems, with their prompts.
+        chat_format: The format of the prompts.
+        sampling: Temperature, and the limit of thought and answer together.
+        num_samples: Responses to each problem.
+        seed: A response depends only on (seed, problem, number of the sample).
+        limits: Tokens of a response to each problem; None: sampling.max_completion_length for all.
+        budget: Least and most tokens of a thought; None: the model decides.
+
+    Raises:
+        WorkersLost: If workers came back without the current weights.
+    """
+    tokenizer = chat_format.tokenizer
+    if budget is None:
+        requests = build_response_requests(problems, num_samples, seed, limits)
+        groups = sample_all(engine, requests, sampling, stop="")
+        return [[build_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups]
+    opening = chat_format.thought_opening
+    budgeted = generate_with_budget(
+        engine,
+        tokenizer,
+        [problem.prompt + opening for problem in problems],
+        sampling,
+        num_samples,
+        [response_seed(seed, problem) for problem in problems],
+        budget,
+        chat_format.student_tags.thought_close,
+        chat_format.answer_opening,
+        limits,
+    )
+    return [
+        [
+            Response(
+                decode_turn(tokenizer, opening + c.token_ids, c.finish_reason),
+                len(c.token_ids),
+                c.finish_reason,
+                c.num_thinking_tokens,
+            )
+            for c in group
+        ]
+        for group in budgeted
+    ]
+
+
+def build_response_requests(
+    problems: Sequence[EvaluationProblem], num_samples: int, seed: int, limits: list[int] | None = None
+) -> list[SampleRequest]:
+    """Build one request for each problem; see `sample_responses`."""
+    prompts = [problem.prompt for problem in problems]
+    return build_requests(prompts, [response_seed(seed, p) for p in problems], num_samples, limits)
+
+
+def response_seed(seed: int, problem: EvaluationProblem) -> int:
+    """Return what decides the responses to a problem, whatever else is asked."""
+    return mix_seed(seed, zlib.crc32(problem.id.encode()))
+
+
+def build_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
+    """Build the response that consists of these sampled tokens."""
+    return Response(decode_turn(tokenizer, token_ids, finish_reason), len(token_ids), finish_reason)
+
+
+def decode_turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:
+    """Return the text of a turn, without the token that ended it."""
+    return decode(tokenizer, token_ids[:-1] if finish_reason == "eos" else token_ids)
+
+
+def require_responses_fit(
+    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, advice: str
+) -> None:
+    """Check that each question and a response of full length fit into a context, in tokens.
+
+    Args:
+        problems: The problems.
+        num_opening: Tokens that are put between question and response.
+        sampling: Limits the response.
+        context: The model's context.
+        advice: What to do if they do not fit.
+
+    Raises:
+        InputError: Naming the longest question, the lengths and the advice.
+    """
+    longest = max(problems, key=lambda problem: len(problem.prompt))
+    if len(longest.prompt) + num_opening + sampling.max_completion_length > context:
+        raise InputError(
+            f"Question and response must fit into the model's context of {context} tokens, but "
+            f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
+            f"{sampling.max_completion_length}. {advice}"
+        )
+
+
+# Judging
+
+
+def judge_responses(
+    judge: Judge, problems: Sequence[EvaluationProblem], responses: Sequence[Sequence[Response]]
+) -> list[Row]:
+    """Judge the responses to each problem, and return one record of each response."""
+    pairs = [
+        (response.text, problem.reference)
+        for problem, own in zip(problems, responses, strict=True)
+        for response in own
+    ]
+    with waiting_for(f"the judge of {len(pairs)} responses"):
+        verdicts = iter(judge.judge_all(pairs))
+    records: list[Row] = []
+    for problem, own in zip(problems, responses, strict=True):
+        judged = [next(verdicts) for _ in own]
+        answers = judge.same_answers(judged, problem.reference["kind"])
+        for number, (response, verdict, answer) in enumerate(zip(own, judged, answers, strict=True)):
+            records.append(
+                {
+                    "id": problem.id,
+                    "set": problem.set_name,
+                    "sample": number,
+                    **({} if problem.private else {"response": response.text}),
+                    **vars(verdict),
+                    "same_answer": answer,
+                    "num_tokens": response.num_tokens,
+                    "num_thinking_tokens": response.num_thinking_tokens,
+                    "finish_reason": response.finish_reason,
+                }
+            )
+    return records
