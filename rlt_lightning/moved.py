@@ -17,6 +17,8 @@ from typing import Any
 
 # Old module → the modules that have its public names now. Without the package's name.
 MOVED: dict[str, tuple[str, ...]] = {
+    "checkpoints.choices": ("checkpoints.folder",),
+    "checkpoints.named": ("checkpoints.io",),
     "datamodules.arithmetic": ("tasks.arithmetic",),
     "datamodules.chains": ("tasks.stepwise",),
     "datamodules.countdown": ("tasks.countdown",),

@@ -221,35 +221,34 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
-    from rlt_lightning.checkpoints.choices import best_checkpoint, newest_checkpoint, write_best
+    from rlt_lightning.checkpoints.folder import find_best_checkpoint, find_newest_checkpoint, write_best
     from rlt_lightning.types import InputError
 
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
         (tmp_path / name).touch()
-    assert newest_checkpoint(tmp_path).name == "step=000010.ckpt"
+    assert find_newest_checkpoint(tmp_path).name == "step=000010.ckpt"
     for name, parts in (("step=000012.ckpt.old", ["state.pt"]), ("step=000013.ckpt.old", ["weights"])):
         (tmp_path / name).mkdir()
         for part in parts:
             (tmp_path / name / part).touch()
-    assert newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
+    assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
     with pytest.raises(InputError, match="best needs a checkpoint with a score"):
-        best_checkpoint(tmp_path)
+        find_best_checkpoint(tmp_path)
     write_best(
         tmp_path, {"checkpoint": "step=000010.ckpt", "step": 10, "monitor": "reward/val_mean", "score": 1}
     )
     (tmp_path / "best.json.tmp").write_text("{")  # a crash in the middle of pointing to another
-    assert best_checkpoint(tmp_path).name == "step=000010.ckpt"
-    assert newest_checkpoint(tmp_path).name == "step=000012.ckpt"
+    assert find_best_checkpoint(tmp_path).name == "step=000010.ckpt"
+    assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"
     (tmp_path / "step=000010.ckpt").rename(tmp_path / "step=000010.ckpt.tmp")
     with pytest.raises(InputError, match=r"step=000010.ckpt, but that is missing"):
-        best_checkpoint(tmp_path)
+        find_best_checkpoint(tmp_path)
 
 
 def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlt_lightning.checkpoints.choices import newest_checkpoint
-    from rlt_lightning.checkpoints.folder import read_state, write_checkpoint
+    from rlt_lightning.checkpoints.folder import find_newest_checkpoint, read_state, write_checkpoint
 
     folder, replace = tmp_path / "step=000001.ckpt", os.replace
     write_checkpoint(folder, {"model": "old"}, {})
@@ -263,9 +262,9 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
         patch.setattr(os, "replace", crash)
         with pytest.raises(KeyboardInterrupt):
             write_checkpoint(folder, {"model": "new"}, {})
-    assert read_state(newest_checkpoint(tmp_path)) == {"model": "old"}
+    assert read_state(find_newest_checkpoint(tmp_path)) == {"model": "old"}
     write_checkpoint(folder, {"model": "new"}, {})
-    assert read_state(newest_checkpoint(tmp_path)) == {"model": "new"}
+    assert read_state(find_newest_checkpoint(tmp_path)) == {"model": "new"}
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -18,7 +18,7 @@ from fake_hub import FakeHub, faults, header_of
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import close_session
 
-from rlt_lightning.checkpoints.card import inherited_header, model_card
+from rlt_lightning.checkpoints.card import inherited_header, write_model_card
 from rlt_lightning.cli.main import read_run
 from rlt_lightning.hub.cards import complete_model_card, without_places
 from rlt_lightning.hub.client import PushError
@@ -252,9 +252,9 @@ def test_a_model_inherits_base_and_licence_of_a_local_one(tmp_path: Path) -> Non
     assert inherited_header("smollm2-135m")["license"] == "apache-2.0"
     assert inherited_header(str(tmp_path)) == {}
     facts = {"pretrained": "Qwen/Qwen2.5-7B-Instruct", "lora": None, "training": {"method": "SFTModule"}}
-    (tmp_path / "README.md").write_text(model_card(facts))
+    (tmp_path / "README.md").write_text(write_model_card(facts))
     assert inherited_header(str(tmp_path)) == {"base_model": "Qwen/Qwen2.5-7B-Instruct"}
-    second = model_card(facts | {"pretrained": str(tmp_path)})
+    second = write_model_card(facts | {"pretrained": str(tmp_path)})
     assert header_of(second)["base_model"] == "Qwen/Qwen2.5-7B-Instruct"
     assert faults(second) == []
     (tmp_path / "README.md").write_text("---\n- no mapping\n---\n")
@@ -274,7 +274,7 @@ def test_what_a_user_wrote_into_a_card_stays(model: Path) -> None:
 
 def test_commands_are_those_of_what_the_model_is(tmp_path: Path) -> None:
     facts = {"pretrained": "meta/base", "lora": None, "training": {"method": "SFTModule"}}
-    (tmp_path / "README.md").write_text(model_card(facts))
+    (tmp_path / "README.md").write_text(write_model_card(facts))
     write_format(ModelFormat("student", R1, ""), tmp_path)
     student = complete_model_card(tmp_path, None, "alice/m", [], lambda name: {"license": "mit"})
     assert "rlt chat --model.path alice/m" in student

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlt_lightning.checkpoints.choices import write_best
+from rlt_lightning.checkpoints.folder import write_best
 from rlt_lightning.run import run_folder
 from rlt_lightning.run.run_folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError

@@ -14,8 +14,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
-from rlt_lightning.checkpoints.choices import checkpoint_of, read_best, write_best
-from rlt_lightning.checkpoints.folder import discard, discard_unfinished
+from rlt_lightning.checkpoints.folder import (
+    discard,
+    discard_unfinished,
+    name_checkpoint,
+    read_best,
+    write_best,
+)
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.models.announce import announce_writing, weights_size
@@ -98,7 +103,7 @@ class Checkpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         written = self._last_global_step_saved == trainer.global_step
         if written and self.superseded and trainer.is_global_zero:
-            kept = (checkpoint_of(trainer.global_step), self.best.get("checkpoint"))
+            kept = (name_checkpoint(trainer.global_step), self.best.get("checkpoint"))
             for path in self.superseded:
                 if path.name not in kept:
                     discard(path)
@@ -135,7 +140,7 @@ class Checkpoint(ModelCheckpoint):
         return self.best_metric is not None and self.best_metric.startswith("eval/")
 
     def _is_written(self, step: int) -> bool:
-        return (self.folder / checkpoint_of(step)).is_dir()
+        return (self.folder / name_checkpoint(step)).is_dir()
 
     def _require_scores(self, trainer: Trainer, module: Any, metric: str) -> None:
         """Check, before any model is loaded, that the monitored metric will come.
@@ -184,7 +189,7 @@ class Checkpoint(ModelCheckpoint):
                 f"written there. Let checkpoint.every_n_train_steps divide {interval}."
             )
             return
-        self.best = {"checkpoint": checkpoint_of(step), "step": step}
+        self.best = {"checkpoint": name_checkpoint(step), "step": step}
         self.best |= {"monitor": self.best_metric, "score": score}
         if trainer.is_global_zero:
             write_best(self.folder, self.best)

@@ -12,11 +12,11 @@ from typing_extensions import override
 from rlt_lightning.checkpoints.export import (
     Adapter,
     export_model,
-    pretrained_tensors,
-    write_model_of,
+    load_pretrained_tensors,
+    write_model_folder,
 )
-from rlt_lightning.checkpoints.folder import whole_or_absent
-from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.checkpoints.folder import replace_folder
+from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.hub.client import PushError, open_repository
 from rlt_lightning.hub.push import push
@@ -65,18 +65,18 @@ class ModelExporter(Callback):
         if not self.enabled:
             return
         module: Any = pl_module
-        with whole_or_absent(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
+        with replace_folder(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
             tokenizer = stratos_of(trainer).format.tokenizer
-            facts, policy = module.facts(), module.policy
+            metadata, policy = module.build_metadata(), module.policy
             # DeepSpeed computes with rounded copies of the weights that it trains, and of the frozen weights.
             strategy: Any = trainer.strategy
             named = isinstance(strategy, NamedCheckpoints)
             tensors: dict[str, Any] = strategy.weights(policy) if named else trained(policy)
             if module.lora is not None:
-                tensors = pretrained_tensors(facts)[1] | tensors
+                tensors = load_pretrained_tensors(metadata)[1] | tensors
             announce_writing(folder, weights_size(tensors.values()))
             adapter: Adapter = "merged" if module.lora is None else self.adapter
-            export_model(policy, tensors, tokenizer, facts, folder, adapter, strategy)
+            export_model(policy, tensors, tokenizer, metadata, folder, adapter, strategy)
         self.has_written = True
 
     @override
@@ -85,7 +85,7 @@ class ModelExporter(Callback):
         # Without a checkpoint nothing was trained at all.
         if not self.enabled or self.has_written or trainer.ckpt_path is None or not trainer.is_global_zero:
             return
-        write_model_of(
+        write_model_folder(
             Path(trainer.ckpt_path), Path(trainer.default_root_dir) / "model", adapter=self.adapter
         )
         self.has_written = True

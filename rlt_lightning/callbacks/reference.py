@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.checkpoints.folder import whole_or_absent
+from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.models.lora import merged_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
@@ -100,7 +100,7 @@ def start_at_base(reference: Any, policy: Any) -> None:
 
 def save_folder(model: Any, folder: Path, strategy: Any) -> None:
     """Write a model's weights and configuration, completely or not at all. All ranks call this."""
-    with whole_or_absent(folder, strategy) as scratch:
+    with replace_folder(folder, strategy) as scratch:
         if strategy.global_rank == 0:
             model.config.save_pretrained(scratch)
         write_weights(list(stored_once(model).items()), scratch, strategy.global_rank, strategy.world_size)

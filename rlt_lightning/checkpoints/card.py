@@ -24,23 +24,23 @@ EMBEDDED_HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_card(facts: dict[str, Any], is_adapter: bool = False) -> str:
+def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
     """Return a model card that says what the model is and how it was trained.
 
     Args:
-        facts: What `PolicyModule.facts` returned.
+        metadata: What `PolicyModule.build_metadata` returned.
         is_adapter: Whether the folder holds a LoRA without its base.
     """
     from huggingface_hub import ModelCardData
 
-    pretrained, training = facts["pretrained"], dict(facts["training"])
+    pretrained, training = metadata["pretrained"], dict(metadata["training"])
     method = "Supervised fine-tuning"
     if "frozen student" in training:
         method = "Reinforcement-Learned Teacher (arXiv:2506.08388)"
     elif "reward" in training:
         method = f"{training['reward']} and GRPO (arXiv:2402.03300)"
-    if facts["lora"] is not None:
-        training["LoRA"] = ", ".join(f"{key} {value}" for key, value in facts["lora"].items())
+    if metadata["lora"] is not None:
+        training["LoRA"] = ", ".join(f"{key} {value}" for key, value in metadata["lora"].items())
     header = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         tags=["rlt_lightning", "reasoning"],

@@ -9,9 +9,15 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from rlt_lightning.checkpoints.card import model_card
-from rlt_lightning.checkpoints.choices import checkpoints_in
-from rlt_lightning.checkpoints.folder import ONE_PROCESS, STATE, WEIGHTS, read_state, whole_or_absent
+from rlt_lightning.checkpoints.card import write_model_card
+from rlt_lightning.checkpoints.folder import (
+    ONE_PROCESS,
+    STATE,
+    WEIGHTS,
+    list_checkpoints,
+    read_state,
+    replace_folder,
+)
 from rlt_lightning.models.announce import announce_writing, weights_size
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.format import (
@@ -47,7 +53,7 @@ def export_model(
     model: Any,
     tensors: dict[str, Any],
     tokenizer: Any,
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
     folder: Path,
     adapter: Adapter = "merged",
     strategy: Any = ONE_PROCESS,
@@ -58,7 +64,7 @@ def export_model(
         model: The model that gives the configuration; its weights may be empty.
         tensors: Its stored weights by name, or placeholders for them.
         tokenizer: The tokenizer, which is written with a pad token other than its eos.
-        facts: What `PolicyModule.facts` returned.
+        metadata: What `PolicyModule.build_metadata` returned.
         folder: An existing folder to write to.
         adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
         strategy: The strategy whose ranks write.
@@ -66,9 +72,9 @@ def export_model(
     if strategy.global_rank == 0:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
-        write_trained_format(facts, tokenizer, folder)
+        write_trained_format(metadata, tokenizer, folder)
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(model_card(facts, adapter == "separate"), encoding="utf-8")
+        (folder / "README.md").write_text(write_model_card(metadata, adapter == "separate"), encoding="utf-8")
         if adapter == "merged":
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
             model.config.architectures = [type(model).__name__]
@@ -79,7 +85,7 @@ def export_model(
                 generation.do_sample = True
             generation.save_pretrained(folder)
         else:
-            save_adapter_config(model, resolve(facts["pretrained"]), folder)
+            save_adapter_config(model, resolve(metadata["pretrained"]), folder)
     if adapter == "merged":
         named_tensors, file_name = merged_weights(model, tensors), SAFETENSORS
     else:
@@ -87,15 +93,15 @@ def export_model(
     write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
 
 
-def write_trained_format(facts: dict[str, Any], tokenizer: Any, folder: Path) -> None:
+def write_trained_format(metadata: dict[str, Any], tokenizer: Any, folder: Path) -> None:
     """Write the format of the training into a model folder and into the tokenizer's chat template.
 
     A template that opens a thought by itself cannot give the prompts of the training: a warning says so.
     """
-    if "format" not in facts:
+    if "format" not in metadata:
         # A checkpoint from before formats were recorded.
         return
-    trained = ModelFormat.from_plain(facts["format"], "the checkpoint")
+    trained = ModelFormat.from_plain(metadata["format"], "the checkpoint")
     write_format(trained, folder)
     question = [{"role": "user", "content": "?"}]
     system = [{"role": "system", "content": trained.system_prompt}] if trained.system_prompt else []
@@ -127,7 +133,7 @@ def export_checkpoint(
     """
     path, folder = Path(ckpt_path), Path(output_dir).resolve()
     if not (path / STATE).exists():
-        if not (found := checkpoints_in(path / "checkpoints")):
+        if not (found := list_checkpoints(path / "checkpoints")):
             raise InputError(
                 f"--ckpt_path must be a checkpoint, or a run's folder with one, but {path} has none. The "
                 "model of a run that has ended is in its folder model/."
@@ -152,33 +158,35 @@ def export_checkpoint(
         raise InputError(
             f"--adapter separate needs a run with model.lora, but {path} is from a run without it. Drop it."
         )
-    write_model_of(path, folder, dtype, adapter)
+    write_model_folder(path, folder, dtype, adapter)
     print(f"Done: {folder}, from {path}")
 
 
-def write_model_of(path: Path, folder: Path, dtype: str | None = None, adapter: Adapter = "merged") -> None:
+def write_model_folder(
+    path: Path, folder: Path, dtype: str | None = None, adapter: Adapter = "merged"
+) -> None:
     """Write the model folder of a checkpoint, only in this process; arguments as `export_checkpoint`."""
-    facts = read_state(path)["model"]
-    facts["dtype"] = dtype or facts["dtype"]
-    if facts["lora"] is None:
+    metadata = read_state(path)["model"]
+    metadata["dtype"] = dtype or metadata["dtype"]
+    if metadata["lora"] is None:
         adapter = "merged"
-    model, tensors = pretrained_tensors(facts)
+    model, tensors = load_pretrained_tensors(metadata)
     files = WeightFiles(str(path / WEIGHTS))
-    tensors |= {name: deferred(files, name, tensor) for name, tensor in trained(model).items()}
-    tokenizer = load_tokenizer(facts["tokenizer"], facts["trust_remote_code"])
+    tensors |= {name: defer_reading(files, name, tensor) for name, tensor in trained(model).items()}
+    tokenizer = load_tokenizer(metadata["tokenizer"], metadata["trust_remote_code"])
     announce_writing(folder, weights_size(tensors.values()))
-    with whole_or_absent(folder, ONE_PROCESS) as scratch:
-        export_model(model, tensors, tokenizer, facts, scratch, adapter)
+    with replace_folder(folder, ONE_PROCESS) as scratch:
+        export_model(model, tensors, tokenizer, metadata, scratch, adapter)
 
 
-def pretrained_tensors(facts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load_pretrained_tensors(metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model before its training, empty, and placeholders for its weights, which are in files."""
-    model, read = empty_model(facts["pretrained"], facts["dtype"], None, facts["trust_remote_code"])
-    if facts["lora"] is not None:
-        read = add_adapter(model, LoRA(**facts["lora"]), 0, read)
-    return model, {name: deferred(read, name, tensor) for name, tensor in stored_once(model).items()}
+    model, read = empty_model(metadata["pretrained"], metadata["dtype"], None, metadata["trust_remote_code"])
+    if metadata["lora"] is not None:
+        read = add_adapter(model, LoRA(**metadata["lora"]), 0, read)
+    return model, {name: defer_reading(read, name, tensor) for name, tensor in stored_once(model).items()}
 
 
-def deferred(read: Read, name: str, like: Tensor) -> Deferred:
+def defer_reading(read: Read, name: str, like: Tensor) -> Deferred:
     """Return a placeholder for a tensor in a file, which is read when it is written."""
     return Deferred(like.shape, like.dtype, lambda: read(name).to(like.dtype))

@@ -14,16 +14,17 @@ ranks wait for each other):
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
 
 A crash before the rename leaves a .tmp, which the next run deletes. A checkpoint of the same step is renamed
-to .old before the rename and deleted after it. After a crash in between `choices.recover` restores its name.
+to .old before the rename and deleted after it. After a crash in between `recover` restores its name.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -59,7 +60,7 @@ def write_checkpoint(
         tensors: Named tensors by sub-folder; they may be sharded.
         strategy: The strategy whose ranks write.
     """
-    with whole_or_absent(folder, strategy) as scratch:
+    with replace_folder(folder, strategy) as scratch:
         for name, named_tensors in tensors.items():
             (scratch / name).mkdir(exist_ok=True)
             write_weights(named_tensors, scratch / name, strategy.global_rank, strategy.world_size)
@@ -71,7 +72,7 @@ def write_checkpoint(
 
 
 @contextmanager
-def whole_or_absent(folder: Path, strategy: Any) -> Iterator[Path]:
+def replace_folder(folder: Path, strategy: Any) -> Iterator[Path]:
     """Yield a scratch folder, which gets its final name when the block has ended on all ranks."""
     scratch = folder.with_name(folder.name + ".tmp")
     if strategy.global_rank == 0:
@@ -121,7 +122,7 @@ def discard(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint to .old, from which `choices.recover` restores it; return the new path."""
+    """Rename a checkpoint to .old, from which `recover` restores it; return the new path."""
     aside = folder.with_name(folder.name + ".old")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
@@ -149,3 +150,81 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def recover(folder: Path) -> None:
+    """Restore the name of a checkpoint that was about to be replaced by another one of the same step."""
+    for doomed in folder.glob("step=*.ckpt.old"):
+        if (doomed / STATE).exists() and not doomed.with_suffix("").exists():
+            with suppress(OSError):  # another process was faster
+                os.replace(doomed, doomed.with_suffix(""))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return all finished checkpoints in the order of their steps; half-written ones have another suffix."""
+    recover(folder)
+    # The length comes first, so that step 1000000 follows step 999999.
+    return sorted(folder.glob("step=*.ckpt"), key=lambda path: (len(path.name), path.name))
+
+
+def find_newest_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint with the largest step.
+
+    Raises:
+        InputError: If there is none.
+    """
+    if not (found := list_checkpoints(folder)):
+        raise InputError(
+            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its "
+            "first one. Start it again with --overwrite true."
+        )
+    return found[-1]
+
+
+def find_best_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint with the best score.
+
+    Raises:
+        InputError: If no checkpoint was scored, or the best one is missing.
+    """
+    recover(folder)
+    best = read_best(folder)
+    if not best:
+        raise InputError(
+            f"--ckpt_path best needs a checkpoint with a score, but {folder} has none. Train with "
+            "--checkpoint.monitor reward/val_mean and held-out rows (data.val_rows), or choose last."
+        )
+    path: Path = folder / best["checkpoint"]
+    if not path.exists():
+        raise InputError(f"--ckpt_path best is {path}, but that is missing. Restore it, or choose last.")
+    return path
+
+
+def read_best(folder: Path) -> dict[str, Any]:
+    """Return best.json: checkpoint, step, monitor and score; empty if there is no such file."""
+    path = folder / BEST
+    try:
+        best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return best
+    except ValueError as error:
+        raise InputError(f"{path} must be a file that rlt wrote, but cannot be read. Delete it.") from error
+
+
+def write_best(folder: Path, best: dict[str, Any]) -> None:
+    """Write best.json completely or not at all."""
+    scratch = folder / f"{BEST}.tmp"
+    with open(scratch, "w") as file:
+        json.dump(best, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, folder / BEST)
+    sync_folder(folder)
+
+
+def name_checkpoint(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step={step:06d}.ckpt"
+
+
+# The words that --ckpt_path takes besides a path.
+CHECKPOINT_CHOICES = {"last": find_newest_checkpoint, "best": find_best_checkpoint}

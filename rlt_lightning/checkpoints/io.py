@@ -1,8 +1,19 @@
-"""Save and load our checkpoint folders through Lightning's CheckpointIO.
+"""Save and load our checkpoint folders through Lightning, from strategies of both kinds.
 
-Lightning's state dict has weights, under the LightningModule's names, and moments, under the parameter's
-number in the optimizer. Files name both as from_pretrained does. docs/resuming.md says in which order a run
-is restored.
+`FolderCheckpointIO` is for processes that hold whole tensors: one process, or DDP. Lightning's state dict has
+weights, under the LightningModule's names, and moments, under the parameter's number in the optimizer. Files
+name both as from_pretrained does.
+
+`NamedCheckpoints` is for strategies that shard weights. Lightning would gather one whole state dict; this
+passes sharded tensors by name instead, and `write_checkpoint` gathers them one by one:
+
+    save   trainer.dump_checkpoint() → state without tensors ┐
+           weights(policy)           → weights/              ├→ write_checkpoint (checkpoints/folder.py)
+           moments(policy)           → exp_avg/, …           ┘
+    load   read_state() → module.on_load_checkpoint() → fill_in_place(weights) → restore_moments()
+
+A strategy overrides `weights`, `moments` and `restore_moments` where its library keeps them elsewhere.
+docs/resuming.md says in which order a run is restored.
 """
 
 from __future__ import annotations
@@ -11,16 +22,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_state, write_checkpoint
 from rlt_lightning.models.announce import announce_reading
-from rlt_lightning.models.weights import NamedTensor, WeightFiles
+from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained
 
 # The LightningModule's prefix of the names of the policy's weights.
 MODULE_PREFIX = "entry.model."
+# Settings of how an optimizer computes. They depend on the machine, not on the run.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 class FolderCheckpointIO(TorchCheckpointIO):
@@ -39,7 +53,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
         [optimizer] = state.pop("optimizer_states", None) or [None]
         if optimizer is not None:
             state["optimizer_groups"] = optimizer["param_groups"]
-            names = names_by_number(optimizer["param_groups"])
+            names = map_numbers_to_names(optimizer["param_groups"])
             state["optimizer_numbers"], moments = split_moments(
                 (names[number], values) for number, values in optimizer["state"].items()
             )
@@ -57,9 +71,9 @@ class FolderCheckpointIO(TorchCheckpointIO):
         state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
         if "optimizer_groups" in state:
             groups, numbers = state.pop("optimizer_groups"), state.pop("optimizer_numbers")
-            names = names_by_number(groups)
+            names = map_numbers_to_names(groups)
             moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in numbers.items()}
-            for moment in moment_folders(folder):
+            for moment in list_moment_folders(folder):
                 for name, tensor in read_all(moment):
                     moments[name][moment.name] = tensor
             optimizer = {number: moments[name] for number, name in names.items() if name in moments}
@@ -89,7 +103,7 @@ def split_moments(
     return numbers, dict(sorted(moments.items()))
 
 
-def moment_folders(folder: Path) -> list[Path]:
+def list_moment_folders(folder: Path) -> list[Path]:
     """Return the folders of a checkpoint that hold the optimizer's moments."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and path.name != WEIGHTS)
 
@@ -100,7 +114,7 @@ def read_all(folder: Path) -> Iterator[NamedTensor]:
     return ((name, files(name)) for name in files.file_of)
 
 
-def names_by_number(groups: list[dict[str, Any]]) -> dict[int, str]:
+def map_numbers_to_names(groups: list[dict[str, Any]]) -> dict[int, str]:
     """Return the names of an optimizer's parameters by their numbers in its state."""
     pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
     return dict(pair for group in pairs for pair in group)
@@ -114,3 +128,113 @@ def pretrained_name(name: str) -> str:
 def module_name(name: str) -> str:
     """Return the name under which the LightningModule knows a weight of the policy."""
     return MODULE_PREFIX + name
+
+
+class NamedCheckpoints:
+    """A mixin of strategies that writes and reads our checkpoints, not the sharding library's own."""
+
+    lightning_module: Any
+    optimizers: list[Any]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing, since weights are written tensor by tensor."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing, since moments are written tensor by tensor."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint; all ranks call this together."""
+        state = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        policy = self.lightning_module.policy
+        named = policy.named_parameters(remove_duplicate=False)
+        state["aliases"] = find_aliases(
+            (name, parameter) for name, parameter in named if parameter.requires_grad
+        )
+        tensors = {WEIGHTS: list(self.weights(policy).items())}
+        if "optimizer_states" in checkpoint:
+            [optimizer] = self.optimizers
+            state["optimizer_groups"] = number_groups(optimizer.param_groups)
+            state["optimizer_numbers"], moments = split_moments(self.moments(policy))
+            tensors |= moments
+        write_checkpoint(Path(filepath), state, tensors, self)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill the weights and, when training resumes, the optimizer's moments."""
+        folder = Path(checkpoint_path)
+        announce_reading(folder)
+        state = read_state(folder)
+        # Lightning calls it only after the weights have been filled.
+        self.lightning_module.on_load_checkpoint(state)
+        policy = self.lightning_module.policy
+        fill_in_place(trained(policy), WeightFiles(str(folder / WEIGHTS)))
+        if self.optimizers and "optimizer_groups" in state:
+            [optimizer] = self.optimizers
+            groups = keep_implementation(optimizer, {"param_groups": state["optimizer_groups"]})[
+                "param_groups"
+            ]
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+            files = {path.name: WeightFiles(str(path)) for path in list_moment_folders(folder)}
+            self.restore_moments(policy, state["optimizer_numbers"], files)
+        return state
+
+    def weights(self, policy: Any) -> dict[str, Any]:
+        """Return the policy's weights that are written, by name."""
+        return trained(policy)
+
+    def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and the optimizer's state of every parameter; tensors may be sharded."""
+        [optimizer] = self.optimizers
+        for name, parameter in policy.named_parameters():
+            if parameter in optimizer.state:
+                yield name, optimizer.state[parameter]
+
+    def restore_moments(
+        self, policy: Any, numbers: dict[str, dict[str, Any]], files: dict[str, WeightFiles]
+    ) -> None:
+        """Set the optimizer's state of every parameter."""
+        [optimizer] = self.optimizers
+        for name, parameter in policy.named_parameters():
+            if name not in numbers:
+                continue
+            optimizer.state[parameter] = dict(numbers[name])
+            optimizer.state[parameter]["step"] = place_step(optimizer, parameter, numbers[name]["step"])
+            for key, file in files.items():
+                optimizer.state[parameter][key] = moment = torch.zeros_like(parameter)
+                set_whole(moment, file(name))
+
+
+def keep_implementation(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's saved state, but with this machine's settings of how AdamW computes."""
+    groups = [
+        saved | {key: group[key] for key in IMPLEMENTATION if key in group}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return state | {"param_groups": groups}
+
+
+def place_step(optimizer: Any, parameter: Any, step: Any) -> Any:
+    """Return a parameter's own count of steps: on its device where AdamW is fused, else in main memory."""
+    if not isinstance(step, Tensor):  # bitsandbytes counts with a plain number
+        return step
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return step.to(parameter.device if is_fused else "cpu", torch.float32, copy=True)
+
+
+def find_aliases(named_parameters: Iterator[tuple[str, Any]]) -> dict[str, str]:
+    """Return the names of tied weights that are stored under another name, and that name."""
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named_parameters]
+    return {module_name(name): module_name(other) for name, other in pairs if name != other}
+
+
+def number_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return an optimizer's settings with its parameters numbered, as in its own state_dict."""
+    numbered, number = [], 0
+    for group in groups:
+        count = len(group["param_names"])
+        numbered.append({**group, "params": list(range(number, number + count))})
+        number += count
+    return numbered

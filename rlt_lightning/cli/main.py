@@ -19,8 +19,8 @@ from jsonargparse import auto_cli
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.chat.conversation import chat
-from rlt_lightning.checkpoints.choices import checkpoints_in
 from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
@@ -148,7 +148,7 @@ def read_run(words: list[str]) -> list[str]:
 def explain_resume() -> str:
     """Return what a stopped run has left, and the options that resume it."""
     folder = RLTCommandLine.run_folder
-    found = [] if folder is None else checkpoints_in(folder / "checkpoints")
+    found = [] if folder is None else list_checkpoints(folder / "checkpoints")
     if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
         return f"What is finished is kept. To resume: --output_dir {folder} --resume true"
     if not found:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from rlt_lightning.checkpoints.card import CARD
-from rlt_lightning.checkpoints.choices import checkpoints_in
+from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.datamodules.evaluation_sets import CHOICE_COLUMNS, PRIVATE_SOURCES
 from rlt_lightning.hub.cards import (
     SETTINGS,
@@ -116,7 +116,7 @@ def model_of(folder: Path) -> tuple[Path, Path | None]:
         if not (model / CARD).is_file():
             raise InputError(f"A model needs a card to be pushed, but {model / CARD} is missing. Write it.")
         return model, run
-    if checkpoints_in(folder / "checkpoints"):
+    if list_checkpoints(folder / "checkpoints"):
         raise InputError(
             f"{folder} must have a model/ to be pushed, but has only checkpoints. Make it: rlt export "
             f"--ckpt_path {folder} --output_dir {folder / 'model'}"

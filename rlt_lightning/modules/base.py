@@ -184,10 +184,10 @@ class PolicyModule(LightningModule):
         return super().load_state_dict(state_dict, strict and self.lora is None, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the facts from which, with the checkpoint's weights, a model folder can be made."""
-        checkpoint["model"] = self.facts()
+        """Add the metadata from which, with the checkpoint's weights, a model folder can be made."""
+        checkpoint["model"] = self.build_metadata()
 
-    def facts(self) -> dict[str, Any]:
+    def build_metadata(self) -> dict[str, Any]:
         """Return plain values: how the trained model is loaded, and how it was trained."""
         data = stratos_of(self.trainer)
         return {

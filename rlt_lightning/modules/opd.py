@@ -204,13 +204,13 @@ class OPDModule(SampledModule):
         named = {} if self.teacher_name is None else {"model.teacher_dtype": self.teacher_dtype}
         return super().types() | named
 
-    def facts(self) -> dict[str, Any]:
-        """See `PolicyModule.facts`."""
-        facts = super().facts()
+    def build_metadata(self) -> dict[str, Any]:
+        """See `PolicyModule.build_metadata`."""
+        metadata = super().build_metadata()
         teacher = self.teacher_name or f"the student itself ({self.teacher_weights})"
         kind = self.divergence.kind if self.estimator == "full" else "sampled log-ratio"
-        facts["training"] |= {"teacher": teacher, "divergence": kind}
-        return facts
+        metadata["training"] |= {"teacher": teacher, "divergence": kind}
+        return metadata
 
     # Training
 

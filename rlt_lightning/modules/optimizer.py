@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlt_lightning.checkpoints.named import keep_implementation
+from rlt_lightning.checkpoints.io import keep_implementation
 from rlt_lightning.models.weights import full_shape
 from rlt_lightning.types import InputError
 

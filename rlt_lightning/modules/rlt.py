@@ -194,13 +194,13 @@ class RLTModule(SampledModule):
         """See `SampledModule.frozen_readers`."""
         return list(zip(self.students.names, self.student_models, strict=True))
 
-    def facts(self) -> dict[str, Any]:
-        """See `PolicyModule.facts`."""
-        facts = super().facts()
-        facts["training"]["reward"] = type(self.reward).__name__
+    def build_metadata(self) -> dict[str, Any]:
+        """See `PolicyModule.build_metadata`."""
+        metadata = super().build_metadata()
+        metadata["training"]["reward"] = type(self.reward).__name__
         if students := self.students.in_words():
-            facts["training"]["frozen student"] = students
-        return facts
+            metadata["training"]["frozen student"] = students
+        return metadata
 
     def recipe(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""

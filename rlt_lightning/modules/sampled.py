@@ -88,13 +88,13 @@ class SampledModule(PolicyModule):
         super().get_ready()
         get_frozen_ready(self, self.frozen_readers())
 
-    def facts(self) -> dict[str, Any]:
-        """See `PolicyModule.facts`."""
-        facts = super().facts()
-        facts["training"]["group size"] = self.group_size
+    def build_metadata(self) -> dict[str, Any]:
+        """See `PolicyModule.build_metadata`."""
+        metadata = super().build_metadata()
+        metadata["training"]["group size"] = self.group_size
         if self.importance_weights is not None:
-            facts["training"]["importance sampling"] = str(self.importance_weights)
-        return facts
+            metadata["training"]["importance sampling"] = str(self.importance_weights)
+        return metadata
 
     def require_rollouts(self, batch: PromptBatch) -> Rollouts:
         """Return the batch's rollouts, or say which callback should have brought them."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.types import InputError
 
 # Arguments of Lightning's Trainer that a run has unless others are set.

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints.choices import CHECKPOINT_CHOICES, checkpoints_in
+from rlt_lightning.checkpoints.folder import CHECKPOINT_CHOICES, list_checkpoints
 from rlt_lightning.types import InputError
 
 # Settings that may change when a prediction or evaluation resumes: they change the remaining rows by rounding
@@ -124,7 +124,7 @@ def choose_run_folder(
     folder = Path(output_dir or default)
     if folder.name in ("", ".."):  # config.yaml must name the folder for other working directories too
         folder = folder.resolve()
-    own = checkpoints_in(folder / "checkpoints") if is_fit else []
+    own = list_checkpoints(folder / "checkpoints") if is_fit else []
     if is_fit and resume:
         overwrite = True
         if own or ckpt_path in CHECKPOINT_CHOICES:
@@ -153,7 +153,7 @@ def require_no_results(folder: Path) -> None:
         InputError: If there is one.
     """
     found = [folder / name for name in RESULTS if (folder / name).exists()]
-    if found := [*found, *checkpoints_in(folder / "checkpoints")]:
+    if found := [*found, *list_checkpoints(folder / "checkpoints")]:
         raise InputError(
             f"--resume true found no run to resume, but it does not replace {found[0]}, which is there. "
             "Choose another --output_dir, or replace all of it by --overwrite true instead."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
-from rlt_lightning.checkpoints.named import NamedCheckpoints
+from rlt_lightning.checkpoints.io import NamedCheckpoints
 
 
 class FSDP2(NamedCheckpoints, ModelParallelStrategy):

@@ -7,7 +7,7 @@ directly and the module calls the engine (`Entry`). In the order of a run:
     model_sharded_context  settings of bfloat16; the module itself shards what it loads (ZeRO3.fill)
     setup                  clipping; the engine is made; start_from: fp32 weights as they are in the files
     training_step          module.training_step, without the engine's forward around it
-    save_checkpoint        weights() and moments(): fp32, gathered tensor by tensor (checkpoints/named.py)
+    save_checkpoint        weights() and moments(): fp32, gathered tensor by tensor (checkpoints/io.py)
     load_checkpoint        weights in the model, then in the optimizer's fp32 copy, then restore_moments()
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS
-from rlt_lightning.checkpoints.named import NamedCheckpoints, step_for
+from rlt_lightning.checkpoints.io import NamedCheckpoints, place_step
 from rlt_lightning.models.weights import Deferred, Read, WeightFiles, full_shape, trained, trained_parameters
 from rlt_lightning.types import InputError, missing_package
 
@@ -172,7 +172,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         [flats] = [getattr(zero, name) for name in FLAT_WEIGHTS if hasattr(zero, name)]
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in files}
-            zero.optimizer.state[flat] = {"step": step_for(zero.optimizer, flat, step), **moments}
+            zero.optimizer.state[flat] = {"step": place_step(zero.optimizer, flat, step), **moments}
         self.link_moments()
         for name, parameter in trained_parameters(policy):
             for key, file in files.items():
