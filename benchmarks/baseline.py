@@ -22,7 +22,7 @@ from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.scorer import Scorer, Students, known_empty
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import Layout, micro_batches
-from rlt_lightning.types import Completion, Problem, Rollout
+from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 SOLUTION, SUFFIX, ROW = 400, 12, 16384  # tokens
 GOAL = 1.02
@@ -37,7 +37,8 @@ def nothing(function: Any, packed: Any, *arguments: Any) -> Any:
 def rollout_of(problem: Problem, length: int) -> Rollout:
     """Return an explanation of so many tokens, the separator at its end included."""
     completion = Completion([1] * (length + 1), [0.0] * (length + 1), "stop")
-    return Rollout(problem, completion, num_body=length, num_think=length - 1, text="text", closed=True)
+    view = ModelView(problem, completion, completion.token_ids[:length], length - 1, length - 1)
+    return Rollout(problem, completion, "text", True, (view,))
 
 
 def step_of(lengths: list[list[int]]) -> list[Rollout]:
@@ -64,7 +65,9 @@ def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
     # The separator and the closing tag, as a format makes of an empty trace.
     empty: Any = SimpleNamespace(
         completion_from_trace=lambda problem, trace: Completion([1, 1], None, "stop"),
-        rollout=lambda problem, completion: Rollout(problem, completion, 1, 0, "", closed=True),
+        rollout=lambda problem, completion: Rollout(
+            problem, completion, "", True, (ModelView(problem, completion, [1], 0, 0),)
+        ),
     )
 
     def plan(extents: Any) -> Any:

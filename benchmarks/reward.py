@@ -25,7 +25,7 @@ from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.types import Problem, Rollout, Rollouts
+from rlt_lightning.types import ModelView, Problem, Rollout, Rollouts
 
 GOAL, TEMPERATURE = 5.0, 0.7
 TEXT = """A farmer sells eggs at the market every morning. On Monday she sold thirty-six eggs in boxes of
@@ -54,7 +54,8 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int) -> 
     requests = [SampleRequest(problem.teacher_prompt, seed=0, num_completions=num_completions)]
     [completions] = sample_all(engine, requests, sampling, "</never>")
     rollouts = [
-        Rollout(problem, c, num_body=length, num_think=length, text="text", closed=True) for c in completions
+        Rollout(problem, c, "text", True, (ModelView(problem, c, c.token_ids[:length], length, length),))
+        for c in completions
     ]
     return Rollouts(rollouts, num_completions, policy_version=0, temperature=TEMPERATURE)
 
@@ -70,7 +71,7 @@ def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward) -> Te
     """Compute the reward of each completion, one by one."""
     found = []
     for rollout in rollouts.rollouts:
-        problem, think = rollout.problem, rollout.body
+        problem, think = rollout.problem, rollout.views[0].token_ids
         context = problem.student_prefix + think + problem.student_suffix + problem.solution_ids
         student_log_probs = log_softmax_of(student, context)
         teacher_log_probs = log_softmax_of(policy, problem.teacher_prefix + think)

@@ -3,7 +3,7 @@
 The data classes, from what they hold to what holds them:
 
     Problem, Completion → Rollout → Rollouts ┐
-   Retold, View ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
+      ModelView ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 
@@ -158,114 +158,69 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Retold:
-    """An explanation in the tokens of a student with another tokenizer than the teacher's.
+class ModelView:
+    """A completion as another model reads it: a student of RLT, or the teacher of student_opd.
 
-    Example:
-        Of ` x = 12345` with the teacher's tokens ` x`, ` =`, ` 123`, `45` and the student's ` x`, ` =`, ` 1`,
-        `2345`: spans (1, 1), (1, 1) and (2, 2).
+    Both models compare tokens of the completion, which the policy sampled, with tokens of their own:
 
-    Attributes:
-        token_ids: The student's tokens, which stand in its context for the body.
-        spans: Tokens of teacher and student in each span in which both tokenisations meet, as far as r_KL
-            counts them; they begin with the first token.
-        num_left_out: Tokens of the teacher after the spans, whose character is not complete.
-    """
-
-    token_ids: list[int]
-    spans: list[tuple[int, int]]
-    num_left_out: int = 0
-
-    @property
-    def num_think(self) -> int:
-        """Return how many of the student's tokens r_KL counts."""
-        return sum(num_student for _, num_student in self.spans)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the teacher of student_opd reads of a student's answer.
-
-    Example:
-        Of `<think> a b </think>` with one token a word: start 1, num_tokens 3, token_ids ` a`, ` b` and the
-        teacher's closing tag.
+        completion      So  x  =  123 45  .  </explanation>      num_tokens 5, start 0
+        token_ids       So  x  =  1  2345 .                      num_own 5
+        spans           1,1 1,1 1,1  2,2
 
     Attributes:
-        start: The first of the answer's tokens that it judges.
-        num_tokens: How many it judges from there.
-        token_ids: What it reads in their place; the last may be its own closing tag.
-        spans: If its tokens are others: tokens of teacher and student in each span that both have.
-    """
-
-    start: int
-    num_tokens: int
-    token_ids: list[int]
-    spans: list[tuple[int, int]] | None = None
-
-
-@dataclass(frozen=True)
-class View:
-    """What one of several students reads of a completion, if it is not what the first one reads.
-
-    Example:
-        Of a student with other tags: its own problem, no retold explanation.
-
-    Attributes:
-        problem: The problem with this student's pieces.
-        num_body: See `Rollout`; likewise the others.
-        num_think: Tokens that r_KL counts.
-        retold: The explanation in this student's tokens, if these are others.
-    """
-
-    problem: Problem
-    num_body: int
-    num_think: int
-    retold: Retold | None
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A completion attached to its problem, with the spans that the reward needs, in tokens.
-
-    Example:
-        Of a completion with the tokens `So`, separator and closing tag: num_body 2, num_think 1, closed True.
-
-    Attributes:
-        problem: The problem.
+        problem: The problem with the pieces of this model's context.
         completion: The completion.
-        num_body: Completion tokens before the closing tag, which are copied into the student's context.
-        num_think: How many of them r_KL counts: without the separator before the closing tag.
-        text: The explanation, or a student's whole answer, for people.
-        closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
-        retold: The explanation in the student's tokens, if these are others.
-        seen: In student_opd, what the teacher reads; None if it can judge nothing.
-        views: What each further student reads, if there are several; None: what the first one reads.
+        token_ids: What it reads in place of the completion's tokens.
+        num_tokens: How many of the completion's tokens are compared, from `start`.
+        num_own: How many of `token_ids` are compared with them: the first ones.
+        start: The first of the completion's tokens that is compared.
+        spans: If its tokens are others: tokens of teacher and student in each piece of text that ends with a
+            token of both, as far as tokens are compared. None: token by token.
+        num_left_out: If its tokens are others: tokens of the completion after the spans, whose character is
+            not complete.
     """
 
     problem: Problem
     completion: Completion
-    num_body: int
-    num_think: int
-    text: str
-    closed: bool
-    retold: Retold | None = None
-    seen: Seen | None = None
-    views: tuple[View | None, ...] = ()
+    token_ids: list[int]
+    num_tokens: int
+    num_own: int
+    start: int = 0
+    spans: list[tuple[int, int]] | None = None
+    num_left_out: int | None = None
 
     @property
-    def body(self) -> list[int]:
-        """Return the tokens that are copied into the student's context."""
-        return self.completion.token_ids[: self.num_body]
+    def compared(self) -> list[int]:
+        """Return the completion's tokens that are compared."""
+        return self.completion.token_ids[self.start : self.start + self.num_tokens]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion attached to its problem, and as every other model reads it.
+
+    Example:
+        Of a completion with the tokens `So`, separator and closing tag: closed True, and one view with
+        `So` and the separator as token_ids, num_tokens 1.
+
+    Attributes:
+        problem: The problem, with the pieces of the first student.
+        completion: The completion.
+        text: The explanation, or a student's whole answer, for people.
+        closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
+        views: As each student reads it; in student_opd as the teacher does, none if it can judge nothing.
+    """
+
+    problem: Problem
+    completion: Completion
+    text: str
+    closed: bool
+    views: tuple[ModelView, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Return whether the text is only white space."""
         return not self.text.strip()
-
-    def read_by(self, number: int) -> Rollout:
-        """Return the rollout as one of several students reads it, from 0."""
-        view = self.views[number - 1] if number else None
-        return self if view is None else replace(self, **vars(view))
 
 
 @dataclass(frozen=True)

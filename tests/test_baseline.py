@@ -24,7 +24,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import scorer
 from rlt_lightning.modules.reading import Reading
-from rlt_lightning.modules.scorer import CompletionScores, Students, empty_rollout
+from rlt_lightning.modules.scorer import CompletionScores, Students, build_empty_view
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
@@ -36,7 +36,7 @@ from rlt_lightning.pretrained import load_model
 from rlt_lightning.python.teacher import EXACT, Teacher
 from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
-from rlt_lightning.types import Problem, Rollout
+from rlt_lightning.types import ModelView, Problem
 
 ROWS = [row for _, row in read_rows("chains", num_embedded_rows=4)]
 EMPTY = RLTReward(baseline="empty")
@@ -50,11 +50,10 @@ def chains(folder: Path, student: str) -> StratosDataModule:
     return StratosDataModule(source="chains", **prompts, **size, **options)
 
 
-def slow_baseline(student: Any, empty: Rollout, reward: RLTReward = EMPTY) -> float:
+def slow_baseline(student: Any, empty: ModelView, reward: RLTReward = EMPTY) -> float:
     """r_SS of an empty explanation, written out."""
     problem = empty.problem
-    body = empty.retold.token_ids if empty.retold else empty.body
-    context = problem.student_prefix + problem.think_prefix + body + problem.student_suffix
+    context = problem.student_prefix + problem.think_prefix + empty.token_ids + problem.student_suffix
     with torch.no_grad():
         log_probs = slow_log_probs(student, context, problem.solution_ids, 0.7)
     return float(log_probs.mean() + reward.min_coef * log_probs.min())
@@ -124,11 +123,11 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
 ) -> None:
     read: list[int] = []
 
-    def counted(problem: Problem, chat_format: Any) -> Rollout:
+    def counted(problem: Problem, chat_format: Any) -> ModelView:
         read.append(problem.row)
-        return empty_rollout(problem, chat_format)
+        return build_empty_view(problem, chat_format)
 
-    monkeypatch.setattr(scorer, "empty_rollout", counted)
+    monkeypatch.setattr(scorer, "build_empty_view", counted)
     student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
     witness, rlt = Witness(), module("miniature", reward=EMPTY)
     rlt.students = Students.of(student, None)
@@ -141,7 +140,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     assert read == [rows[0].problem.row, rows[4].problem.row]
     terms: Any = batch.scores.terms
     slow = [
-        slow_baseline(rlt.student_models[0].model, empty_rollout(row.problem, data.format)) for row in rows
+        slow_baseline(rlt.student_models[0].model, build_empty_view(row.problem, data.format)) for row in rows
     ]
     assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
 
@@ -191,7 +190,7 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
     assert batch.scores is not None
     assert batch.counts["rollout/dropped_groups"] == 4
     student = rlt.student_models[0].model
-    slow = [slow_baseline(student, empty_rollout(r.problem, data.format)) for r in batch.rollouts.rollouts]
+    slow = [slow_baseline(student, build_empty_view(r.problem, data.format)) for r in batch.rollouts.rollouts]
     terms: Any = batch.scores.terms
     assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
 

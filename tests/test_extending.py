@@ -235,7 +235,7 @@ def scorer(kind: str) -> Scorer:
 
 def rollouts(*numbers: int) -> list[Rollout]:
     problems = [Problem(number, "?", "!", [], [], [], [], []) for number in numbers]
-    return [Rollout(problem, Completion([1], None, "stop"), 1, 1, "So.", closed=True) for problem in problems]
+    return [Rollout(problem, Completion([1], None, "stop"), "So.", closed=True) for problem in problems]
 
 
 def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> None:

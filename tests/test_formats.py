@@ -82,13 +82,13 @@ def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
 
     teacher = golden["teacher_prompt"] + golden["completion"]
     assert problem.teacher_prompt + completion.token_ids == encode(smol, teacher)
-    student = [*problem.student_prefix, *problem.think_prefix, *rollout.body]
+    student = [*problem.student_prefix, *problem.think_prefix, *rollout.views[0].token_ids]
     student += [*problem.student_suffix, *problem.solution_ids]
     expected = encode(smol, golden["student_chat"])
     assert student == expected[: len(student)]
     assert text_of(smol, expected[len(student) :]) == "\n\n<|end_of_solution|><|im_end|>\n"
     assert problem.solution_ids == golden["solution_token_ids"]
-    assert len(problem.think_prefix) + rollout.num_think == len(golden["paper"]["thought_kl"])
+    assert len(problem.think_prefix) + rollout.views[0].num_tokens == len(golden["paper"]["thought_kl"])
     assert rollout.text == golden["think"].strip()
     assert rollout.closed == (golden["id"] != "missing_end_tag")
 
@@ -172,7 +172,9 @@ def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: st
     given = f"{tags.solution_open}{solution}{tags.solution_close}\n\n{tags.explanation_open}{gap}"
     assert show(problem.teacher_prompt) == head.format("Teach.") + given
     rollout = chat.rollout(problem, chat.completion_from_trace(problem, trace))
-    spliced = show(problem.student_prefix, problem.think_prefix, rollout.body, problem.student_suffix)
+    spliced = show(
+        problem.student_prefix, problem.think_prefix, rollout.views[0].token_ids, problem.student_suffix
+    )
     turn = f"{tags.thought_open}{gap}{trace}{gap}{tags.thought_close}\n\n{tags.solution_open}"
     context = head.format("Learn.") + turn
     assert (spliced + show(problem.solution_ids)).startswith(context + solution.removesuffix(gap))
@@ -317,20 +319,20 @@ def test_separator_before_the_end_tag_is_body_but_not_thought(smol: Any):
     chat = ChatFormat(smol)
     problem = chat.problem(1, "q", SOLUTION)
     rollout = chat.rollout(problem, chat.completion_from_trace(problem, " So x is 7.\n"))
-    assert text_of(smol, rollout.body) == "So x is 7.\n\n"
-    assert text_of(smol, rollout.body[: rollout.num_think]) == "So x is 7."
-    assert rollout.num_body - rollout.num_think == 2
+    assert text_of(smol, rollout.views[0].token_ids) == "So x is 7.\n\n"
+    assert text_of(smol, rollout.views[0].compared) == "So x is 7."
+    assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == 2
 
 
 def test_a_separator_glued_to_the_last_sentence_stays_in_the_thought(qwen: Any):
     chat = ChatFormat(qwen)
     problem = chat.problem(1, "q", SOLUTION)
     rollout = chat.rollout(problem, chat.completion_from_trace(problem, "So x is 7."))
-    assert rollout.num_think == rollout.num_body
-    assert rollout.body[-1] == 382  # .\n\n
+    assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids)
+    assert rollout.views[0].token_ids[-1] == 382  # .\n\n
     # A letter in front leaves the newlines a token of their own.
     rollout = chat.rollout(problem, chat.completion_from_trace(problem, "So x is seven"))
-    assert rollout.num_think == rollout.num_body - 1
+    assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids) - 1
 
 
 @pytest.mark.parametrize("gap", ["", "\n", "\n\n", "\n\n\n", ".\n\n\n", "\n \n\n"])
@@ -339,10 +341,13 @@ def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: 
     problem = chat.problem(1, "q", SOLUTION)
     rollout = chat.rollout(problem, chat.completion_from_text(problem, f"seven{gap}{chat.end_tag}"))
     body = f"seven{gap}"
-    assert text_of(tokenizer, rollout.body) == body
-    starts = [len(text_of(tokenizer, rollout.body[:i])) for i in range(rollout.num_body)]
+    assert text_of(tokenizer, rollout.views[0].token_ids) == body
+    starts = [
+        len(text_of(tokenizer, rollout.views[0].token_ids[:i]))
+        for i in range(len(rollout.views[0].token_ids))
+    ]
     in_separator = [start for start in starts if gap.endswith("\n\n") and start >= len(body) - 2]
-    assert rollout.num_body - rollout.num_think == len(in_separator)
+    assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == len(in_separator)
     assert rollout.text == body.strip()
 
 
@@ -353,7 +358,7 @@ def test_a_token_that_holds_the_start_of_the_end_tag_does_not_reach_the_student(
     token_ids = [*encode(qwen, "It is seven"), straddling, *encode(qwen, "explanation>")]
     assert text_of(qwen, token_ids) == "It is seven.</explanation>"
     rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
-    assert text_of(qwen, rollout.body) == rollout.text == "It is seven"
+    assert text_of(qwen, rollout.views[0].token_ids) == rollout.text == "It is seven"
 
 
 def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
@@ -362,7 +367,7 @@ def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
     token_ids = encode_pieces(qwen, ["Seven\n\n<|end_of_explanation|>", "\n\nx"])[0]
     assert token_ids[-1] == 1339  # >\n\n
     rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
-    assert text_of(qwen, rollout.body) == "Seven\n\n"
+    assert text_of(qwen, rollout.views[0].token_ids) == "Seven\n\n"
 
 
 def test_bodies_of_unclosed_completions(tokenizer: Any):
@@ -370,30 +375,43 @@ def test_bodies_of_unclosed_completions(tokenizer: Any):
     problem = chat.problem(1, "q", SOLUTION)
     token_ids = encode(tokenizer, "Count to seven")
     rollout = chat.rollout(problem, Completion(token_ids, None, "length"))
-    assert (rollout.body, rollout.num_think, rollout.closed) == (token_ids, len(token_ids), False)
+    assert (rollout.views[0].token_ids, rollout.views[0].num_tokens, rollout.closed) == (
+        token_ids,
+        len(token_ids),
+        False,
+    )
     rollout = chat.rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
-    assert (rollout.body, rollout.text, rollout.closed) == (token_ids, "Count to seven", False)
+    assert (rollout.views[0].token_ids, rollout.text, rollout.closed) == (token_ids, "Count to seven", False)
 
 
 def test_empty_completions_have_empty_bodies(tokenizer: Any):
     chat = ChatFormat(tokenizer)
     problem = chat.problem(1, "q", SOLUTION)
     rollout = chat.rollout(problem, chat.completion_from_text(problem, chat.end_tag))
-    assert (rollout.num_body, rollout.num_think, rollout.empty, rollout.closed) == (0, 0, True, True)
+    assert (len(rollout.views[0].token_ids), rollout.views[0].num_tokens, rollout.empty, rollout.closed) == (
+        0,
+        0,
+        True,
+        True,
+    )
     rollout = chat.rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
-    assert (rollout.num_body, rollout.empty) == (0, True)
+    assert (len(rollout.views[0].token_ids), rollout.empty) == (0, True)
 
 
 def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):
     chat = ChatFormat(smol)
     token_ids = encode(smol, "so 鬱🧮")[:-1]
     rollout = chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "length"))
-    assert rollout.body == token_ids
+    assert rollout.views[0].token_ids == token_ids
     assert rollout.text.startswith("so 鬱")
     # Nor does a broken character in front of the tag hide it.
     token_ids += encode(smol, chat.end_tag)
     assert (
-        chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "stop")).num_body
+        len(
+            chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "stop"))
+            .views[0]
+            .token_ids
+        )
         == len(encode(smol, "so 鬱🧮")) - 1
     )
 
@@ -412,8 +430,8 @@ def test_finding_the_spans_costs_a_few_tokens_whatever_the_length(smol: Any, mon
     decode = smol.decode
     monkeypatch.setattr(smol, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
     rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
-    assert rollout.num_body > 3000
-    assert sum(lengths) < rollout.num_body + 400  # the body once, for its text
+    assert len(rollout.views[0].token_ids) > 3000
+    assert sum(lengths) < len(rollout.views[0].token_ids) + 400  # the body once, for its text
 
 
 def test_solutions_without_the_separator_are_kept_whole(smol: Any):

@@ -279,10 +279,10 @@ def test_closed_thought_and_its_end_are_judged(miniature: str) -> None:
     made = views(miniature)
     tokenizer = made.student.tokenizer
     row = answered(made, "<think>\n3 +4 =7\n</think>\n\n<answer>\n7\n</answer>")
-    assert row.seen is not None
-    judged = row.completion.token_ids[row.seen.start : row.seen.start + row.seen.num_tokens]
+    [view] = row.views
+    judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
     assert tokenizer.decode(judged).rstrip("\n") == "3 +4 =7\n</think>"
-    assert tokenizer.decode(row.seen.token_ids) == "3 +4 =7\n</explanation>"
+    assert tokenizer.decode(view.token_ids) == "3 +4 =7\n</explanation>"
     assert made.exchanged == closing_ids(tokenizer)
     assert tokenizer.decode(row.problem.teacher_view).endswith("<explanation>\n")
     assert "7" in tokenizer.decode(row.problem.teacher_view)
@@ -291,19 +291,19 @@ def test_closed_thought_and_its_end_are_judged(miniature: str) -> None:
 
 def test_open_thought_has_no_closing_decision(miniature: str) -> None:
     row = answered(views(miniature), "<think>\n3 +4 =", closed=False)
-    assert row.seen is not None
-    assert row.seen.start + row.seen.num_tokens == len(row.completion.token_ids)
-    assert row.seen.token_ids == row.completion.token_ids[row.seen.start :]
+    [view] = row.views
+    assert view.start + view.num_tokens == len(row.completion.token_ids)
+    assert view.token_ids == row.completion.token_ids[view.start :]
 
 
 def test_answer_without_a_thought_is_not_judged(miniature: str) -> None:
-    assert answered(views(miniature), "7").seen is None
+    assert answered(views(miniature), "7").views == ()
 
 
 def test_hint_judges_every_token(miniature: str) -> None:
     row = answered(views(miniature, HINT), "7")
-    assert row.seen is not None
-    assert (row.seen.start, row.seen.token_ids) == (0, row.completion.token_ids)
+    [view] = row.views
+    assert (view.start, view.token_ids) == (0, row.completion.token_ids)
 
 
 @pytest.mark.parametrize("solutions", ["ab", "aab", "abba", "aaabbc", "abcabc"])

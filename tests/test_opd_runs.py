@@ -123,14 +123,14 @@ def log_probs(model: Any, prompt: list[int], rest: list[int]) -> Tensor:
 
 def slow_span_loss(student: Any, judge: Any, row: Rollout) -> Tensor:
     """Of each judged token -A log p_S, (T,), with A the log-ratio of the token's span."""
-    assert row.seen is not None
-    assert row.seen.spans is not None
-    start, end = row.seen.start, row.seen.start + row.seen.num_tokens
+    [view] = row.views
+    assert view.spans is not None
+    start, end = view.start, view.start + view.num_tokens
     own = log_probs(student, row.problem.teacher_prompt, row.completion.token_ids[:end])[start:]
     with torch.no_grad():
-        theirs = log_probs(judge, row.problem.teacher_view, row.seen.token_ids)
+        theirs = log_probs(judge, row.problem.teacher_view, view.token_ids)
     terms, i, j = [], 0, 0
-    for num_teacher, num_student in row.seen.spans:
+    for num_teacher, num_student in view.spans:
         a = theirs[i : i + num_teacher].sum() - own[j : j + num_student].sum().detach()
         terms += [-a * value for value in own[j : j + num_student]]
         i, j = i + num_teacher, j + num_student
@@ -148,8 +148,8 @@ def test_another_tokenizer_by_spans_equals_plain_forwards(
     judge = AutoModelForCausalLM.from_pretrained(MINIATURES["miniature-pieces"], dtype=torch.float64)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    judged = [row for row in batch.rollouts.rollouts if row.seen is not None]
-    assert any(max(span) > 1 for row in judged if row.seen for span in row.seen.spans or [])
+    judged = [row for row in batch.rollouts.rollouts if row.views]
+    assert any(max(span) > 1 for row in judged for span in row.views[0].spans or [])
     torch.cat([slow_span_loss(student, judge, row) for row in judged]).mean().backward()
     for name, parameter in student.named_parameters():
         assert parameter.grad is not None

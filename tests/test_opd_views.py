@@ -47,16 +47,15 @@ def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
 ) -> None:
     made, style = views_of(tokenizer, tags), TAG_STYLES[tags]
     row = answered(made, turn(style, thought))
-    ids, seen = row.completion.token_ids, row.seen
-    assert seen is not None
+    ids, [view] = row.completion.token_ids, row.views
     assert made.closing is not None
-    last = seen.start + seen.num_tokens - 1
-    assert decode(tokenizer, ids[: seen.start]) == style.thought_open + style.separator
-    assert decode(tokenizer, ids[seen.start : last]) == thought + style.separator
-    assert seen.token_ids[:-1] == ids[seen.start : last]
+    last = view.start + view.num_tokens - 1
+    assert decode(tokenizer, ids[: view.start]) == style.thought_open + style.separator
+    assert decode(tokenizer, ids[view.start : last]) == thought + style.separator
+    assert view.token_ids[:-1] == ids[view.start : last]
     # The rest of the answer begins with the student's tag; the teacher's last token begins its own.
     assert decode(tokenizer, ids[last:]).startswith(style.thought_close)
-    assert (ids[last], seen.token_ids[-1]) == made.closing
+    assert (ids[last], view.token_ids[-1]) == made.closing
     for word, tag in zip(made.closing, (style.thought_close, style.explanation_close), strict=True):
         found = decode(tokenizer, [word])
         assert tag.startswith(found) or found.startswith(tag)
@@ -69,27 +68,27 @@ def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
 def test_an_open_thought_is_judged_to_its_end_without_eos(thought: str, tokenizer: Any) -> None:
     for closed in (True, False):  # the student ended its turn, or had no room left
         row = answered(views_of(tokenizer, "r1"), "<think>\n" + thought, closed)
-        assert row.seen is not None
-        assert decode(tokenizer, row.seen.token_ids) == thought
-        assert row.seen.num_tokens == len(row.seen.token_ids)
-        assert row.seen.start + row.seen.num_tokens == len(row.completion.token_ids) - closed
+        [view] = row.views
+        assert decode(tokenizer, view.token_ids) == thought
+        assert view.num_tokens == len(view.token_ids)
+        assert view.start + view.num_tokens == len(row.completion.token_ids) - closed
 
 
 def test_an_empty_thought_leaves_its_end_to_be_judged(tokenizer: Any) -> None:
     row = answered(views_of(tokenizer, "r1"), "<think>\n</think>\n\n<solution>\n7\n</solution>")
-    assert row.seen is not None
-    assert row.seen.num_tokens == 1
+    [view] = row.views
+    assert view.num_tokens == 1
 
 
 @pytest.mark.parametrize("text", ["7", "<think>", "<thinking>\n7", " <think>\n7\n</think>", "</think>\n"])
 def test_what_does_not_begin_with_a_thought_is_not_judged(text: str, tokenizer: Any) -> None:
-    assert answered(views_of(tokenizer, "r1"), text).seen is None
+    assert answered(views_of(tokenizer, "r1"), text).views == ()
 
 
 def test_a_separator_in_one_token_with_the_thought_is_not_judged(shared: Path) -> None:
     qwen = AutoTokenizer.from_pretrained(shared / "data" / "tokenizers" / "Qwen2.5-Instruct")
     assert [decode(qwen, [i]) for i in qwen.encode("<think>\n\n7")][-2:] == [">\n\n", "7"]
-    assert answered(views_of(qwen, "r1"), "<think>\n\n7\n</think>").seen is None
+    assert answered(views_of(qwen, "r1"), "<think>\n\n7\n</think>").views == ()
 
 
 def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
@@ -99,9 +98,9 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
     letters = [word for c in "</think>" for word in tokenizer.encode(c, add_special_tokens=False)]
     problem = answered(made, "7").problem
     row = made.rollout(problem, Completion([*begun, *letters], None, "length"))
-    assert row.seen is not None
+    [view] = row.views
     # Its first token is compared with the same token, not with the teacher's closing tag.
-    assert row.seen.token_ids == [*begun[1:], letters[0]]
+    assert view.token_ids == [*begun[1:], letters[0]]
     assert made.closing is not None
     assert letters[0] not in made.closing
 
@@ -109,9 +108,9 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
 def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
     made = views_of(tokenizer, "r1", "hint")
     row = answered(made, turn(TAG_STYLES["r1"], "数学"))
-    assert row.seen is not None
-    assert row.seen.token_ids == row.completion.token_ids
-    assert row.seen.token_ids[-1] == tokenizer.eos_token_id
+    [view] = row.views
+    assert view.token_ids == row.completion.token_ids
+    assert view.token_ids[-1] == tokenizer.eos_token_id
     assert made.exchanged is None
     view = decode(tokenizer, row.problem.teacher_view)
     assert view.count("3 +4") == view.count("Here is the solution:\n\n7\n\n") == 1
@@ -124,23 +123,22 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
     tokenizers = [AutoTokenizer.from_pretrained(MINIATURES[name]) for name in names]
     student, teacher = (ChatFormat(one, "r1", "", "") for one in tokenizers)
     row: Rollout = answered(TeacherViews(student, teacher, ViewOptions(kind)), turn(student.tags, thought))
-    seen = row.seen
-    assert seen is not None
-    assert seen.spans is not None
+    [view] = row.views
+    assert view.spans is not None
     plain = [PlainTokenizer(one, "model") for one in tokenizers]
-    judged = row.completion.token_ids[seen.start : seen.start + seen.num_tokens]
-    own, theirs = (b"".join(map(p.bytes_of, i)) for p, i in zip(plain, (judged, seen.token_ids), strict=True))
+    judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
+    own, theirs = (b"".join(map(p.bytes_of, i)) for p, i in zip(plain, (judged, view.token_ids), strict=True))
     assert own == theirs
     whole = turn(student.tags, thought) if kind == "hint" else thought + "\n"
     assert own.decode() == whole  # without eos, which is no text
     place = [0, 0]
-    for counts in seen.spans:
+    for counts in view.spans:
         pieces = []
-        for side, (p, ids) in enumerate(((plain[1], seen.token_ids), (plain[0], judged))):
+        for side, (p, ids) in enumerate(((plain[1], view.token_ids), (plain[0], judged))):
             pieces.append(b"".join(map(p.bytes_of, ids[place[side] : place[side] + counts[side]])))
             place[side] += counts[side]
         assert pieces[0] == pieces[1]
-    assert place == [len(seen.token_ids), len(judged)]
+    assert place == [len(view.token_ids), len(judged)]
 
 
 def test_stored_tokens_are_of_one_view(

@@ -25,6 +25,7 @@ from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED
 from rlt_lightning.datamodules import StratosDataModule, readers
+from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
@@ -166,9 +167,10 @@ def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
 def test_two_hundred_explanations_keep_their_bytes(retelling: RetellingFormat) -> None:
     replaced = cut = 0
     for rollout in rollouts_of(retelling, 200):
-        retold = rollout.retold
-        assert retold is not None
-        data = b"".join(map(retelling.teachers_text.bytes_of, rollout.body))
+        [retold] = rollout.views
+        assert retold.spans is not None
+        [teachers] = ChatFormat.rollout(retelling, rollout.problem, rollout.completion).views
+        data = b"".join(map(retelling.teachers_text.bytes_of, teachers.token_ids))
         read = b"".join(map(retelling.students_text.bytes_of, retold.token_ids))
         # An incomplete character at the end is left out, other bytes that are none become U+FFFD.
         text = getincrementaldecoder("utf-8")("replace").decode(data)
@@ -183,8 +185,8 @@ def test_two_hundred_explanations_keep_their_bytes(retelling: RetellingFormat) -
         num_teacher, num_student = (
             (sum(side) for side in zip(*retold.spans, strict=True)) if retold.spans else (0, 0)
         )
-        assert num_teacher == rollout.num_think <= rollout.num_body
-        assert num_student == retold.num_think <= len(retold.token_ids)
+        assert num_teacher == retold.num_tokens <= len(teachers.token_ids)
+        assert num_student == retold.num_own <= len(retold.token_ids)
         assert controls_of(retelling.student_tokenizer).isdisjoint(retold.token_ids)
     print(f"figure: {cut} of 200 end within a character, {replaced} have characters without tokens")
 
@@ -193,7 +195,7 @@ def test_contexts_are_in_the_students_own_tokens(retelling: RetellingFormat) -> 
     problem = retelling.problem(1, "What is 3 + 4?", retelling.tags.wrap("7"), "Be brief.")
     completion = retelling.completion_from_trace(problem, "Add 3 and 4, 数学.")
     rollout = retelling.rollout(problem, completion)
-    sequence = student_sequence(rollout, rollout.retold.num_think if rollout.retold else 0)
+    sequence = student_sequence(rollout.views[0], score_given=False)
     tags = retelling.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
     chat = retelling.student.student_chat("What is 3 + 4?", "Be brief.")
@@ -219,10 +221,10 @@ def test_control_tokens_in_an_explanation_are_only_spelled(retelling: RetellingF
     students = retelling.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
     sampled = [*word, *sorted(controls), *students, *word]
     rollout = retelling.rollout(problem, Completion(sampled, None, "length"))
-    assert controls <= set(rollout.body)
-    assert rollout.retold is not None
-    assert controls_of(retelling.student_tokenizer).isdisjoint(rollout.retold.token_ids)
-    read = b"".join(map(retelling.students_text.bytes_of, rollout.retold.token_ids))
+    assert controls <= set(sampled)
+    [view] = rollout.views
+    assert controls_of(retelling.student_tokenizer).isdisjoint(view.token_ids)
+    read = b"".join(map(retelling.students_text.bytes_of, view.token_ids))
     assert (
         read.decode() == retelling.students_text.spellable(retelling.teachers_text.text_of(sampled)[0], [])[0]
     )
@@ -248,17 +250,16 @@ def test_half_a_character_at_the_end_counts_on_neither_side(retelling: Retelling
     problem = retelling.problem(1, "q", retelling.tags.wrap("7"))
     whole = retelling.tokenizer("So 🪼", add_special_tokens=False)["input_ids"]
     rollout = retelling.rollout(problem, Completion(whole[:-1], None, "length"))
-    retold = rollout.retold
-    assert retold is not None
+    [retold] = rollout.views
     assert retelling.student_tokenizer.decode(retold.token_ids).strip() == "So"
-    assert retold.num_left_out == len(whole) - 1 - rollout.num_think > 0
-    assert retelling.tokenizer.decode(rollout.body[: rollout.num_think]).strip() == "So"
+    assert retold.num_left_out == len(whole) - 1 - retold.num_tokens > 0
+    assert retelling.tokenizer.decode(retold.compared).strip() == "So"
     # In byte-level tokens " 🪼" begins with one that holds a space and the first byte, else with "▁".
     first = retelling.teachers_text.is_byte_level
     only = retelling.rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
-    assert only.retold is not None
-    assert (only.num_think, only.retold.spans, only.retold.num_left_out) == (0, [], 1)
-    assert retelling.student_tokenizer.decode(only.retold.token_ids) in ("", " ")
+    [view] = only.views
+    assert (view.num_tokens, view.spans, view.num_left_out) == (0, [], 1)
+    assert retelling.student_tokenizer.decode(view.token_ids) in ("", " ")
 
 
 # What it scores
@@ -274,11 +275,12 @@ def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimato
     scored = scorer(teacher, student, kl_estimator=estimator)(rows, 0.7)
     largest = 0.0
     for i, rollout in enumerate(rows):
-        assert rollout.retold is not None
+        [view] = rollout.views
+        assert view.spans is not None
         assert rollout.completion.log_probs is None
-        prompt, think = rollout.problem.teacher_prompt, rollout.body[: rollout.num_think]
+        prompt, think = rollout.problem.teacher_prompt, view.compared
         prefix = rollout.problem.student_prefix
-        read = rollout.retold.token_ids[: rollout.retold.num_think]
+        read = view.token_ids[: view.num_own]
         if not think:
             assert scored.kl[i].tolist() == []
             continue
@@ -288,13 +290,13 @@ def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimato
             whole = float(of_teacher.sum() - of_student.sum())
             largest = max(largest, abs(float(scored.kl[i].sum()) - whole) / max(1, abs(whole)))
         values, t, s = [], 0, 0
-        for num_teacher, num_student in rollout.retold.spans:  # slow: one span at a time
+        for num_teacher, num_student in view.spans:  # slow: one span at a time
             d = of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum()
             t, s = t + num_teacher, s + num_student
             value = d if estimator == "k1" else d - 1 + torch.exp(-d)
             values += [float(value) / num_teacher] * num_teacher
         torch.testing.assert_close(scored.kl[i], torch.tensor(values), atol=1e-3, rtol=1e-4)
-        context = prefix + rollout.retold.token_ids + rollout.problem.student_suffix
+        context = prefix + view.token_ids + rollout.problem.student_suffix
         solution = slow_log_probs(student, context, rollout.problem.solution_ids)
         torch.testing.assert_close(scored.solution_log_probs[i], solution, atol=1e-4, rtol=1e-4)
         if estimator == "k1":
@@ -401,23 +403,24 @@ def test_steps_equal_the_slow_version(
         for i, rollout in enumerate(batch.rollouts.rollouts):
             reward = obvious_reward(rollout, teacher, student)
             torch.testing.assert_close(batch.scores.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
-            met |= set(rollout.retold.spans if rollout.retold else ())
+            met |= set(rollout.views[0].spans or ())
     assert len(keeper.batches) == 2
     assert spans <= met
 
 
 def obvious_reward(rollout: Rollout, teacher: Any, student: Any) -> Tensor:
     """r_SS − 3 r_KL − the penalty, by one span after the other."""
-    assert rollout.retold is not None
-    think, (of_teacher, of_student) = rollout.body[: rollout.num_think], (torch.zeros(0), torch.zeros(0))
-    read, prefix = rollout.retold.token_ids, rollout.problem.student_prefix
+    [view] = rollout.views
+    assert view.spans is not None
+    think, (of_teacher, of_student) = view.compared, (torch.zeros(0), torch.zeros(0))
+    read, prefix = view.token_ids, rollout.problem.student_prefix
     if think:
         of_teacher = slow_log_probs(teacher, rollout.problem.teacher_prompt, think)
-        of_student = slow_log_probs(student, prefix, read[: rollout.retold.num_think])
+        of_student = slow_log_probs(student, prefix, read[: view.num_own])
     context = prefix + read + rollout.problem.student_suffix
     solution = slow_log_probs(student, context, rollout.problem.solution_ids)
     values, t, s = [0.0] * (not think), 0, 0
-    for num_teacher, num_student in rollout.retold.spans:
+    for num_teacher, num_student in view.spans:
         d = float(of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum())
         t, s = t + num_teacher, s + num_student
         values += [d / num_teacher] * num_teacher
@@ -538,7 +541,8 @@ def test_training_with_a_renumbered_student_is_the_same(
             callbacks=[keeper, RolloutCallback(sampling=sampling)],
         ).fit(module, datamodule=data)
         rewards = torch.cat([batch.scores.terms.reward for batch in keeper.batches if batch.scores])
-        retold = [row.retold for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
+        rows = [row for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
+        retold = [row.views[0].spans for row in rows]
         found.append((rewards, module.policy.state_dict(), retold))
     (own, weights, untold), (others, other_weights, retold) = found
     assert untold == [None] * len(untold)

@@ -97,12 +97,12 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
     """The released recipe's reward of one rollout, written out."""
-    problem, think = rollout.problem, rollout.body[: rollout.num_think]
+    problem, think = rollout.problem, rollout.views[0].compared
     prefix = problem.student_prefix + problem.think_prefix
     with torch.no_grad():
         teacher = slow_log_probs(policy, problem.teacher_prompt, think, 0.7)
         kl = teacher - slow_log_probs(student, prefix, think, 0.7)
-        context = prefix + rollout.body + problem.student_suffix
+        context = prefix + rollout.views[0].token_ids + problem.student_suffix
         solution = slow_log_probs(student, context, problem.solution_ids, 0.7)
     r_ss = solution.mean() + 0.01 * solution.min()
     r_kl = kl.mean() + 0.01 * kl.max()
@@ -250,7 +250,7 @@ def test_score_given_adds_the_given_tokens_and_nothing_else(
     for i, row in enumerate(rollouts.rollouts):
         given = row.problem.think_prefix
         assert given  # of SmolLM2's tokenizer
-        assert without.think_tokens[i] == row.body[: row.num_think]
+        assert without.think_tokens[i] == row.views[0].compared
         assert scores.think_tokens[i] == given + without.think_tokens[i]
         torch.testing.assert_close(scores.kl[i][len(given) :], without.kl[i], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scores.solution_log_probs[i], without.solution_log_probs[i])
@@ -262,7 +262,11 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
     rlt, rollouts, _ = scored
     rlt.teacher_log_probs = "recompute"
     rlt.reward = RLTReward(kl_estimator=estimator)
-    empty = [replace(row, num_body=0, num_think=0, text="") for row in rollouts.rollouts]
+    nothing = {"token_ids": [], "num_tokens": 0, "num_own": 0}
+    empty = [
+        replace(row, views=(replace(row.views[0], **nothing),), text="")  # type: ignore[arg-type]
+        for row in rollouts.rollouts
+    ]
     scores = rlt.score(replace(rollouts, rollouts=empty))
     assert scores.think_tokens == [[]] * len(empty)
     assert scores.terms.kl_reward.abs().max() == 0
@@ -489,7 +493,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     assert batch.rollouts is not None
     assert batch.scores is not None
     for row, kl in zip(batch.rollouts.rollouts, batch.scores.kl, strict=True):
-        think = row.body[: row.num_think]
+        think = row.views[0].compared
         distributions = []
         for model, prefix in (
             (policy, row.problem.teacher_prompt),

@@ -11,7 +11,7 @@ from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.types import Completion, Problem, Rollout
+from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 # Log-probs by token id: 5 and 6 are the separator that is given, 7 and 8 the explanation, 9 the solution.
 TEACHER = {5: -0.1, 6: -0.2, 7: -1.0, 8: -2.0}
@@ -31,7 +31,8 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
 
     problem = Problem(1, "q", "s", [1], [5, 6], [2], [3], [9])
     completion = Completion([7, 8, 4], [TEACHER[7], TEACHER[8], -0.3], "stop")
-    rollout = Rollout(problem, completion, num_body=2, num_think=2, text="So.", closed=True)
+    view = ModelView(problem, completion, [7, 8], num_tokens=2, num_own=2)
+    rollout = Rollout(problem, completion, text="So.", closed=True, views=(view,))
     scorer = Scorer(
         RLTReward(score_given=score_given),
         Students.of("fake", None),

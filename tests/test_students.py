@@ -230,7 +230,7 @@ def test_students_of_three_formats_score_as_each_does_by_itself(
     assert batch.rollouts is not None
     assert batch.scores is not None
     reads = [
-        row.read_by(number).retold is not None for row in batch.rollouts.rollouts[:1] for number in range(3)
+        row.views[number].spans is not None for row in batch.rollouts.rollouts[:1] for number in range(3)
     ]
     assert reads == [True, True, False]
     for name, own in zip(names, batch.scores.by_student.values(), strict=True):

@@ -172,7 +172,9 @@ def student_lengths(data: StratosDataModule) -> Iterator[np.ndarray]:
         if reader is None:
             yield first
         else:
-            yield np.array([fixed_tokens(reader.problem(problem), "student") for problem in data.problems])
+            yield np.array(
+                [fixed_tokens(reader.build_problem(problem), "student") for problem in data.problems]
+            )
 
 
 def require_room(problems: StoredItems, model: ReadingModel, max_completion_length: int) -> None:

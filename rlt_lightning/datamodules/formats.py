@@ -9,7 +9,7 @@ from typing import Any
 
 from rlt_lightning.models.format import without_opened_thought
 from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
-from rlt_lightning.types import Completion, FinishReason, InputError, Problem, Rollout, SFTExample
+from rlt_lightning.types import Completion, FinishReason, InputError, ModelView, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
 # Stands for the text after a prompt, which decides how the prompt's last newlines are tokenised.
@@ -285,15 +285,16 @@ class ChatFormat:
         num_think = len(body) - self._num_separator_tokens(body)
         closed = completion.finish_reason == "stop"
         text = decode(self.tokenizer, body).strip()
-        num_body = num_think if self._replaces_separator else len(body)
-        return Rollout(problem, completion, num_body, num_think, text, closed)
+        read = body[:num_think] if self._replaces_separator else body
+        view = ModelView(problem, completion, read, num_tokens=num_think, num_own=num_think)
+        return Rollout(problem, completion, text, closed, (view,))
 
     def student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a student's own answer, tags included, to its problem."""
         closed = completion.finish_reason == "eos"
         body = completion.token_ids[:-1] if closed else completion.token_ids
         text = decode(self.tokenizer, body).strip()
-        return Rollout(problem, completion, len(body), len(body), text, closed)
+        return Rollout(problem, completion, text, closed)
 
     # Supervised fine-tuning
 

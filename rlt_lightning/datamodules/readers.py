@@ -1,10 +1,11 @@
 """Several students: what each of them reads of a problem and of an explanation.
 
-Problems and rollouts are made for the first student. A further one whose tokenizer, tags or system prompt
-differ from the first one's gets a `View` of every rollout, in its own format:
+Problems are made for the first student. A further one whose tokenizer, tags or system prompt differ from the
+first one's reads every completion in its own format:
 
-    completion ─▶ format of student 1 ─▶ Rollout ─┐
-        └───────▶ format of student 2 ─▶ View ────┴▶ Rollout.views      None: it reads what student 1 reads
+    completion ─┬▶ format of student 1 ─▶ ModelView ─┬▶ Rollout.views
+                ├▶ format of student 2 ─▶ ModelView ─┤
+                └▶ student 3, as student 1 ──────────┘
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.tokenised import describe_format, hash_value
-from rlt_lightning.types import Problem, Rollout, View
+from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Reader:
         """Return a hash of all that decides what the student reads."""
         return hash_value([describe_format(self.format), self.keeps_row_prompts])
 
-    def problem(self, problem: Problem) -> Problem:
+    def build_problem(self, problem: Problem) -> Problem:
         """Return a problem with the pieces of this student; the teacher's prompt stays, token by token."""
         system = None
         if self.keeps_row_prompts:
@@ -59,10 +60,10 @@ class Reader:
             student_system_prompt=system,
         )
 
-    def view(self, problem: Problem, rollout: Rollout) -> View:
-        """Return what this student reads of a rollout; `problem` has this student's pieces."""
-        own = self.format.rollout(problem, rollout.completion)
-        return View(problem, own.num_body, own.num_think, own.retold)
+    def build_view(self, problem: Problem, completion: Completion) -> ModelView:
+        """Return a completion as this student reads it; `problem` has this student's pieces."""
+        [view] = self.format.rollout(problem, completion).views
+        return view
 
 
 class Readers:
@@ -104,17 +105,18 @@ class Readers:
         """Return the format of each student."""
         return [reader.format for reader in self.all]
 
-    def with_views(self, rollout: Rollout) -> Rollout:
-        """Return a rollout of the first student with the views of the others."""
+    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """Attach a completion to its problem, as every student reads it."""
+        rollout = self.formats[0].rollout(problem, completion)
         if not self.others:
             return rollout
-        problem = rollout.problem
         if self._last is None or self._last[0] is not problem:
-            self._last = problem, [reader.problem(problem) if reader else problem for reader in self.others]
-        pairs = zip(self.others, self._last[1], strict=True)
-        return replace(
-            rollout, views=tuple(reader.view(own, rollout) if reader else None for reader, own in pairs)
-        )
+            own = [reader.build_problem(problem) if reader else problem for reader in self.others]
+            self._last = problem, own
+        views = list(rollout.views)
+        for reader, own_problem in zip(self.others, self._last[1], strict=True):
+            views.append(reader.build_view(own_problem, completion) if reader else rollout.views[0])
+        return replace(rollout, views=tuple(views))
 
     def warn_of_guesses(self, prompts: Counter[str] | None = None) -> None:
         """Warn of each model of unknown format; `prompts` are those of the first student's rows, counted."""

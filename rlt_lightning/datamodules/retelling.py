@@ -13,10 +13,10 @@ from typing import Any
 
 from rlt_lightning.datamodules.formats import SENTINEL, ChatFormat, encode_pieces
 from rlt_lightning.datamodules.token_bytes import PlainTokenizer
-from rlt_lightning.numerics.spans import shared_spans
+from rlt_lightning.numerics.spans import Span, shared_spans
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Completion, InputError, Problem, Retold, Rollout, SFTExample
+from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, SFTExample
 
 
 class RetellingFormat(ChatFormat):
@@ -85,28 +85,38 @@ class RetellingFormat(ChatFormat):
         )
 
     def rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """See `ChatFormat.rollout`; the explanation is retold in the student's tokens.
+        """See `ChatFormat.rollout`; the student reads the explanation in its own tokens.
 
         r_KL counts the spans that hold the explanation. If the student's tokens glue the separator after it
         to its last character, the last span holds that too. Tokens of a character that is incomplete at the
         end are in no span.
         """
         rollout = super().rollout(problem, completion)
-        text, ends = self.students_text.spellable(*self.teachers_text.text_of(rollout.body))
+        [own] = rollout.views  # in the teacher's tokens
+        text, ends = self.students_text.spellable(*self.teachers_text.text_of(own.token_ids))
         token_ids, student_ends = self.students_text.encode(text, self.after_explanation)
-        spans, num_think = [], 0
+        spans: list[Span] = []
+        num_tokens = 0
         for span in shared_spans(ends, student_ends):
-            if num_think >= rollout.num_think:
+            if num_tokens >= own.num_tokens:
                 break
             spans.append(span)
-            num_think += span[0]
-        num_left_out = max(0, rollout.num_think - num_think)
-        return replace(rollout, num_think=num_think, retold=Retold(token_ids, spans, num_left_out))
+            num_tokens += span[0]
+        view = ModelView(
+            problem,
+            completion,
+            token_ids,
+            num_tokens,
+            num_own=sum(num_student for _, num_student in spans),
+            spans=spans,
+            num_left_out=max(0, own.num_tokens - num_tokens),
+        )
+        return replace(rollout, views=(view,))
 
     def num_read(self, problem: Problem, completion: Completion) -> int:
         """Return how many tokens of its own the student reads of a completion."""
-        retold = self.rollout(problem, completion).retold
-        return 0 if retold is None else len(retold.token_ids)
+        [view] = self.rollout(problem, completion).views
+        return len(view.token_ids)
 
     def student_sft_example(
         self,

@@ -237,7 +237,7 @@ class Task(ABC):
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
-        return self.readers.with_views(self.format.rollout(problem, completion))
+        return self.readers.build_rollout(problem, completion)
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion.

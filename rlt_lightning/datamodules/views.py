@@ -21,7 +21,7 @@ from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.token_bytes import PlainTokenizer
 from rlt_lightning.numerics.spans import shared_spans
 from rlt_lightning.tags import decode, decode_each
-from rlt_lightning.types import Completion, InputError, Problem, Rollout, Seen
+from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
 
 HINT = (
     "{question}\n\nHere is the solution:\n\n{solution}\n\nAnswer the question in your own words, as if you "
@@ -106,17 +106,28 @@ class TeacherViews:
         return replace(problem, teacher_view=view)
 
     def rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach an answer to its problem, with what the teacher reads of it; None if it has no thought."""
+        """Attach an answer to its problem, as the teacher reads it; no view if it has no thought."""
         rollout = self.student.student_rollout(problem, completion)
         ids = completion.token_ids
+        num_body = len(ids) - rollout.closed  # without the eos
         if self.options.kind == "hint":
             # A tokenizer that is not the teacher's has no token for its end of a turn.
-            end = len(ids) if self.plain is None else rollout.num_body
-            return replace(rollout, seen=self._seen(ids, 0, end, closes=False))
-        found = thought_of(self.student, ids[: rollout.num_body])
-        return rollout if found is None else replace(rollout, seen=self._seen(ids, *found))
+            end = len(ids) if self.plain is None else num_body
+            view = self._build_view(problem, completion, 0, end, closes=False)
+        elif (found := thought_of(self.student, ids[:num_body])) is not None:
+            view = self._build_view(problem, completion, *found)
+        else:
+            return rollout
+        return rollout if view is None else replace(rollout, views=(view,))
 
-    def _seen(self, ids: list[int], start: int, end: int, closes: bool) -> Seen | None:
+    def _build_view(
+        self, problem: Problem, completion: Completion, start: int, end: int, closes: bool
+    ) -> ModelView | None:
+        """Return how the teacher reads tokens of an answer, from start to end; None if it can judge none.
+
+        With `closes` the token at the end begins the student's closing tag.
+        """
+        ids = completion.token_ids
         read = ids[start:end]
         if self.plain is not None:
             students, teachers = self.plain
@@ -124,12 +135,16 @@ class TeacherViews:
             token_ids, teacher_ends = teachers.encode(text)
             spans = shared_spans(teacher_ends, ends)
             num_teacher, num_student = (sum(span[side] for span in spans) for side in (0, 1))
-            return Seen(start, num_student, token_ids[:num_teacher], spans) if spans else None
+            if not spans:
+                return None
+            return ModelView(
+                problem, completion, token_ids[:num_teacher], num_student, num_teacher, start, spans
+            )
         if closes and self.closing is not None:
             # Of a tag that is spelled in other tokens the teacher reads the first as it is.
             first = ids[end]
             end, read = end + 1, [*read, self.closing[1] if first == self.closing[0] else first]
-        return Seen(start, end - start, read) if read else None
+        return ModelView(problem, completion, read, end - start, end - start, start) if read else None
 
 
 def thought_of(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, bool] | None:

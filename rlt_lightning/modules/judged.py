@@ -29,12 +29,17 @@ class JudgedTerms(RewardTerms):
 
 def num_judged(row: Rollout) -> int:
     """Return how many of an answer's tokens the teacher judges."""
-    return 0 if row.seen is None else row.seen.num_tokens
+    return sum(view.num_tokens for view in row.views)
+
+
+def first_judged(row: Rollout) -> int:
+    """Return the first of an answer's tokens that the teacher judges; 0 if it judges none."""
+    return sum(view.start for view in row.views)
 
 
 def judged_part(row: Rollout) -> Rollout:
     """Return an answer cut to its judged tokens, with the engine's log-probs of them."""
-    completion, start = row.completion, 0 if row.seen is None else row.seen.start
+    completion, start = row.completion, first_judged(row)
     part = slice(start, start + num_judged(row))
     log_probs = None if completion.log_probs is None else completion.log_probs[part]
     return replace(
@@ -44,17 +49,17 @@ def judged_part(row: Rollout) -> Rollout:
 
 def student_part(row: Rollout) -> ScoredSequence:
     """Return prompt and answer up to the last judged token, which are scored; of others the first token."""
-    prompt, start = row.problem.teacher_prompt, 0 if row.seen is None else row.seen.start
+    prompt, start = row.problem.teacher_prompt, first_judged(row)
     rest = row.completion.token_ids[: max(1, start + num_judged(row))]
     scored = [False] * (len(prompt) + start) + [True] * num_judged(row)
-    return ScoredSequence(prompt, rest, scored if row.seen else [False] * (len(prompt) + len(rest)))
+    return ScoredSequence(prompt, rest, scored if row.views else [False] * (len(prompt) + len(rest)))
 
 
 def teacher_part(row: Rollout) -> ScoredSequence:
     """Return the teacher's context and what it judges; of an answer that it cannot judge its context."""
-    view, read = row.problem.teacher_view, [] if row.seen is None else row.seen.token_ids
-    rest = read or view[-1:]
-    return ScoredSequence(view, rest, [False] * len(view) + [bool(read)] * len(rest))
+    context, read = row.problem.teacher_view, row.views[0].token_ids if row.views else []
+    rest = read or context[-1:]
+    return ScoredSequence(context, rest, [False] * len(context) + [bool(read)] * len(rest))
 
 
 def with_exchange(

@@ -49,15 +49,16 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Return lengths and endings of the sampled completions."""
     rows = rollouts.rollouts
     lengths = [len(r.completion.token_ids) for r in rows]
-    retold = [r.retold for r in rows if r.retold is not None]
-    cut = {"rollout/half_character_frac": sum(one.num_left_out > 0 for one in retold) / len(rows)}
+    left_out = [r.views[0].num_left_out for r in rows if r.views]
+    of_others = [number for number in left_out if number is not None]  # the student's tokens are others
+    cut = {"rollout/half_character_frac": sum(number > 0 for number in of_others) / len(rows)}
     return {
         "rollout/length_mean": sum(lengths) / len(rows),
         "rollout/length_max": float(max(lengths)),
         "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
         "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
         "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),
-        **(cut if retold else {}),
+        **(cut if of_others else {}),
     }
 
 

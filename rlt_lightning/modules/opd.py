@@ -1,6 +1,6 @@
 """On-policy distillation: a student learns on its own answers from a teacher that sees the solution.
 
-    RolloutCallback    batch.rollouts: the student's answers; `seen` says what the teacher reads of each
+    RolloutCallback    batch.rollouts: the student's answers; each with the view of the teacher
     training_step
       ├ Share*         divide all ranks' answers by their tokens (`shares.py`)
       ├ update         `update` in sampled.py; for each micro-batch:
@@ -334,7 +334,7 @@ class OPDModule(SampledModule):
             read = with_exchange(teachers, packed.targets, self.views.exchanged)
             theirs, _ = ask(log_probs_of, read, temperature, self.head)
         log_probs, entropy = self.run(log_probs_of, packed, temperature, self.head, True)  # (M,)
-        found = [span for row in rows if row.seen is not None for span in row.seen.spans or ()]
+        found = [span for row in rows for view in row.views for span in view.spans or ()]
         spans = found if self.views.plain else None
         advantages = sampled_advantages(log_probs, theirs, spans)
         padded, token_mask = to_padded(log_probs, [num_judged(row) for row in rows])  # (n, T)

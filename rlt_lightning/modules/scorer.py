@@ -57,10 +57,10 @@ from rlt_lightning.numerics.packing import (
     to_padded,
 )
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms, require_finite
-from rlt_lightning.numerics.spans import span_kl
+from rlt_lightning.numerics.spans import Span, span_kl
 from rlt_lightning.numerics.students import Reduction, combined_terms
 from rlt_lightning.run.metrics import build_student_metrics, register
-from rlt_lightning.types import InputError, Problem, Retold, Rollout, Scores
+from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, Scores
 
 # Divides sequences into micro-batches, with their weights. Ranks that wait for each other in a forward get
 # equally many: a rank with fewer repeats one with weight 0, which does not count.
@@ -294,7 +294,7 @@ class Scorer:
         """
         if not self.models:
             return [()] * len(rows)
-        views = [[row.read_by(number) for row in rows] for number in range(len(self.models))]
+        views = [[row.views[number] for row in rows] for number in range(len(self.models))]
         several = len(views) > 1
         teacher_log_probs = self._score_longest_views(views, temperature, stats) if several else [None]
         by_student = []
@@ -342,9 +342,7 @@ class Scorer:
         extra = self.extra_terms(rows)
         found = [one.to(self.device) for one in found]
         by_student = [
-            self._student_rewards(
-                [row.read_by(number) for row in rows], [one.students[number] for one in found], extra
-            )
+            self._student_rewards(rows, number, [one.students[number] for one in found], extra)
             for number in range(len(self.students.names))
         ]
         if len(by_student) == 1:
@@ -357,8 +355,8 @@ class Scorer:
     def score_empty(self, problem: Problem, temperature: float) -> Scores:
         """Return the scores, N = 1, of an empty explanation, with which others are compared."""
         assert self.readers is not None, "an empty explanation needs a format"
-        empty = self.readers.with_views(empty_rollout(problem, self.readers.formats[0]))
-        return self([empty], temperature)
+        completion = build_empty_completion(problem, self.readers.formats[0])
+        return self([self.readers.build_rollout(problem, completion)], temperature)
 
     @torch.no_grad()
     def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
@@ -409,7 +407,7 @@ class Scorer:
         self,
         student: Run,
         number: int,
-        rows: list[Rollout],
+        views: list[ModelView],
         temperature: float,
         known: Mapping[int, Tensor],
         teacher_log_probs: list[Tensor] | None,
@@ -420,68 +418,67 @@ class Scorer:
         Args:
             student: Calls the student.
             number: Its number, from 0.
-            rows: The completions as it reads them.
+            views: The completions as it reads them.
             temperature: The temperature at which they were sampled.
             known: What it has computed of empty explanations already, (S,), by the problem's row.
             teacher_log_probs: N of (K,), nats, of the think tokens; None: to be found.
             stats: Counts the tokens that models compute.
         """
         if self.rlt_reward.baseline == "none":
-            return self._score_student(student, rows, temperature, teacher_log_probs, stats)
+            return self._score_student(student, views, temperature, teacher_log_probs, stats)
         assert self.readers is not None, "a baseline needs the format of empty explanations"
-        missing = {r.problem.row: r.problem for r in rows if r.problem.row not in known}
-        empty = [empty_rollout(problem, self.readers.formats[number]) for problem in missing.values()]
+        missing = {v.problem.row: v.problem for v in views if v.problem.row not in known}
+        empty = [build_empty_view(problem, self.readers.formats[number]) for problem in missing.values()]
         if teacher_log_probs is not None:  # what the teacher says of an empty one enters nothing
-            lengths = (len(think_tokens(row, self.rlt_reward.score_given)) for row in empty)
+            lengths = (len(think_tokens(view, self.rlt_reward.score_given)) for view in empty)
             zeros = (torch.zeros(length, device=self.device) for length in lengths)
             teacher_log_probs = [*teacher_log_probs, *zeros]
-        found = self._score_student(student, [*rows, *empty], temperature, teacher_log_probs, stats)
-        of_empty = [one.solution_log_probs for one in found[len(rows) :]]
+        found = self._score_student(student, [*views, *empty], temperature, teacher_log_probs, stats)
+        of_empty = [one.solution_log_probs for one in found[len(views) :]]
         by_row = {**known, **dict(zip(missing, of_empty, strict=True))}
         return [
-            one._replace(empty_log_probs=by_row[row.problem.row])
-            for row, one in zip(rows, found[: len(rows)], strict=True)
+            one._replace(empty_log_probs=by_row[view.problem.row])
+            for view, one in zip(views, found[: len(views)], strict=True)
         ]
 
     def _score_student(
         self,
         student: Run,
-        rows: list[Rollout],
+        views: list[ModelView],
         temperature: float,
         teacher_log_probs: list[Tensor] | None,
         stats: PhaseStats | None,
     ) -> list[TokenScores]:
         """Run student and teacher over N completions; see `_score_with_baseline`."""
-        reward = self.rlt_reward
-        think = [think_tokens(r, reward.score_given) for r in rows]
-        # The student's tokens of the explanation, which may be others.
-        num_read = [r.retold.num_think if r.retold else len(ids) for r, ids in zip(rows, think, strict=True)]
-        students = [student_sequence(r, number) for r, number in zip(rows, num_read, strict=True)]
-        require_room(student, rows, students)
-        teachers = [teacher_sequence(r, len(ids)) for r, ids in zip(rows, think, strict=True)]
-        given = teacher_log_probs
-        if given is None:
-            given = self._sampled_log_probs(rows, temperature, stats)
-        needs_teacher = [] if given is not None else teachers
+        reward, given = self.rlt_reward, self.rlt_reward.score_given
+        students = [student_sequence(view, given) for view in views]
+        teachers = [teacher_sequence(view, given) for view in views]
+        require_room(student, views, students)
+        if teacher_log_probs is None:
+            teacher_log_probs = self._sampled_log_probs(views, temperature, stats)
+        needs_teacher = [] if teacher_log_probs is not None else teachers
         extents = [
             Extent(
-                r.problem.row,
+                view.problem.row,
                 max(len(s.prefix) for s in sequences),
                 max(len(s.rest) for s in sequences),
             )
-            for r, *sequences in zip(rows, students, needs_teacher or students, strict=True)
+            for view, *sequences in zip(views, students, needs_teacher or students, strict=True)
         ]
-        found = [TokenScores(torch.empty(0), torch.empty(0))] * len(rows)
+        num_think = [len(think_tokens(view, given)) for view in views]
+        num_solution = [len(view.problem.solution_ids) for view in views]
+        found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
         for micro_batch, weight in self.plan(extents):
             packed = self._pack(students, micro_batch, weight, stats)
             # (M, H), (M,)
             hidden, log_probs = student(states_and_log_probs, packed, reward.student_temperature, self.head)
-            num_think = [len(think[i]) for i in micro_batch.indices]
             splits = [
-                n for i in micro_batch.indices for n in (num_read[i], len(rows[i].problem.solution_ids))
+                n
+                for i in micro_batch.indices
+                for n in (sum(students[i].scored) - num_solution[i], num_solution[i])
             ]
             pieces = log_probs.split(splits)  # think, solution, think, solution, …
-            numbers = [rows[i].problem.row for i in micro_batch.indices]
+            numbers = [views[i].problem.row for i in micro_batch.indices]
             require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
             require_finite_rows(pieces[::2], "student log-prob of the explanation", numbers)
             if reward.kl_estimator == "exact":
@@ -490,12 +487,12 @@ class Scorer:
             else:
                 teacher_values = (
                     self._teacher_forward(self._pack(teachers, micro_batch, weight, stats))
-                    if given is None
-                    else torch.cat([given[i] for i in micro_batch.indices])
+                    if teacher_log_probs is None
+                    else torch.cat([teacher_log_probs[i] for i in micro_batch.indices])
                 )
-                retold = [rows[i].retold for i in micro_batch.indices]
-                values = sampled_kl(reward.token_kl, teacher_values, torch.cat(pieces[::2]), retold)
-            kl_rows = values.split(num_think)
+                spans = [views[i].spans for i in micro_batch.indices]
+                values = sampled_kl(reward.token_kl, teacher_values, torch.cat(pieces[::2]), spans)
+            kl_rows = values.split([num_think[i] for i in micro_batch.indices])
             require_finite_rows(kl_rows, "KL of the explanation", numbers)
             for place, i in enumerate(micro_batch.indices):
                 found[i] = TokenScores(pieces[2 * place + 1], kl_rows[place])
@@ -518,9 +515,9 @@ class Scorer:
         return self.teacher(with_teacher)
 
     def _student_rewards(
-        self, rows: list[Rollout], found: list[TokenScores], extra: dict[str, Tensor]
+        self, rows: list[Rollout], number: int, found: list[TokenScores], extra: dict[str, Tensor]
     ) -> Scores:
-        """Return the rewards by one student of N completions, as it reads them."""
+        """Return the rewards of N completions by the student of this number."""
         solution_log_probs = [one.solution_log_probs for one in found]
         kl = [one.kl for one in found]
         padded, solution_mask = pad_rows(solution_log_probs)  # (N, S)
@@ -530,7 +527,7 @@ class Scorer:
         empty = {"empty_log_probs": pad_rows(of_empty)[0]} if of_empty else {}
         terms = self.rlt_reward(padded, solution_mask, kl_values, kl_mask, format_ok, extra, **empty)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
-        think = [think_tokens(r, self.rlt_reward.score_given) for r in rows]
+        think = [think_tokens(r.views[number], self.rlt_reward.score_given) for r in rows]
         return Scores(terms, solution_log_probs, think, kl)
 
     # The teacher
@@ -541,24 +538,25 @@ class Scorer:
         return log_probs
 
     def _sampled_log_probs(
-        self, rows: list[Rollout], temperature: float, stats: PhaseStats | None
+        self, views: list[ModelView], temperature: float, stats: PhaseStats | None
     ) -> list[Tensor] | None:
-        """Return the teacher's log-probs of each row's think tokens, (K,), as sampled; None if unknown."""
+        """Return the teacher's log-probs of each view's think tokens, (K,), as sampled; None if unknown."""
         reward = self.rlt_reward
         if reward.kl_estimator == "exact" or temperature != reward.teacher_temperature:
             return None
-        if self.recompute(any(r.completion.log_probs is None for r in rows)):
+        if self.recompute(any(view.completion.log_probs is None for view in views)):
             return None
         sampled = [
-            torch.tensor(r.completion.log_probs[: r.num_think], device=self.device)
-            for r in rows
-            if r.completion.log_probs is not None
+            torch.tensor(view.completion.log_probs[: view.num_tokens], device=self.device)
+            for view in views
+            if view.completion.log_probs is not None
         ]
         if not reward.score_given:
             return sampled
-        given = self._given_log_probs([r.problem for r in rows], stats)
+        given = self._given_log_probs([view.problem for view in views], stats)
         return [
-            torch.cat([given[r.problem.row], log_probs]) for r, log_probs in zip(rows, sampled, strict=True)
+            torch.cat([given[view.problem.row], log_probs])
+            for view, log_probs in zip(views, sampled, strict=True)
         ]
 
     def _given_log_probs(self, problems: list[Problem], stats: PhaseStats | None) -> dict[int, Tensor]:
@@ -573,15 +571,11 @@ class Scorer:
             for p in prompts
         ]
         extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in prompts]
-        lengths = [len(p.think_prefix) for p in prompts]
-        for prompt, values in zip(
-            prompts, self._teacher_log_probs(sequences, extents, lengths, stats), strict=True
-        ):
-            found[prompt.row] = values
-        return found
+        of_prompts = self._teacher_log_probs(sequences, extents, stats)
+        return found | {p.row: values for p, values in zip(prompts, of_prompts, strict=True)}
 
     def _score_longest_views(
-        self, views: list[list[Rollout]], temperature: float, stats: PhaseStats | None
+        self, views: list[list[ModelView]], temperature: float, stats: PhaseStats | None
     ) -> Sequence[list[Tensor] | None]:
         """Return the teacher's log-probs of each view's think tokens, N of (K,), with one forward at most.
 
@@ -589,56 +583,44 @@ class Scorer:
         longest is computed, and each view gets its part.
 
         Args:
-            views: The completions, as each student reads them.
+            views: The N completions, as each student reads them.
             temperature: The temperature at which they were sampled.
             stats: Counts the tokens that the teacher computes.
 
         Returns:
-            None for each view with kl_estimator exact, which compares hidden states: the teacher runs with
+            None for each student with kl_estimator exact, which compares hidden states: the teacher runs with
             each student.
         """
-        reward = self.rlt_reward
+        reward, score_given = self.rlt_reward, self.rlt_reward.score_given
         if reward.kl_estimator == "exact":
             return [None] * len(views)
-        rows = [longest_view(row) for row in zip(*views, strict=True)]
-        whole = self._sampled_log_probs(rows, temperature, stats)
+        longest = [merge_views(of_completion) for of_completion in zip(*views, strict=True)]
+        whole = self._sampled_log_probs(longest, temperature, stats)
         if whole is None:
-            lengths = [len(think_tokens(row, reward.score_given)) for row in rows]
-            sequences = [teacher_sequence(row, length) for row, length in zip(rows, lengths, strict=True)]
+            sequences = [teacher_sequence(view, score_given) for view in longest]
             extents = [
-                Extent(row.problem.row, len(one.prefix), len(one.rest))
-                for row, one in zip(rows, sequences, strict=True)
+                Extent(view.problem.row, len(one.prefix), len(one.rest))
+                for view, one in zip(longest, sequences, strict=True)
             ]
-            whole = self._teacher_log_probs(sequences, extents, lengths, stats)
+            whole = self._teacher_log_probs(sequences, extents, stats)
         parts = []
-        for view in views:
-            of_view = []
-            for row, longest, values in zip(view, rows, whole, strict=True):
-                num_given = len(longest.problem.think_prefix) if reward.score_given else 0
-                first = num_given - (len(row.problem.think_prefix) if reward.score_given else 0)
-                of_view.append(values[first : num_given + row.num_think])
-            parts.append(of_view)
+        for of_student in views:
+            part = []
+            for view, merged, values in zip(of_student, longest, whole, strict=True):
+                num_given = len(merged.problem.think_prefix) if score_given else 0
+                first = num_given - (len(view.problem.think_prefix) if score_given else 0)
+                part.append(values[first : num_given + view.num_tokens])
+            parts.append(part)
         return parts
 
     def _teacher_log_probs(
-        self,
-        sequences: list[ScoredSequence],
-        extents: list[Extent],
-        lengths: list[int],
-        stats: PhaseStats | None,
+        self, sequences: list[ScoredSequence], extents: list[Extent], stats: PhaseStats | None
     ) -> list[Tensor]:
-        """Run the teacher over N sequences, and return its log-probs of the scored tokens of each.
-
-        Args:
-            sequences: What it reads.
-            extents: Their lengths.
-            lengths: How many tokens of each are scored.
-            stats: Counts the tokens.
-        """
+        """Run the teacher over N sequences of these lengths; return the log-probs of their scored tokens."""
         found: list[Tensor] = [torch.empty(0)] * len(sequences)
         for micro_batch, weight in self.plan(extents):
             values = self._teacher_forward(self._pack(sequences, micro_batch, weight, stats))
-            of_rows = values.split([lengths[i] for i in micro_batch.indices])
+            of_rows = values.split([sum(sequences[i].scored) for i in micro_batch.indices])
             for i, one in zip(micro_batch.indices, of_rows, strict=True):
                 found[i] = one
         return found
@@ -672,30 +654,28 @@ def known_empty(rows: Sequence[Rollout], found: Sequence[CompletionScores]) -> d
     return known
 
 
-def think_tokens(rollout: Rollout, score_given: bool) -> list[int]:
+def think_tokens(view: ModelView, score_given: bool) -> list[int]:
     """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
-    given = rollout.problem.think_prefix if score_given else []
-    return given + rollout.body[: rollout.num_think]
+    return (view.problem.think_prefix if score_given else []) + view.compared
 
 
-def student_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
+def student_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
     """Return the explanation in the student's context; score think and solution tokens (RLT, figure 3)."""
-    problem, retold = rollout.problem, rollout.retold
-    body, num_body_think = rollout.body, rollout.num_think
-    if retold is not None:
-        body, num_body_think = retold.token_ids, retold.num_think
+    problem = view.problem
     prefix = problem.student_prefix + problem.think_prefix
-    rest = body + problem.student_suffix + problem.solution_ids
-    num_between = len(body) - num_body_think + len(problem.student_suffix)
-    scored = scored_end(len(prefix) + num_body_think - num_think, num_think)
+    rest = view.token_ids + problem.student_suffix + problem.solution_ids
+    num_given = len(problem.think_prefix) if score_given else 0
+    num_between = len(view.token_ids) - view.num_own + len(problem.student_suffix)
+    scored = scored_end(len(prefix) - num_given, num_given + view.num_own)
     scored += scored_end(num_between, len(problem.solution_ids))
     return ScoredSequence(prefix, rest, scored)
 
 
-def teacher_sequence(rollout: Rollout, num_think: int) -> ScoredSequence:
+def teacher_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
     """Return the explanation in the teacher's context; the same think tokens are scored."""
-    prompt, explanation = rollout.problem.teacher_prompt, rollout.body[: rollout.num_think]
-    scored = scored_end(len(prompt) + len(explanation) - num_think, num_think)
+    prompt, explanation = view.problem.teacher_prompt, view.compared
+    num_given = len(view.problem.think_prefix) if score_given else 0
+    scored = scored_end(len(prompt) - num_given, num_given + len(explanation))
     return ScoredSequence(prompt, explanation, scored)
 
 
@@ -732,14 +712,14 @@ def sampled_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Te
     return pad_sequence(tensors, batch_first=True)
 
 
-def longest_view(views: Sequence[Rollout]) -> Rollout:
-    """Return a rollout with all tokens that any of its views counts, at its start and at its end."""
-    longest = max(views, key=lambda row: row.num_think)
-    given = max((row.problem for row in views), key=lambda problem: len(problem.think_prefix))
-    return replace(longest, problem=given, retold=None)
+def merge_views(views: Sequence[ModelView]) -> ModelView:
+    """Return what the teacher computes of a completion: all tokens that any of its views counts."""
+    longest = max(views, key=lambda view: view.num_tokens)
+    given = max((view.problem for view in views), key=lambda problem: len(problem.think_prefix))
+    return replace(longest, problem=given)
 
 
-def empty_rollout(problem: Problem, chat_format: ChatFormat) -> Rollout:
+def build_empty_completion(problem: Problem, chat_format: ChatFormat) -> Completion:
     """Return an explanation without text, closed by its tag: the student then reads its tags and no more.
 
     Its tokens are those of an empty trace, and an explanation of exactly these gains 0. None of them counts
@@ -747,14 +727,20 @@ def empty_rollout(problem: Problem, chat_format: ChatFormat) -> Rollout:
     """
     completion = chat_format.completion_from_trace(problem, "")
     # They enter nothing. Without them the teacher would read the step's completions again.
-    return chat_format.rollout(problem, replace(completion, log_probs=[0.0] * len(completion.token_ids)))
+    return replace(completion, log_probs=[0.0] * len(completion.token_ids))
+
+
+def build_empty_view(problem: Problem, chat_format: ChatFormat) -> ModelView:
+    """Return an empty explanation as a student reads it."""
+    [view] = chat_format.rollout(problem, build_empty_completion(problem, chat_format)).views
+    return view
 
 
 def sampled_kl(
     estimate: Callable[[Tensor, Tensor], Tensor],
     teacher_log_probs: Tensor,
     student_log_probs: Tensor,
-    retold: Sequence[Retold | None],
+    spans: Sequence[Sequence[Span] | None],
 ) -> Tensor:
     """Estimate the KL of the teacher's think tokens, on spans where the student's tokens are others.
 
@@ -762,15 +748,15 @@ def sampled_kl(
         estimate: Estimates it from log-probs, such as `RLTReward.token_kl`.
         teacher_log_probs: Of n explanations, one after the other, (sum of K,), nats.
         student_log_probs: The same of the student, in its own tokens.
-        retold: What the student read of each, n; None for each: the teacher's tokens.
+        spans: Tokens of teacher and student in the spans of each, n; None for each: the same tokens.
 
     Returns:
         (sum of K,), nats.
     """
-    spans = [span for one in retold if one is not None for span in one.spans]
-    if None in retold:
+    if None in spans:
         return estimate(teacher_log_probs, student_log_probs)
-    return span_kl(estimate, teacher_log_probs, student_log_probs, spans)
+    joined = [span for of_one in spans if of_one is not None for span in of_one]
+    return span_kl(estimate, teacher_log_probs, student_log_probs, joined)
 
 
 def scored_end(num_given: int, num_scored: int) -> list[bool]:
@@ -814,27 +800,27 @@ def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Se
         )
 
 
-def require_room(student: Callable[..., Any], rows: list[Rollout], sequences: list[ScoredSequence]) -> None:
-    """Check that retold explanations fit into the student's context.
+def require_room(student: Run, views: list[ModelView], sequences: list[ScoredSequence]) -> None:
+    """Check that retokenized explanations fit into the student's context.
 
     Explanations that teacher and student read in the same tokens were checked before the run.
 
     Args:
         student: Calls the student.
-        rows: N rollouts.
-        sequences: What the student reads of each.
+        views: N completions as the student reads them.
+        sequences: What it reads of each.
 
     Raises:
         InputError: If one does not; it names the row.
     """
-    if not any(row.retold for row in rows):
+    if all(view.spans is None for view in views):
         return
     context: int = ask(student, longest_sequence)
-    for row, sequence in zip(rows, sequences, strict=True):
+    for view, sequence in zip(views, sequences, strict=True):
         if len(sequence.scored) > context:
             raise InputError(
                 f"What the student reads must fit into its context of {context} tokens, but row "
-                f"{row.problem.row}, with a completion of {len(row.completion.token_ids)} tokens of the "
+                f"{view.problem.row}, with a completion of {len(view.completion.token_ids)} tokens of the "
                 f"teacher, has {len(sequence.scored)} tokens of the student. Lower "
                 "rollouts.sampling.max_completion_length or, for given traces, data.max_length."
             )

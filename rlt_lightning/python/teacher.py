@@ -28,7 +28,7 @@ from rlt_lightning.pretrained import Dtype
 from rlt_lightning.python.environment import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.scoring.one_problem import NoReward, score_problems
 from rlt_lightning.tags import TagStyle, decode_each
-from rlt_lightning.types import FinishReason, InputError, Rollout, Scores
+from rlt_lightning.types import FinishReason, InputError, ModelView, Rollout, Scores
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
 EXACT = RLTReward(kl_estimator="exact")
@@ -71,18 +71,18 @@ class Score:
 
     @classmethod
     def of(
-        cls, rollout: Rollout, scores: Scores, place: int, reward: RLTReward, formats: Sequence[Any]
+        cls, views: Sequence[ModelView], scores: Scores, place: int, reward: RLTReward, formats: Sequence[Any]
     ) -> Score:
         """Return the score of one rollout of a batch.
 
         Args:
-            rollout: The rollout.
+            views: The rollout as each student reads it.
             scores: The scores of its batch.
             place: Its place in the batch, from 0.
             reward: What scored it.
             formats: The format of each student, with the tokenizers of teacher and student.
         """
-        chat_format, solution_ids = formats[0], rollout.problem.solution_ids
+        chat_format, solution_ids = formats[0], views[0].problem.solution_ids
         terms = scores.terms
         assert isinstance(terms, RLTRewardTerms)
         solution = terms.solution_log_prob_mean + reward.min_coef * terms.solution_log_prob_min  # (N,)
@@ -100,7 +100,7 @@ class Score:
             solution_tokens=decode_each(chat_format.student_tokenizer, solution_ids),
             solution_log_probs=scores.solution_log_probs[place].tolist(),
             by_student={
-                label: cls.of(rollout.read_by(number), one, place, reward, formats[number:])
+                label: cls.of(views[number:], one, place, reward, formats[number:])
                 for number, (label, one) in enumerate(scores.by_student.items())
             },
         )
@@ -254,7 +254,7 @@ class Teacher:
         found: list[tuple[Rollout, Score | None]] = []
         for batch in batches:
             for place, rollout in enumerate(batch.rollouts.rollouts):
-                parts = (rollout, batch.scores, place, self.reward, data.readers.formats)
+                parts = (rollout.views, batch.scores, place, self.reward, data.readers.formats)
                 found.append((rollout, Score.of(*parts) if self.module.students.names else None))
         return found
 

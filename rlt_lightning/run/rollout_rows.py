@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from rlt_lightning.run.jsonl import Row, rewrite, whole_rows
 from rlt_lightning.run.metrics import OF_STUDENT, OURS
 from rlt_lightning.tags import decode_each
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout, Scores
+from rlt_lightning.types import InputError, ModelView, Problem, PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
 # Columns of a completion that each of several students has: the others come from the text.
@@ -82,18 +82,18 @@ def token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequ
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, of the first
         student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
     """
-    columns = own_token_columns(rollout, scores, position, formats[0])
+    columns = own_token_columns(rollout.views[0], scores, position, formats[0])
     for number, (label, one) in enumerate(scores.by_student.items()):
-        own = own_token_columns(rollout.read_by(number), one, position, formats[number])
+        own = own_token_columns(rollout.views[number], one, position, formats[number])
         columns |= {f"{name}/{label}": values for name, values in own.items() if number}
     return columns
 
 
-def own_token_columns(rollout: Rollout, scores: Scores, position: int, chat_format: Any) -> Row:
+def own_token_columns(view: ModelView, scores: Scores, position: int, chat_format: Any) -> Row:
     """Return the columns of `token_columns` for one student."""
     columns: Row = {"thought_tokens": decode_each(chat_format.tokenizer, scores.think_tokens[position])}
     columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
-    columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, rollout.problem.solution_ids)
+    columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, view.problem.solution_ids)
     values = scores.solution_log_probs[position].tolist()
     columns["solution_log_probs"] = [round(value, 6) for value in values]
     return columns

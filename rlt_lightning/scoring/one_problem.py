@@ -299,7 +299,7 @@ class ExplanationScorer:
 
     def rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
-        return self.readers.with_views(self.format.rollout(problem, completion))
+        return self.readers.build_rollout(problem, completion)
 
     def terms(self, rollouts: Sequence[Rollout], teacher: Run, device: torch.device) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
