@@ -28,7 +28,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.modules import CorrectnessReward, RLTModule
-from rlt_lightning.modules import rlt as rlt_module
+from rlt_lightning.modules import sampled
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Students
@@ -260,7 +260,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stay, _ = scores_of(tmp_path, students=OTHERS)
-    monkeypatch.setattr(rlt_module, "FrozenModel", Visits)
+    monkeypatch.setattr(sampled, "FrozenModel", Visits)
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
     assert torch.equal(back.terms.reward, stay.terms.reward)
     assert Visits.most == 1
