@@ -27,8 +27,7 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat, write_format
-from rlt_lightning.modules import CorrectnessReward, RLTModule
-from rlt_lightning.modules import sampled
+from rlt_lightning.modules import CorrectnessReward, RLTModule, sampled
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Students
