@@ -27,7 +27,7 @@ from side_by_side import benchmark_parser, finish, read_options
 from torch.distributed import TCPStore
 
 from rlt_lightning.engines import DiskPush, GlooPush, Launch, VLLMEngine
-from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
+from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def receive_gloo(port: int, shapes: list[torch.Size], rounds: int) -> None:
     for _ in range(rounds):
         for place in places:
             arrival = torch.empty_like(place)
-            group.broadcast([arrival.view(-1).view(torch.uint8)], from_trainer()).wait()
+            group.broadcast([arrival.view(-1).view(torch.uint8)], build_broadcast_options()).wait()
             place.copy_(arrival)
         group.barrier().wait()
 
@@ -71,7 +71,7 @@ class GlooCopy:
 
     def __call__(self) -> None:
         for tensor in self.tensors.values():
-            self.group.broadcast([tensor.view(-1).view(torch.uint8)], from_trainer()).wait()
+            self.group.broadcast([tensor.view(-1).view(torch.uint8)], build_broadcast_options()).wait()
         self.group.barrier().wait()
 
 

@@ -28,7 +28,7 @@ def join_group(store: Store, rank: int, world_size: int, timeout_s: float, host:
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
-def from_trainer() -> BroadcastOptions:
+def build_broadcast_options() -> BroadcastOptions:
     """Return the options of a broadcast whose source is rank 0."""
     options = BroadcastOptions()
     options.rootRank = 0

@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rlt_lightning.gloo import from_trainer, join_group
+from rlt_lightning.gloo import build_broadcast_options, join_group
 
 # As in models/weights.py, which needs packages that the worker's environment may lack.
 NamedTensor = tuple[str, Tensor]
@@ -163,7 +163,7 @@ class GlooEngine(ReloadEngine):
         """Load each tensor as soon as it is here, while the next ones are on their way."""
         if self.group is None:
             raise RuntimeError("init_weight_transfer_engine must come before update_weights. Call it.")
-        self.load_ahead(broadcast_tensors(self.group, update_info))
+        self.load_ahead(receive_tensors(self.group, update_info))
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -176,12 +176,12 @@ def use_any_core() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def broadcast_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]:
+def receive_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]:
     """Receive tensor after tensor from the trainer."""
     for name, shape, dtype in zip(info.names, info.shapes, info.dtype_names, strict=True):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         for piece in tensor.view(-1).view(torch.uint8).split(info.piece_bytes):
-            group.broadcast([piece], from_trainer()).wait()
+            group.broadcast([piece], build_broadcast_options()).wait()
         yield name, tensor
 
 
@@ -208,10 +208,10 @@ class DiskEngine(ReloadEngine):
 
     def receive_weights(self, update_info: DiskUpdateInfo) -> None:
         """Load tensor after tensor, while the next ones are read."""
-        self.load_ahead(stored_tensors(Path(update_info.folder)))
+        self.load_ahead(read_tensors(Path(update_info.folder)))
 
 
-def stored_tensors(folder: Path) -> Iterator[NamedTensor]:
+def read_tensors(folder: Path) -> Iterator[NamedTensor]:
     """Yield the tensors of a folder's safetensors files."""
     from safetensors import safe_open
 

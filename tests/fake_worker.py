@@ -360,13 +360,13 @@ def receive_gloo(name: str, info: JSON) -> dict[str, Any]:
     """The tensors of one /update_weights."""
     import torch
 
-    from rlt_lightning.gloo import from_trainer
+    from rlt_lightning.gloo import build_broadcast_options
 
     tensors = {}
     for tensor_name, shape, dtype in zip(info["names"], info["shapes"], info["dtype_names"], strict=True):
         tensors[tensor_name] = torch.empty(shape, dtype=getattr(torch, dtype))
         for piece in tensors[tensor_name].view(-1).view(torch.uint8).split(info["piece_bytes"]):
-            GROUPS[name].broadcast([piece], from_trainer()).wait()
+            GROUPS[name].broadcast([piece], build_broadcast_options()).wait()
     return tensors
 
 

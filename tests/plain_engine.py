@@ -17,7 +17,7 @@ from sampling import numbered
 from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
-from rlt_lightning.engines.hf import StopWatcher, eos_token_ids, row_uniforms, truncate
+from rlt_lightning.engines.hf import StopWatcher, draw_uniforms, find_eos_token_ids, truncate
 from rlt_lightning.types import Completion, FinishReason
 
 
@@ -58,11 +58,11 @@ class PlainEngine(HFEngine):
         drafts = [
             Draft(uniforms, request.seed)
             for request in requests
-            for uniforms in row_uniforms(request.seed, num_completions, request.limit(sampling))
+            for uniforms in draw_uniforms(request.seed, num_completions, request.limit(sampling))
         ]
         prompts = [request.prompt for request in requests]
         logits, cache, history, mask = self.repeated_prompts(prompts, num_completions)
-        watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
+        watcher = StopWatcher(self.tokenizer, stop, find_eos_token_ids(self.model, self.tokenizer))
         active = list(range(len(drafts)))
         for step in itertools.count():
             uniforms = torch.stack([drafts[i].uniforms[step] for i in active])

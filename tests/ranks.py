@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import ROOT, Running
 
-from rlt_lightning.engines.launch import free_port
+from rlt_lightning.engines.launch import find_free_port
 
 WAIT_FOR_JOBS = "from strategy_run import main; main()"
 STEPS = 5  # of a job that does not say
@@ -67,7 +67,7 @@ class Ranks:
         self.processes: list[Running] = []
 
     def start(self) -> None:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "NODE_RANK": "0"}
         self.folder = TemporaryDirectory()
         self.log = Path(self.folder.name) / "log"
         for rank in range(self.world_size):

@@ -17,7 +17,7 @@ from rlt_lightning.engines import (
     SampleRequest,
     Sampling,
     WorkersLost,
-    generate_with_budget,
+    sample_with_budget,
 )
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Completion, InputError
@@ -57,7 +57,7 @@ def respond(
     num_completions: int = 1,
     seeds: tuple[int, ...] = (0,),
 ) -> list[list[BudgetedCompletion]]:
-    groups = generate_with_budget(
+    groups = sample_with_budget(
         engine,
         chat_format.tokenizer,
         [prompt_of(chat_format, question) for question in questions],
@@ -267,7 +267,7 @@ def test_each_response_keeps_to_its_own_limit(chat_format: ChatFormat) -> None:
         [prompt_of(chat_format), prompt_of(chat_format, "?")],
         encode(chat_format, "One.\n</think>"),
     )
-    [[short], [long]] = generate_with_budget(
+    [[short], [long]] = sample_with_budget(
         engine,  # type: ignore[arg-type]
         chat_format.tokenizer,
         prompts,

@@ -15,8 +15,8 @@ from plain_engine import PlainEngine, draw_plainly
 from sampling import sample_groups
 
 from rlt_lightning.engines import HFEngine, Sampling
-from rlt_lightning.engines.hf import draw, invert, inverted_exactly
-from rlt_lightning.engines.slots import Prompts, attend, decode_attention, slot_fault
+from rlt_lightning.engines.hf import draw, invert, invert_exactly
+from rlt_lightning.engines.slots import Prompts, attend, decode_attention, find_slot_fault
 from rlt_lightning.models.cpu_linear import packed_forward, packed_weights
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -123,7 +123,7 @@ def test_architectures_sample_the_same_tokens(miniature: str, name: str) -> None
     model, tokenizer = tiny(kind, **changes), load_tokenizer(miniature)
     model.generation_config.eos_token_id = 7
     tokenizer.decode = lambda *args, **options: ""  # the model has words that the tokenizer lacks
-    fault = slot_fault(model, lambda **inputs: model(**inputs))
+    fault = find_slot_fault(model, lambda **inputs: model(**inputs))
     assert fault is None if reason is None else reason in (fault or "")
     asked: tuple[Any, ...] = (random_prompts([2, 30, 11]), Sampling(1.0), 3, "", [1, 2, 3], [40, 9, 25])
     theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
@@ -137,7 +137,7 @@ def test_a_convolution_cache_samples_its_own_tokens(miniature: str) -> None:
     engine = started(HFEngine, model, tokenizer, 3)
     prompts = random_prompts([12, 12])  # padding would go through its convolution
     groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=8), 2, "", [1, 2])
-    assert engine.own_cache
+    assert engine.needs_transformers_cache
     for prompt, group in zip(prompts, groups, strict=True):
         assert group[0].token_ids == group[1].token_ids
         ids = torch.tensor([prompt + group[0].token_ids])
@@ -161,7 +161,7 @@ def test_adapted_models_sample_the_same_tokens(miniature: str) -> None:
     )
     ours = started(HFEngine, model.train(), tokenizer)
     assert_same(sample_groups(ours, *asked), sample_groups(started(PlainEngine, model, tokenizer), *asked))
-    assert ours.own_cache is False
+    assert ours.needs_transformers_cache is False
     assert model.training
 
 
@@ -172,7 +172,7 @@ def test_half_precision_is_stored_in_half_precision(miniature: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         [[completion]] = sample_groups(engine, random_prompts([6], 300), sampling, 1, "", [1])
         logits = model(torch.tensor([random_prompts([6], 300)[0] + completion.token_ids])).logits[0, 5:-1]
-    assert engine.own_cache is False
+    assert engine.needs_transformers_cache is False
     slots = [call["slots"] for call in calls.inputs if "slots" in call][-1]
     stored = [*slots.own.values(), *slots.shared.values()]
     assert {states.dtype for pair in stored for states in pair} == {torch.bfloat16}
@@ -239,13 +239,13 @@ def test_drawing_in_blocks_equals_float64() -> None:
     for scale, words in ((4.0, 5000), (0.1, 5000), (12.0, 129), (3.0, 128), (2.0, 7)):
         logits = torch.randn(400, words, generator=generator) * scale
         uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
-        assert torch.equal(invert(logits, uniforms), inverted_exactly(logits, uniforms))
+        assert torch.equal(invert(logits, uniforms), invert_exactly(logits, uniforms))
         # The hardest numbers lie on the boundaries themselves, and next to them in float64.
         edges = logits.double().softmax(-1).cumsum(-1)
         places = torch.randint(words, (400, 1), generator=generator)
         for nudge in (0.0, 1e-16, -1e-16, 1e-9, -1e-9, 1e-6, -1e-6):
             on_edge = (edges.gather(1, places)[:, 0] + nudge).clamp(0, 1 - 1e-16)
-            assert torch.equal(invert(logits, on_edge), inverted_exactly(logits, on_edge))
+            assert torch.equal(invert(logits, on_edge), invert_exactly(logits, on_edge))
 
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))

@@ -16,8 +16,8 @@ from fake_worker import fake_vllm
 from rlt_lightning import ALLOCATOR
 from rlt_lightning.__main__ import grow_segments
 from rlt_lightning.engines import Launch, VLLMEngine
-from rlt_lightning.engines.fleet import server_of
-from rlt_lightning.engines.launch import LocalServer, trainer_devices, visible_gpus, worker_gpus
+from rlt_lightning.engines.fleet import build_server
+from rlt_lightning.engines.launch import LocalServer, choose_trainer_devices, choose_worker_gpus, visible_gpus
 from rlt_lightning.types import InputError
 
 UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"
@@ -36,7 +36,7 @@ UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"
 )
 def test_gpus_are_counted_among_the_visible_ones(shown: str | None, gpus: list[int], given: str) -> None:
     environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    assert worker_gpus(gpus, environment) == given
+    assert choose_worker_gpus(gpus, environment) == given
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_not_visible_is_refused(
 ) -> None:
     environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     with pytest.raises(InputError, match=fault):
-        worker_gpus(gpus, environment, number)
+        choose_worker_gpus(gpus, environment, number)
 
 
 def test_all_gpus_are_visible_without_the_variable() -> None:
@@ -69,7 +69,7 @@ def test_a_launched_worker_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.Mon
     launch = Launch(executable=fake_vllm(tmp_path), share="2+1")
     engine = VLLMEngine(launch=launch)
     servers = [
-        server_of(worker, i, launch, "model", engine.push, tmp_path)
+        build_server(worker, i, launch, "model", engine.push, tmp_path)
         for i, worker in enumerate(engine.fleet.workers)
     ]
     assert [server.environment["CUDA_VISIBLE_DEVICES"] for server in servers] == [UUID, "7"]
@@ -109,13 +109,13 @@ def test_a_share_that_does_not_fit_is_refused(options: Any, fault: str) -> None:
     [("3+5", "auto", 5), ("3+5", -1, 5), ("3+5", 5, 5), ("3+2", "0,1", "0,1"), ("8+0", "auto", "auto")],
 )
 def test_a_share_sets_the_trainers_devices(share: str, devices: Any, agreed: Any) -> None:
-    assert trainer_devices(share, devices) == agreed
+    assert choose_trainer_devices(share, devices) == agreed
 
 
 @pytest.mark.parametrize("devices", [8, "1,2", [1, 2], "3"])
 def test_devices_that_a_share_contradicts_are_refused(devices: Any) -> None:
     with pytest.raises(InputError, match=r"trainer\.devices must be 2 or left out"):
-        trainer_devices("3+2", devices)
+        choose_trainer_devices("3+2", devices)
 
 
 def test_a_plan_follows_the_share_and_refuses_other_devices(tiny_model: str) -> None:

@@ -275,9 +275,9 @@ def test_a_servers_chat_route_asks_as_stage_4_trained(
 ) -> None:
     from test_vllm_worker import forked_vllm
 
-    from rlt_lightning.engines.launch import LocalServer, free_port
+    from rlt_lightning.engines.launch import LocalServer, find_free_port
 
-    port = free_port()
+    port = find_free_port()
     command = [forked_vllm(tmp_path), "serve", str(student[0] / "model"), "--host", "127.0.0.1"]
     command += [
         "--port",

@@ -15,7 +15,7 @@ from commands import rlt
 from safetensors.torch import load_file
 from test_strategies import largest_difference
 
-from rlt_lightning.engines.launch import free_port
+from rlt_lightning.engines.launch import find_free_port
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "overlays"
@@ -56,7 +56,7 @@ def begin(command: list[str], **environment: str) -> subprocess.Popen[str]:
 def two_nodes() -> list[str]:
     """What torchrun gets on each of two nodes of one process, as docs/scaling.md has it."""
     options = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
-    return [*options, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    return [*options, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--rdzv-id=job"]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str
     job = {"JOB_ID": "424242", "JOB_NAME": "rlt", "JOB_NUM_NODES": "2", "NTASKS": "2", "NTASKS_PER_NODE": "1"}
     job |= {"NODELIST": "127.0.0.1", "RESTART_COUNT": str(restarts)}
     environment = {f"SLURM_{name}": value for name, value in job.items()}
-    environment |= {"RUN": str(folder / "run"), "RLT": str(rlt), "MASTER_PORT": str(free_port())}
+    environment |= {"RUN": str(folder / "run"), "RLT": str(rlt), "MASTER_PORT": str(find_free_port())}
     path = f"{folder}:{os.environ['PATH']}"
     return begin(["bash", "scripts/slurm.sh", *words], PATH=path, **environment)
 

@@ -22,7 +22,7 @@ from test_vllm_worker import EXECUTABLE, LAUNCH, forked_vllm
 from rlt_lightning.cli.parser import split_words
 from rlt_lightning.cli.verbs import find_settings
 from rlt_lightning.engines import Launch
-from rlt_lightning.engines.launch import LocalServer, free_port
+from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.scoring.teach import (
@@ -528,7 +528,7 @@ def test_a_server_without_log_probs_has_the_teacher_loaded_if_it_is_needed(tiny_
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`vllm serve FOLDER --logprobs-mode processed_logprobs`, with no other route or extension: its URL."""
-    port, folder = free_port(), tmp_path_factory.mktemp("server")
+    port, folder = find_free_port(), tmp_path_factory.mktemp("server")
     launch = Launch(**LAUNCH | {"executable": forked_vllm(folder)})
     command = [launch.executable, "serve", tiny_model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]

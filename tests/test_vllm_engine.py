@@ -46,11 +46,11 @@ from rlt_lightning.engines import (
     fleet,
     sample_all,
 )
-from rlt_lightning.engines.base import disagreement
+from rlt_lightning.engines.base import find_disagreement
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
-from rlt_lightning.engines.nccl import SyncClient, WholeTensors, common_dtype
-from rlt_lightning.engines.push import Staging, pieces
+from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dtype
+from rlt_lightning.engines.push import Staging, split_pieces
 from rlt_lightning.models.lora import LoRA, adapter_weights, add_adapter
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import Deferred, gather_in_groups
@@ -539,14 +539,14 @@ def test_a_worker_that_cannot_score_is_lost(start: Any, answer: Any) -> None:
 def test_disagreement_by_hand() -> None:
     # Distances are means of |difference|: 0.3 / 2 to the latest.
     scores, latest = [-1.0, -2.0], [-1.3, -2.0]
-    assert disagreement(scores, {4: latest}, bound=0.15 + 1e-9) is None
-    assert "0.15 nats per token" in str(disagreement(scores, {4: latest}, bound=0.14))
+    assert find_disagreement(scores, {4: latest}, bound=0.15 + 1e-9) is None
+    assert "0.15 nats per token" in str(find_disagreement(scores, {4: latest}, bound=0.14))
     # An earlier step at 0.03 is more than four times as near, one at 0.05 is not; the bound allows both.
     near, not_so_near = [-1.06, -2.0], [-1.1, -2.0]
-    told = str(disagreement(scores, {3: near, 4: latest}, bound=1.0))
+    told = str(find_disagreement(scores, {3: near, 4: latest}, bound=1.0))
     assert "0.15 from those of step 4 and by 0.03 from those of step 3" in told.replace("nats per token ", "")
-    assert disagreement(scores, {3: not_so_near, 4: latest}, bound=1.0) is None
-    assert disagreement([math.nan, -2.0], {4: latest}, bound=1.0) is not None
+    assert find_disagreement(scores, {3: not_so_near, 4: latest}, bound=1.0) is None
+    assert find_disagreement([math.nan, -2.0], {4: latest}, bound=1.0) is not None
 
 
 # Pushes
@@ -555,7 +555,7 @@ def test_disagreement_by_hand() -> None:
 def sent_as(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> list[Tensor]:
     """The bytes of each piece as they are sent, one after the other."""
     staging = Staging(piece_bytes)
-    return [staging.fill(piece, dtype).arrived().clone() for piece in pieces(tensor, dtype, piece_bytes)]
+    return [staging.fill(piece, dtype).wait().clone() for piece in split_pieces(tensor, dtype, piece_bytes)]
 
 
 def test_pieces_hold_the_same_bytes_and_copy_nothing_they_need_not() -> None:
@@ -563,14 +563,16 @@ def test_pieces_hold_the_same_bytes_and_copy_nothing_they_need_not() -> None:
     cut = sent_as(tensor, torch.float32, 16)
     assert [len(piece) for piece in cut] == [16, 16, 8]
     assert torch.equal(torch.cat(cut).view(torch.float32), tensor.view(-1))
-    second = list(pieces(tensor, torch.float32, 16))[1]
+    second = list(split_pieces(tensor, torch.float32, 16))[1]
     assert Staging(16).fill(second, torch.float32).data.data_ptr() == tensor.data_ptr() + 16
     halved = sent_as(tensor, torch.bfloat16, 6)
     assert [len(piece) for piece in halved] == [6, 6, 6, 2]
     assert torch.equal(torch.cat(halved).view(torch.bfloat16), tensor.bfloat16().view(-1))
     turned = torch.cat(sent_as(tensor.T, torch.float32, 1000)).view(torch.float32)
     assert torch.equal(turned, tensor.T.reshape(-1))
-    assert [len(piece) for piece in pieces(torch.tensor(3.0), torch.float32, 1)] == [1]  # never half a number
+    assert [len(piece) for piece in split_pieces(torch.tensor(3.0), torch.float32, 1)] == [
+        1
+    ]  # never half a number
 
 
 def test_a_piece_is_filled_while_the_one_before_is_sent() -> None:
@@ -579,9 +581,9 @@ def test_a_piece_is_filled_while_the_one_before_is_sent() -> None:
     sent = staging.fill(first, torch.bfloat16)
     assert sent.copied
     following = staging.fill(second, torch.bfloat16)
-    assert sent.arrived().view(torch.bfloat16).tolist() == [1.0, 1.0]  # it may still be on its way
+    assert sent.wait().view(torch.bfloat16).tolist() == [1.0, 1.0]  # it may still be on its way
     assert staging.fill(third, torch.bfloat16).data.data_ptr() == sent.data.data_ptr()
-    assert following.arrived().view(torch.bfloat16).tolist() == [2.0, 2.0]
+    assert following.wait().view(torch.bfloat16).tolist() == [2.0, 2.0]
 
 
 def test_a_gloo_push_fills_a_buffer_while_the_other_is_on_its_way(
@@ -749,13 +751,13 @@ def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
     push = NCCLPush(timeout_s=10.0)
     torn: list[TornNCCL] = []
 
-    def group_of(named_tensors: Any, members: list[WorkerClient], version: str) -> TornNCCL:
+    def form_group(named_tensors: Any, members: list[WorkerClient], version: str) -> TornNCCL:
         torn.append(TornNCCL(push, members))
         torn[-1].client.version = version
         torn[-1].breaks = len(torn) == 2
         return torn[-1]
 
-    monkeypatch.setattr(push, "group_of", group_of)
+    monkeypatch.setattr(push, "form_group", form_group)
     engine = start(*workers, push=push, step=1)
     assert token_ids(generate(engine)) == undisturbed()
     engine.update_weights(WEIGHTS, 2)
@@ -779,7 +781,7 @@ def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
 def test_nccl_sends_the_workers_type_if_it_is_narrower() -> None:
     tensor, token = torch.randn(3, 5), torch.arange(4)
     weights = [("a", tensor), ("b", token), ("c", Deferred(tensor.shape, tensor.dtype, lambda: tensor + 1))]
-    sent = dict(WholeTensors(weights, torch.bfloat16).named_parameters())
+    sent = dict(WeightSource(weights, torch.bfloat16).named_parameters())
     assert {name: out.dtype for name, out in sent.items()} == {
         "a": torch.bfloat16,
         "b": torch.int64,
@@ -789,18 +791,18 @@ def test_nccl_sends_the_workers_type_if_it_is_narrower() -> None:
     assert torch.equal(sent["b"].full_tensor(), token)
     assert torch.equal(sent["c"].full_tensor(), (tensor + 1).bfloat16())
     assert sent["a"].shape == (3, 5)
-    same = dict(WholeTensors([("a", tensor.bfloat16())], torch.float32).named_parameters())
+    same = dict(WeightSource([("a", tensor.bfloat16())], torch.float32).named_parameters())
     assert same["a"].full_tensor().dtype == torch.bfloat16  # a worker in fp32 gets no more than there is
-    assert dict(WholeTensors([("a", tensor)], None).named_parameters())["a"].dtype == torch.float32
+    assert dict(WeightSource([("a", tensor)], None).named_parameters())["a"].dtype == torch.float32
 
 
 def test_nccl_asks_all_workers_for_their_type() -> None:
     workers = [WorkerClient(f"http://a:{port}") for port in (1, 2)]
     for worker in workers:
         worker.dtype = "bfloat16"
-    assert common_dtype(workers) == torch.bfloat16
+    assert find_common_dtype(workers) == torch.bfloat16
     workers[0].dtype = "float16"
-    assert common_dtype(workers) is None
+    assert find_common_dtype(workers) is None
 
 
 def test_the_first_gloo_push_to_many_workers_reaches_all(start: Any) -> None:
@@ -1023,7 +1025,7 @@ def test_the_command_line_is_what_a_person_would_type() -> None:
         dtype="bfloat16",
         arguments=["--enforce-eager"],
     )
-    words = launch.command(3, 8001, "the/model", "gloo", "teacher")
+    words = launch.build_command(3, 8001, "the/model", "gloo", "teacher")
     assert words == [
         *(sys.executable, "serve", "the/model", "--served-model-name", "teacher"),
         *("--host", "127.0.0.1", "--port", "8001", "--dtype", "bfloat16", "--seed", "3"),
@@ -1032,7 +1034,7 @@ def test_the_command_line_is_what_a_person_would_type() -> None:
         *("--max-model-len", "4096", "--tensor-parallel-size", "2", "--enforce-eager"),
     ]
     assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": "gloo"}
-    own = Launch(executable=sys.executable, model="mine").command(0, 1, "the/model", "disk", "teacher")
+    own = Launch(executable=sys.executable, model="mine").build_command(0, 1, "the/model", "disk", "teacher")
     assert own[2] == "mine"
     assert "--max-model-len" not in own
 
@@ -1067,7 +1069,7 @@ def test_impossible_launches_are_refused() -> None:
     with pytest.raises(InputError, match=r"2 GPU\(s\) for each of the 2 worker"):
         Launch(num_workers=2, tensor_parallel_size=2, gpus=[[0, 1], [2]])
     with pytest.raises(InputError, match="'no-such-vllm' is none"):
-        Launch(executable="no-such-vllm").command(0, 1, "m", "gloo", "teacher")
+        Launch(executable="no-such-vllm").build_command(0, 1, "m", "gloo", "teacher")
 
 
 def test_stop_ends_a_server_with_all_that_it_started(tmp_path: Path) -> None:
@@ -1075,7 +1077,7 @@ def test_stop_ends_a_server_with_all_that_it_started(tmp_path: Path) -> None:
     server.start()
     pids = pids_in(server.log)
     assert all(map(alive, pids))
-    assert server.ending() is None
+    assert server.find_error() is None
     server.stop()
     eventually(lambda: not any(map(alive, pids)))
     server.stop()  # safe twice

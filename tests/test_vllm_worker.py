@@ -39,7 +39,7 @@ from rlt_lightning.engines import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.launch import LocalServer, free_port
+from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
@@ -105,10 +105,10 @@ class Trainer:
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
-    port = free_port()
+    port = find_free_port()
     folder = tmp_path_factory.mktemp("server")
     launch = Launch(**LAUNCH | {"executable": forked_vllm(folder)})
-    command = launch.command(0, port, tiny_model, "gloo", "teacher")
+    command = launch.build_command(0, port, tiny_model, "gloo", "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
     local = LocalServer(command, launch.environment, folder / "worker.log")
     (Path(local.import_folder.name) / "worker_traps.py").symlink_to(ROOT / "tests" / "worker_traps.py")
@@ -504,7 +504,7 @@ def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`vllm serve FOLDER` as anybody types it, without routes of development or our extension: its URL."""
-    port = free_port()
+    port = find_free_port()
     command = [str(EXECUTABLE), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     log = tmp_path_factory.mktemp("plain") / "worker.log"

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from rlt_lightning.engines import GlooPush, VLLMEngine
-from rlt_lightning.engines.push import Staging, pieces
+from rlt_lightning.engines.push import Staging, split_pieces
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from fake_worker import FakeWorker, join_gloo, receive_gloo  # type: ignore[import-not-found]
@@ -31,22 +31,22 @@ NUMBERS = 700_001 if TINY else 200_000_003  # several pieces, the last one short
 def through(staging: Staging, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor's bytes as they arrive: each piece is read while the next is on its way."""
     arrived, previous = [], None
-    for piece in pieces(tensor, dtype, staging.num_bytes):
+    for piece in split_pieces(tensor, dtype, staging.num_bytes):
         staged = staging.fill(piece, dtype)
         if previous is not None:
-            arrived.append(previous.arrived().clone())
+            arrived.append(previous.wait().clone())
         previous = staged
     assert previous is not None
-    return torch.cat([*arrived, previous.arrived()]).view(dtype)
+    return torch.cat([*arrived, previous.wait()]).view(dtype)
 
 
 def drained(staging: Staging, tensor: Tensor) -> None:
     """Let a tensor pass, and keep nothing of it."""
     previous = None
-    for piece in pieces(tensor, tensor.dtype, staging.num_bytes):
+    for piece in split_pieces(tensor, tensor.dtype, staging.num_bytes):
         staged = staging.fill(piece, tensor.dtype)
         if previous is not None:
-            previous.arrived()
+            previous.wait()
         previous = staged
 
 

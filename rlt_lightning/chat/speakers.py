@@ -18,9 +18,9 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from rlt_lightning.engines.base import EngineError, Sampling
-from rlt_lightning.engines.client import ADDRESS, WorkerClient, key_from, refusal, trusted_certificates
-from rlt_lightning.engines.hf import eos_token_ids
-from rlt_lightning.engines.slots import device_of
+from rlt_lightning.engines.client import ADDRESS, WorkerClient, build_refusal, load_certificates, read_api_key
+from rlt_lightning.engines.hf import find_eos_token_ids
+from rlt_lightning.engines.slots import find_device
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.tags import TextStream, require_fast
@@ -84,13 +84,13 @@ class LocalSpeaker:
         self.model = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = tokenizer
         self.context: int = getattr(loaded.config.get_text_config(), "max_position_embeddings", sys.maxsize)
-        self.ends = eos_token_ids(loaded, tokenizer)
+        self.ends = find_eos_token_ids(loaded, tokenizer)
         # `generate` would fill in what we leave unset from the model's own defaults.
         loaded.generation_config = GenerationConfig()
 
     def answer(self, prompt: list[int], sampling: Sampling, seed: int, show: Show) -> FinishReason:
         """See `Speaker.answer`."""
-        token_ids = torch.tensor([prompt], device=device_of(self.model))  # (1, L)
+        token_ids = torch.tensor([prompt], device=find_device(self.model))  # (1, L)
         torch.manual_seed(seed)
         output = self.model.generate(
             token_ids,
@@ -134,8 +134,8 @@ class RemoteSpeaker:
     """A vLLM server, which gets the same token ids as a local model."""
 
     def __init__(self, model: ChatModel, url: str) -> None:
-        self.client = WorkerClient(url, model.served_model, key_from(model.api_key_env), plain=True)
-        self.context = asyncio.run(self.client.context(ANSWER_S))
+        self.client = WorkerClient(url, model.served_model, read_api_key(model.api_key_env), own_weights=True)
+        self.context = asyncio.run(self.client.fetch_context(ANSWER_S))
 
     def answer(self, prompt: list[int], sampling: Sampling, seed: int, show: Show) -> FinishReason:
         """See `Speaker.answer`."""
@@ -157,13 +157,13 @@ class RemoteSpeaker:
         try:
             with (
                 ExitStack() as silence,
-                httpx2.Client(timeout=timeout, verify=trusted_certificates(), trust_env=False) as http,
+                httpx2.Client(timeout=timeout, verify=load_certificates(), trust_env=False) as http,
             ):
                 silence.enter_context(waiting_for(f"{server} to begin its answer", SILENCE_S))
                 with http.sse(url, method="POST", json=body, headers=headers) as events:
                     if events.response.is_error:
                         events.response.read()
-                        raise refusal(place, events.response)
+                        raise build_refusal(place, events.response)
                     for event in events:
                         silence.close()
                         if event.data == "[DONE]":

@@ -29,7 +29,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from rlt_lightning import __version__, callbacks
 from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.engines.launch import trainer_devices
+from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.environment import global_rank
@@ -180,7 +180,7 @@ class RLTCommandLine(LightningCLI):
         config = self.config[self.config.subcommand]
         share = config.rollouts.get("engine.init_args.launch.share")
         if share is not None:
-            config.trainer.devices = trainer_devices(share, config.trainer.devices)
+            config.trainer.devices = choose_trainer_devices(share, config.trainer.devices)
 
     def before_instantiate_classes(self) -> None:
         """Choose and make the run folder before anything is built."""

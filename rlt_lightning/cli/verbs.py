@@ -33,7 +33,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows, name_sources
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
-from rlt_lightning.engines.client import WorkerClient, key_from
+from rlt_lightning.engines.client import WorkerClient, read_api_key
 from rlt_lightning.models.announce import announce
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.plan import PlanOptions, make_plan, plan_page, read_setup, write_json
@@ -264,10 +264,10 @@ class TeachCommandLine(OneProblemCommandLine):
     def ask_server(self, url: str, model: Namespace, rollouts: Namespace) -> None:
         """Ask the server what it takes, and load the teacher here too only if r_KL needs its weights."""
         engine = rollouts.engine.init_args
-        client = WorkerClient(url, engine.served_model, key_from(engine.api_key_env), plain=True)
+        client = WorkerClient(url, engine.served_model, read_api_key(engine.api_key_env), own_weights=True)
 
         async def ask() -> tuple[int, bool]:
-            context = await client.context(ANSWER_S)
+            context = await client.fetch_context(ANSWER_S)
             return context, await client.reports_sampled_log_probs(0, ANSWER_S)
 
         self.max_model_len, exact = asyncio.run(ask())

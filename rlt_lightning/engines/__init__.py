@@ -1,5 +1,8 @@
 """Engines: what samples completions, and how weights reach it."""
 
+import warnings
+from typing import Any
+
 from rlt_lightning.engines.base import (
     Engine,
     EngineDescription,
@@ -12,7 +15,7 @@ from rlt_lightning.engines.base import (
     generate_patiently,
     sample_all,
 )
-from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, generate_with_budget
+from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
@@ -42,6 +45,14 @@ __all__ = [
     "WorkersLost",
     "build_requests",
     "generate_patiently",
-    "generate_with_budget",
     "sample_all",
+    "sample_with_budget",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what had another name in the last release."""
+    if name != "generate_with_budget":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is now sample_with_budget: change it.", FutureWarning, stacklevel=2)
+    return sample_with_budget

@@ -345,7 +345,7 @@ def sample_all(
     return [[group[number] for number in range(len(group))] for group in groups]
 
 
-def disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: float) -> str | None:
+def find_disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: float) -> str | None:
     """Say how a worker's log-probs differ from the trainer's of the latest version; None if they agree.
 
     Even within the bound, a worker is stale if its log-probs are more than four times nearer to an earlier

@@ -69,7 +69,7 @@ class BudgetForcing:
                 f"context leaves of it, is {sampling.max_completion_length}. Raise it, or lower the budget."
             )
 
-    def asks_for_more(self, num_thinking_tokens: int, num_waits: int) -> bool:
+    def needs_wait(self, num_thinking_tokens: int, num_waits: int) -> bool:
         """Return whether a thought that ends here, after so many waits, must continue."""
         return num_thinking_tokens < self.min_thinking_tokens and num_waits < self.max_waits
 
@@ -116,7 +116,7 @@ class BudgetedDraft:
         """Return whether the thought is closed and there is room for an answer."""
         return (self.cut or self.finish_reason == "stop") and len(self.token_ids) < self.limit
 
-    def done(self) -> BudgetedCompletion:
+    def to_completion(self) -> BudgetedCompletion:
         """Return the finished response."""
         known = any(log_prob is not None for log_prob in self.log_probs)
         return BudgetedCompletion(
@@ -130,7 +130,7 @@ class BudgetedDraft:
         )
 
 
-def generate_with_budget(
+def sample_with_budget(
     engine: Engine,
     tokenizer: Any,
     prompts: list[list[int]],
@@ -179,14 +179,14 @@ def generate_with_budget(
     thinking = drafts
     while thinking:
         pieces = continue_drafts(engine, thinking, sampling, most, thought_close)
-        bodies = [body_length(tokenizer, piece, thought_close) for piece in pieces]
+        bodies = [count_body_tokens(tokenizer, piece, thought_close) for piece in pieces]
         rows = zip(thinking, pieces, bodies, strict=True)
         thinking = [draft for draft, piece, num_body in rows if extend(draft, piece, num_body)]
     answering = [draft for draft in drafts if draft.has_answer()]
     answers = continue_drafts(engine, answering, sampling, None, stop="")
     for draft, answer in zip(answering, answers, strict=True):
         draft.add_sampled(answer, len(answer.token_ids))
-    done = [draft.done() for draft in drafts]
+    done = [draft.to_completion() for draft in drafts]
     return [done[i : i + num_completions] for i in range(0, len(done), num_completions)]
 
 
@@ -215,7 +215,7 @@ def extend_thought(
         draft.num_thinking_tokens, draft.cut = longest, True
         draft.add_given(answer_opening)
         return False
-    if budget.asks_for_more(num_thinking, draft.num_waits) and num_thinking + len(wait) < longest:
+    if budget.needs_wait(num_thinking, draft.num_waits) and num_thinking + len(wait) < longest:
         draft.add_sampled(completion, num_body)
         draft.num_waits += 1
         draft.add_given(wait)
@@ -242,7 +242,7 @@ def continue_drafts(
     return [completion for [completion] in sample_all(engine, requests, sampling, stop)]
 
 
-def body_length(tokenizer: Any, completion: Completion, tag: str) -> int:
+def count_body_tokens(tokenizer: Any, completion: Completion, tag: str) -> int:
     """Return the number of a completion's tokens before its end tag or end-of-sequence token."""
     if completion.finish_reason == "stop":
         return start_of_tag(tokenizer, completion.token_ids, tag)

@@ -32,7 +32,7 @@ class WorkerError(EngineError):
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """One completion of a prompt."""
 
     prompt: list[int]
@@ -50,21 +50,23 @@ class WorkerClient:
         url: Address of the server, such as http://127.0.0.1:8000.
         model: The name that it serves; None: the first that it lists.
         api_key: Sent as a bearer token, if any.
-        plain: Whether it may lack the routes of VLLM_SERVER_DEV_MODE, as it serves weights of its own.
+        own_weights: Whether it may lack the routes of VLLM_SERVER_DEV_MODE, as it serves weights of its own.
     """
 
     def __init__(
-        self, url: str, model: str | None = None, api_key: str | None = None, plain: bool = False
+        self, url: str, model: str | None = None, api_key: str | None = None, own_weights: bool = False
     ) -> None:
         self.url = url.rstrip("/")
         self.model = model
         self.api_key = api_key
-        self.plain = plain
+        self.own_weights = own_weights
         self.adapter: str | None = None  # name of the LoRA that it samples with, if any
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
-        self.exact = False  # whether a plain worker reports log-probs at the sampling temperature
+        self.exact = (
+            False  # whether a worker with weights of its own reports log-probs at the sampling temperature
+        )
 
     @property
     def sampled_model(self) -> str | None:
@@ -101,7 +103,7 @@ class WorkerClient:
                 f"{place} has no valid address ({error}). Correct it.", retryable=False
             ) from error
         if response.status_code >= 400:
-            raise refusal(place, response)
+            raise build_refusal(place, response)
         try:
             answer = response.json() if response.content and not in_words else {}
         except ValueError as error:
@@ -122,15 +124,16 @@ class WorkerClient:
 
     def _http(self) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(
-            headers=self.headers, timeout=None, verify=trusted_certificates(), trust_env=False
+            headers=self.headers, timeout=None, verify=load_certificates(), trust_env=False
         )
 
     async def probe(self, deadline_s: float) -> str | None:
         """Ask server, engine and model workers for a sign of life; return the version of their weights.
 
-        A plain worker is asked only for its health; it does not tell a version, so None is returned.
+        A worker with weights of its own is asked only for its health. It does not tell a version, so None is
+        returned.
         """
-        if self.plain:
+        if self.own_weights:
             await self.call("GET", "/health", None, deadline_s)
             return None
         _, _, answer = await asyncio.gather(
@@ -144,12 +147,13 @@ class WorkerClient:
         """Raise WorkerError if the worker holds its requests, as only a push may let it do.
 
         A worker may obey the pause of a push that gave up waiting after the next push has resumed it. It is
-        alive then, but its requests would wait for ever. A plain worker is not asked: it is pushed nothing.
+        alive then, but its requests would wait for ever. A worker with weights of its own is not asked: it is
+        pushed nothing.
         """
-        if self.plain:
+        if self.own_weights:
             return
         answer = await self.call("GET", "/is_paused", None, deadline_s)
-        with self.understanding(answer, "whether it is paused"):
+        with self.require_form(answer, "whether it is paused"):
             paused = bool(answer["is_paused"])
         if paused:
             raise WorkerError(
@@ -158,10 +162,10 @@ class WorkerClient:
                 retryable=True,
             )
 
-    async def context(self, deadline_s: float) -> int:
+    async def fetch_context(self, deadline_s: float) -> int:
         """Return the tokens of prompt and completion that the model takes; remember the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
-        with self.understanding(answer, "a list of models"):
+        with self.require_form(answer, "a list of models"):
             models = {entry["id"]: int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]}
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
@@ -176,23 +180,23 @@ class WorkerClient:
     async def describe(self, deadline_s: float, sleeps: bool = False) -> None:
         """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type.
 
-        A plain worker does not tell; it is asked what its log-probs are.
+        A worker with weights of its own does not tell; it is asked what its log-probs are.
 
         Raises:
             WorkerError: Also if the worker is to sleep, but would keep its memory.
         """
-        if self.plain:
+        if self.own_weights:
             self.dtype = "unknown"
             self.exact = await self.reports_sampled_log_probs(0, deadline_s)
             return
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
-        with self.understanding(answer, "its world_size"):
+        with self.require_form(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
         answer = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
-        with self.understanding(answer, "its vllm_config"):
+        with self.require_form(answer, "its vllm_config"):
             config = answer["vllm_config"]
             self.dtype = config["model_config"]["dtype"].removeprefix("torch.")
-            frees = not sleeps or config["model_config"]["enable_sleep_mode"] or on_cpu(config)
+            frees = not sleeps or config["model_config"]["enable_sleep_mode"] or runs_on_cpu(config)
         if not frees:
             raise WorkerError(
                 f"vLLM worker {self.url} must free its memory when it sleeps, but would not. Start it with "
@@ -214,11 +218,11 @@ class WorkerClient:
         }
         body |= {"allowed_token_ids": [token_id], "temperature": 0.5, "seed": 0}
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        with self.understanding(answer, "a log-prob"):
+        with self.require_form(answer, "a log-prob"):
             log_prob = float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
         return log_prob == 0.0
 
-    async def complete(self, request: Request, deadline_s: float) -> Completion:
+    async def complete(self, request: CompletionRequest, deadline_s: float) -> Completion:
         """Sample a request's completion. Its log-probs are as the worker reports them."""
         sampling = request.sampling
         body = {
@@ -238,7 +242,7 @@ class WorkerClient:
             "return_token_ids": True,
         }
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        with self.understanding(answer, "a completion with token ids and log-probs"):
+        with self.require_form(answer, "a completion with token ids and log-probs"):
             completion = parse_completion(answer, request, self.url)
         return completion
 
@@ -252,14 +256,14 @@ class WorkerClient:
             "prompt_logprobs": 0,
         }
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        with self.understanding(answer, "a log-prob of every token"):
+        with self.require_form(answer, "a log-prob of every token"):
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             pairs = zip(entries, token_ids[1:], strict=True)
             scores = [float(entry[str(token)]["logprob"]) for entry, token in pairs]
         return scores
 
     @contextmanager
-    def understanding(self, answer: JSON, expected: str) -> Iterator[None]:
+    def require_form(self, answer: JSON, expected: str) -> Iterator[None]:
         """Turn what goes wrong in reading an answer into a WorkerError that shows it."""
         try:
             yield
@@ -271,12 +275,12 @@ class WorkerClient:
             ) from error
 
 
-def on_cpu(config: JSON) -> bool:
+def runs_on_cpu(config: JSON) -> bool:
     """Return whether a vLLM runs on a CPU, where it has no --enable-sleep-mode and sleep frees nothing."""
     return "cpu" in str(config["device_config"])
 
 
-def parse_completion(answer: JSON, request: Request, url: str) -> Completion:
+def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Completion:
     """Read the only choice of an answer.
 
     Raises:
@@ -291,10 +295,12 @@ def parse_completion(answer: JSON, request: Request, url: str) -> Completion:
         raise ValueError("token ids that are not in the vocabulary")
     if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs):
         raise ValueError("log-probs that are none")
-    return Completion(token_ids, log_probs, finish_reason(choice, request), seed=request.seed, worker=url)
+    return Completion(
+        token_ids, log_probs, parse_finish_reason(choice, request), seed=request.seed, worker=url
+    )
 
 
-def finish_reason(choice: JSON, request: Request) -> FinishReason:
+def parse_finish_reason(choice: JSON, request: CompletionRequest) -> FinishReason:
     """Tell end tag, end-of-sequence token and token limit apart."""
     reason, detail = choice["finish_reason"], choice.get("stop_reason")
     if reason == "length":
@@ -306,7 +312,7 @@ def finish_reason(choice: JSON, request: Request) -> FinishReason:
     raise ValueError(f"finish_reason {reason!r}, stop_reason {detail!r}")  # an aborted request, for one
 
 
-def refusal(place: str, response: httpx2.Response) -> WorkerError:
+def build_refusal(place: str, response: httpx2.Response) -> WorkerError:
     """Return the error of a status: 5xx and overload may pass, anything else is the request's fault."""
     status, reason = response.status_code, response.text.strip().replace("\n", " ")[:300]
     advice = "Correct the request's settings."
@@ -324,7 +330,7 @@ def refusal(place: str, response: httpx2.Response) -> WorkerError:
     )
 
 
-def key_from(variable: str) -> str:
+def read_api_key(variable: str) -> str:
     """Return the API key in an environment variable; empty if there is none.
 
     Raises:
@@ -337,6 +343,6 @@ def key_from(variable: str) -> str:
 
 
 @cache
-def trusted_certificates() -> ssl.SSLContext:
+def load_certificates() -> ssl.SSLContext:
     """Read the system's certificates once: it takes longer than most calls."""
     return ssl.create_default_context()

@@ -32,11 +32,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, disagreement
+from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, find_disagreement
 from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.push import WeightPush
-from rlt_lightning.engines.threads import run_to_end
+from rlt_lightning.engines.threads import run_coroutine
 from rlt_lightning.models.announce import model_size, size_text, weights_size
 from rlt_lightning.models.waiting import waiting_for
 
@@ -167,9 +167,9 @@ class Fleet:
             worker.reason = NO_ANSWER
         if self.launch is not None:
             for index, worker in enumerate(self.workers):
-                worker.server = server_of(worker, index, self.launch, model, push, logs)
+                worker.server = build_server(worker, index, self.launch, model, push, logs)
                 worker.server.start()
-        run_to_end(self._wait(all_of_them=True))
+        run_coroutine(self._wait(all_of_them=True))
         self.started = True
 
     def close(self) -> None:
@@ -186,10 +186,10 @@ class Fleet:
 
     def health(self) -> None:
         """Look after every worker, and wake it; wait for one if none is left."""
-        with waiting_for(f"a sign of life from vLLM worker {urls_of(self.workers)}"):
-            run_to_end(on_all(self.workers, self._look_after))
+        with waiting_for(f"a sign of life from vLLM worker {join_urls(self.workers)}"):
+            run_coroutine(call_all(self.workers, self._look_after))
         if not self.serving:
-            run_to_end(self._wait(all_of_them=False))
+            run_coroutine(self._wait(all_of_them=False))
 
     def put_to_sleep(self) -> None:
         """Put all workers to sleep, a launched one that is being started as soon as it is ready.
@@ -198,10 +198,10 @@ class Fleet:
         """
         while self.sleeps:
             if self.launch is not None:
-                run_to_end(self._wait(all_of_them=True))
+                run_coroutine(self._wait(all_of_them=True))
             awake = [worker for worker in self.serving if not worker.asleep]
-            with waiting_for(f"vLLM worker {urls_of(awake)} to fall asleep"):
-                run_to_end(on_all(awake, self._put_to_sleep))
+            with waiting_for(f"vLLM worker {join_urls(awake)} to fall asleep"):
+                run_coroutine(call_all(awake, self._put_to_sleep))
             if self.launch is None or not self.absent:
                 return
 
@@ -252,7 +252,7 @@ class Fleet:
         """
         try:
             await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
-            max_model_len = await worker.context(self.call_timeout_s)
+            max_model_len = await worker.fetch_context(self.call_timeout_s)
             await worker.describe(self.call_timeout_s, self.sleeps)
             await self._wake(worker)  # another run may have left it asleep
         except WorkerError as error:
@@ -289,7 +289,7 @@ class Fleet:
 
     def _restart_if_ended(self, worker: Worker) -> None:
         """Start a launched worker again if its process has ended while it was waited for."""
-        ending = worker.server.ending() if worker.server else None
+        ending = worker.server.find_error() if worker.server else None
         if ending and not self.started:
             raise EngineError(
                 f"vLLM worker {worker.url} must start, but ended: {ending}. Correct what it reports."
@@ -307,10 +307,10 @@ class Fleet:
         end = time.monotonic() + deadline_s
 
         def missing() -> str:
-            return f"vLLM worker {urls_of(self.absent)} to answer" if self.absent else ""
+            return f"vLLM worker {join_urls(self.absent)} to answer" if self.absent else ""
 
         with waiting_for(missing, deadline_s):
-            await on_all(self.absent, self._greet)
+            await call_all(self.absent, self._greet)
             while self.absent if all_of_them else not self.serving:
                 absent = self.absent
                 for worker in absent:
@@ -318,11 +318,11 @@ class Fleet:
                 if time.monotonic() > end:
                     reasons = " ".join(f"{worker.reason} {worker.silence}" for worker in absent)
                     raise EngineError(
-                        f"vLLM worker {urls_of(absent)} must answer within {deadline_s:g} s, but did not. "
+                        f"vLLM worker {join_urls(absent)} must answer within {deadline_s:g} s, but did not. "
                         f"{reasons} Then resume with --resume true."
                     )
                 await asyncio.sleep(0.5)
-                await on_all(absent, self._greet)
+                await call_all(absent, self._greet)
 
     # Weights
 
@@ -334,7 +334,7 @@ class Fleet:
             worker.state = State.READY
         size = size_text(weights_size((tensor for _, tensor in named_tensors), push.dtype))
         weights = f"the weights of step {policy_version} ({size}) by {type(push).__name__}"
-        with waiting_for(f"vLLM worker {urls_of(before)} to take {weights}"):
+        with waiting_for(f"vLLM worker {join_urls(before)} to take {weights}"):
             failures = push.push(named_tensors, list(before), self.version_name)
         for worker, state in before.items():
             if worker.url not in failures:
@@ -363,8 +363,8 @@ class Fleet:
                 self._lose_or_raise(worker, error)
 
         current = [worker for worker in self.serving if worker.current]
-        with waiting_for(f"vLLM worker {urls_of(current)} to score a text"):
-            run_to_end(on_all(current, verify))
+        with waiting_for(f"vLLM worker {join_urls(current)} to score a text"):
+            run_coroutine(call_all(current, verify))
 
     async def require_current(self, worker: Worker) -> None:
         """Raise WorkerError if a worker shows no sign of life, or has other weights than it was pushed."""
@@ -384,19 +384,19 @@ class Fleet:
             await asyncio.gather(self.require_current(worker), unpaused)
 
 
-def server_of(
+def build_server(
     worker: Worker, index: int, launch: Launch, model: str, push: WeightPush, logs: Path
 ) -> LocalServer:
     """Return the process of worker number `index`, not started yet."""
     port = int(worker.url.rpartition(":")[2])
     arguments, environment = push.launch_options()
-    command = launch.command(index, port, model, push.backend, str(worker.model)) + arguments
-    environment = environment | launch.environment | launch.visible_gpus(index)
+    command = launch.build_command(index, port, model, push.backend, str(worker.model)) + arguments
+    environment = environment | launch.environment | launch.build_gpu_environment(index)
     if key := worker.api_key:
         # Not on the command line, where every user of the machine could read it.
         environment["VLLM_API_KEY"] = key
     size = model_size(launch.model or model)
-    return LocalServer(command, environment, logs / f"worker-{index}.log", not worker.plain, size)
+    return LocalServer(command, environment, logs / f"worker-{index}.log", not worker.own_weights, size)
 
 
 async def verify_worker(
@@ -421,10 +421,10 @@ async def verify_worker(
     """
     scores = await worker.score(token_ids, deadline_s)
     exact = await worker.reports_sampled_log_probs(token_ids[0], deadline_s)
-    if fault := disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+    if fault := find_disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
         advice = (
             "It serves another model: let it serve the one that is loaded here."
-            if worker.plain
+            if worker.own_weights
             else "Its weights are stale, or a part of them, such as a tied output head; check its "
             f"--weight-transfer-config and that it runs our {EXTENSION}."
         )
@@ -440,11 +440,11 @@ async def verify_worker(
         )
 
 
-def urls_of(workers: Iterable[Worker]) -> str:
+def join_urls(workers: Iterable[Worker]) -> str:
     """Return the addresses of workers, for a message."""
     return ", ".join(worker.url for worker in workers)
 
 
-async def on_all(workers: list[Worker], function: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
+async def call_all(workers: list[Worker], function: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
     """Call a function for all workers at the same time."""
     await asyncio.gather(*map(function, workers))

@@ -30,7 +30,13 @@ from rlt_lightning.engines.base import (
     SampleRequest,
     Sampling,
 )
-from rlt_lightning.engines.slots import Decoder, OwnCacheDecoder, SlotDecoder, device_of, slot_fault
+from rlt_lightning.engines.slots import (
+    Decoder,
+    SlotDecoder,
+    TransformersDecoder,
+    find_device,
+    find_slot_fault,
+)
 from rlt_lightning.models.cpu_linear import packed_weights, packing_pays
 from rlt_lightning.types import Completion, FinishReason
 
@@ -62,7 +68,9 @@ class HFEngine(Engine):
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences
         self.model: Any = None
-        self.own_cache: bool | None = None  # whether the model needs transformers' cache; None: not known yet
+        self.needs_transformers_cache: bool | None = (
+            None  # whether the model needs transformers' cache; None: not known yet
+        )
         self.tokenizer: Any = None
         # Both are set by `share`, where weights are sharded.
         self.run: Callable[..., Any] | None = None
@@ -71,7 +79,7 @@ class HFEngine(Engine):
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the trainer's model itself: no copy, so it always holds the current weights."""
         if model is not self.model:
-            self.own_cache = None
+            self.needs_transformers_cache = None
         self.model, self.tokenizer = model, tokenizer
 
     def describe(self) -> EngineDescription:
@@ -121,37 +129,37 @@ class HFEngine(Engine):
             Group(request.prompt, request.seed, request.num_completions, limit)
             for request, limit in zip(requests, limits, strict=True)
         ]
-        watcher = StopWatcher(self.tokenizer, stop, eos_token_ids(self.model, self.tokenizer))
+        watcher = StopWatcher(self.tokenizer, stop, find_eos_token_ids(self.model, self.tokenizer))
         was_training = self.model.training
         self.model.eval()  # gradient checkpointing would switch the key-value cache off
         try:
             max_rows = min(self.max_sequences, sum(request.num_completions for request in requests))
-            decoder = self._decoder(max_rows, max(limits, default=0))
+            decoder = self._build_decoder(max_rows, max(limits, default=0))
             batch = Batch(groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues)
-            with self._packed(max_rows, max(limits, default=0)):
+            with self._pack_weights(max_rows, max(limits, default=0)):
                 batch.run()
         finally:
             self.model.train(was_training)
-        yield from enumerate(draft.completion() for group in groups for draft in group.drafts)
+        yield from enumerate(draft.to_completion() for group in groups for draft in group.drafts)
 
-    def _decoder(self, max_rows: int, longest: int) -> Decoder:
+    def _build_decoder(self, max_rows: int, longest: int) -> Decoder:
         """Return a decoder with our cache where the model can use it, else with transformers'."""
-        device = device_of(self.model)
-        if self.own_cache is None:
-            fault = slot_fault(self.model, self._call)
-            self.own_cache = fault is not None
+        device = find_device(self.model)
+        if self.needs_transformers_cache is None:
+            fault = find_slot_fault(self.model, self._call)
+            self.needs_transformers_cache = fault is not None
             if fault:
                 rank_zero_info(
                     f"HFEngine samples {type(self.model).__name__} with transformers' key-value cache, which "
                     f"is slower than its own: {fault}."
                 )
-        if self.own_cache:
-            return OwnCacheDecoder(self._call, device)
+        if self.needs_transformers_cache:
+            return TransformersDecoder(self._call, device)
         return SlotDecoder(self._call, device, max_rows, longest)
 
-    def _packed(self, max_rows: int, longest: int) -> AbstractContextManager[Any]:
+    def _pack_weights(self, max_rows: int, longest: int) -> AbstractContextManager[Any]:
         """Return a context in which weights are laid out for a CPU's kernels, if that saves time."""
-        exact = not torch.is_autocast_enabled(device_of(self.model).type)
+        exact = not torch.is_autocast_enabled(find_device(self.model).type)
         if self.run is None and exact and packing_pays(max_rows, longest):
             return packed_weights(self.model)
         return nullcontext()
@@ -172,7 +180,7 @@ class HFEngine(Engine):
         while self.on_any_rank(active):
             if active:
                 return True
-            self._call(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(self.model)))
+            self._call(input_ids=torch.zeros(1, 1, dtype=torch.long, device=find_device(self.model)))
         return False
 
 
@@ -194,18 +202,18 @@ class StopWatcher:
         if last in self.eos_token_ids:
             return "eos"
         if last not in self.may_end:
-            text = self._text([last])
+            text = self._decode([last])
             # The token may hold only a part of a character, which decodes to U+FFFD.
             self.may_end[last] = bool(self.stop) and (self.stop[-1] in text or "\ufffd" in text)
-        if self.may_end[last] and self.stop in self._text(token_ids[-self.window :]):
+        if self.may_end[last] and self.stop in self._decode(token_ids[-self.window :]):
             return "stop"
         return "length"
 
-    def _text(self, token_ids: list[int]) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
+def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
     """Collect the tokens that end a turn, from the generation config and the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
@@ -218,7 +226,7 @@ class Group:
     def __init__(self, prompt: list[int], seed: int, num_completions: int, limit: int) -> None:
         self.prompt = prompt
         self.drafts = [
-            Draft(self, uniforms, seed) for uniforms in row_uniforms(seed, num_completions, limit).numpy()
+            Draft(self, uniforms, seed) for uniforms in draw_uniforms(seed, num_completions, limit).numpy()
         ]
         self.num_begun = 0
         self.num_finished = 0
@@ -246,7 +254,7 @@ class Draft:
         """Tell whether the completion has neither ended nor reached its limit."""
         return self.finish_reason == "length" and len(self.token_ids) < len(self.uniforms)
 
-    def completion(self) -> Completion:
+    def to_completion(self) -> Completion:
         """Return the finished completion."""
         return Completion(self.token_ids, self.log_probs, self.finish_reason, self.seed)
 
@@ -296,7 +304,7 @@ class Batch:
 
     def _admit(self) -> None:
         """Begin completions while there is room."""
-        while room := self._room():
+        while room := self._count_room():
             ready = sum(len(group.waiting) for group in self.begun)
             if self.waiting and ready < room:
                 self._prefill(room - ready)
@@ -305,7 +313,7 @@ class Batch:
                 return
             self._begin(fresh[:room])
 
-    def _room(self) -> int:
+    def _count_room(self) -> int:
         """Return how many more completions may begin."""
         if not self.decoder.in_turns:
             return self.max_rows - len(self.rows)
@@ -353,7 +361,7 @@ class Batch:
             device=logits.device,
             dtype=torch.float64,
         )
-        history = self._history(drafts, logits.device)
+        history = self._collect_history(drafts, logits.device)
         tokens, log_probs = draw(logits.float(), history, uniforms, self.sampling)
         for draft, token, log_prob in zip(drafts, tokens.tolist(), log_probs.tolist(), strict=True):
             draft.token_ids.append(token)
@@ -361,7 +369,7 @@ class Batch:
             draft.finish_reason = self.finish_reason(draft.token_ids)
         return tokens
 
-    def _history(self, drafts: list[Draft], device: torch.device) -> Tensor:
+    def _collect_history(self, drafts: list[Draft], device: torch.device) -> Tensor:
         """Return the tokens present in each row, (n, L); empty without a repetition penalty."""
         if self.sampling.repetition_penalty == 1:
             return torch.empty(len(drafts), 0, dtype=torch.long, device=device)
@@ -395,7 +403,7 @@ class Batch:
                 group.logits = None
 
 
-def row_uniforms(seed: int, num_completions: int, num_tokens: int) -> Tensor:
+def draw_uniforms(seed: int, num_completions: int, num_tokens: int) -> Tensor:
     """Draw a group's random numbers, (num_completions, num_tokens), from its prompt's seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(num_completions, num_tokens, generator=generator, dtype=torch.float64)
@@ -424,7 +432,7 @@ def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first token of each row at which the cumulative softmax exceeds the uniform number, (n,).
 
     Blocks of words are added up in fp32, the words of one block in float64. If a row's number lies so near
-    to a boundary that rounding could decide, `inverted_exactly` computes the row.
+    to a boundary that rounding could decide, `invert_exactly` computes the row.
     """
     spare = -logits.shape[1] % BLOCK
     weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()  # (n, V)
@@ -440,11 +448,11 @@ def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
     clear = (edges - targets).abs().amin(dim=-1) > DOUBT * sums[:, -1]
     doubtful = (~clear).nonzero().squeeze(1)
     if len(doubtful):
-        tokens[doubtful] = inverted_exactly(logits[doubtful], uniforms[doubtful])
+        tokens[doubtful] = invert_exactly(logits[doubtful], uniforms[doubtful])
     return tokens
 
 
-def inverted_exactly(logits: Tensor, uniforms: Tensor) -> Tensor:
+def invert_exactly(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Do what `invert` does in float64, slowly and plainly."""
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (n, V)
     targets = uniforms[:, None] * cumulative[:, -1:]

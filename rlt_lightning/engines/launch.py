@@ -85,16 +85,16 @@ class Launch:
             )
         needed = self.tensor_parallel_size * self.data_parallel_size
         if self.share is not None:
-            self._share_out(self.share, needed)
+            self._apply_share(self.share, needed)
         if self.gpus is not None and [len(ids) for ids in self.gpus] != [needed] * self.num_workers:
             raise InputError(
                 f"launch.gpus must name {needed} GPU(s) for each of the {self.num_workers} worker(s), but is "
                 f"{self.gpus}. Correct it, or the sizes."
             )
 
-    def _share_out(self, share: str, needed: int) -> None:
+    def _apply_share(self, share: str, needed: int) -> None:
         """Set the number of workers and their GPUs: those behind the trainer's."""
-        samples, trains = shared_out(share)
+        samples, trains = split_share(share)
         number, rest = divmod(samples, needed)
         gpus = [[trains + i * needed + j for j in range(needed)] for i in range(number)]
         if rest or self.num_workers not in (1, number) or self.gpus not in (None, gpus):
@@ -106,7 +106,9 @@ class Launch:
         object.__setattr__(self, "num_workers", number)
         object.__setattr__(self, "gpus", gpus)
 
-    def command(self, index: int, port: int, model: str, backend: str | None, served_model: str) -> list[str]:
+    def build_command(
+        self, index: int, port: int, model: str, backend: str | None, served_model: str
+    ) -> list[str]:
         """Return the command line of worker number `index`, which a person could type as well."""
         program = which(self.executable)
         if program is None:
@@ -126,13 +128,13 @@ class Launch:
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return words + self.arguments
 
-    def visible_gpus(self, index: int) -> dict[str, str]:
+    def build_gpu_environment(self, index: int) -> dict[str, str]:
         """Return the environment variable by which worker number `index` sees only its GPUs."""
         if self.gpus is None:
             return {}
         # None: where the trainer sees no GPU, workers may.
         number = torch.cuda.device_count() or None
-        return {VARIABLE: worker_gpus(self.gpus[index], os.environ, number)}
+        return {VARIABLE: choose_worker_gpus(self.gpus[index], os.environ, number)}
 
 
 class LocalServer:
@@ -193,13 +195,13 @@ class LocalServer:
                 start_new_session=True,  # Ctrl-C must reach only the trainer
             )
 
-    def ending(self) -> str | None:
+    def find_error(self) -> str | None:
         """Return the error that the process ended with; None while it runs."""
         if self.process is None or self.process.poll() is None:
             return None
-        return f"{self.last_words()} (log: {self.log})"
+        return f"{self.read_last_words()} (log: {self.log})"
 
-    def last_words(self) -> str:
+    def read_last_words(self) -> str:
         """Return the last line of its log that names an error, or else the last line."""
         text = self.log.read_bytes()[self.log_begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -232,7 +234,7 @@ class LocalServer:
         self.process.stdin.close()
 
 
-def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+def read_visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     """Return the names of the GPUs that the environment shows; None if it shows all.
 
     CUDA reads the list up to its first entry that is no GPU, such as -1.
@@ -256,7 +258,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     return found
 
 
-def worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | None = None) -> str:
+def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | None = None) -> str:
     """Return a worker's CUDA_VISIBLE_DEVICES.
 
     Args:
@@ -267,7 +269,7 @@ def worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | N
     Raises:
         InputError: If a position is beyond the GPUs that this process sees.
     """
-    visible = visible_gpus(environment)
+    visible = read_visible_gpus(environment)
     if visible is None:
         visible = [str(i) for i in range(max(gpus) + 1 if number is None else number)]
         shown = "the machine has"
@@ -281,7 +283,7 @@ def worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | N
     return ",".join(visible[i] for i in gpus)
 
 
-def shared_out(share: str) -> tuple[int, int]:
+def split_share(share: str) -> tuple[int, int]:
     """Return how many GPUs sample and how many train, from a share such as 3+5.
 
     Raises:
@@ -296,7 +298,7 @@ def shared_out(share: str) -> tuple[int, int]:
     return int(numbers.group(1)), int(numbers.group(2))
 
 
-def trainer_devices(share: str, devices: object) -> object:
+def choose_trainer_devices(share: str, devices: object) -> object:
     """Return trainer.devices for a share: its number of GPUs that train.
 
     Args:
@@ -306,7 +308,7 @@ def trainer_devices(share: str, devices: object) -> object:
     Raises:
         InputError: If both are set and do not agree.
     """
-    _, trains = shared_out(share)
+    _, trains = split_share(share)
     if trains == 0:
         return devices
     if str(devices) in ("auto", "-1"):
@@ -322,7 +324,7 @@ def trainer_devices(share: str, devices: object) -> object:
     return devices
 
 
-def free_port(host: str = LOOPBACK) -> int:
+def find_free_port(host: str = LOOPBACK) -> int:
     """Return a port that nobody listens on."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]

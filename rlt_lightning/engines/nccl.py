@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
-from rlt_lightning.engines.launch import free_port
+from rlt_lightning.engines.launch import find_free_port
 from rlt_lightning.engines.push import (
     Failures,
     WeightPush,
-    dtype_named,
-    on_each,
+    call_each,
+    parse_dtype,
 )
 from rlt_lightning.engines.threads import in_background
 from rlt_lightning.gloo import LOOPBACK
@@ -76,7 +76,7 @@ class NCCLPush(WeightPush):
 
         def send() -> None:
             torch.cuda.set_device(device)  # each thread has its own
-            self.group_of(named_tensors, workers, version).send_weights()
+            self.form_group(named_tensors, workers, version).send_weights()
 
         try:
             in_background(send).result(self.timeout_s)
@@ -90,19 +90,19 @@ class NCCLPush(WeightPush):
             self.close()
             failures.update({worker.url: error for worker in workers})
 
-    def group_of(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> Any:
+    def form_group(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> Any:
         """Return the group of these workers; form a new one if a worker has changed."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        source = ModuleSource(WholeTensors(named_tensors, common_dtype(workers)))
+        source = ModuleSource(WeightSource(named_tensors, find_common_dtype(workers)))
         members = [(worker.url, worker.incarnation) for worker in workers]
         if self.engine is None or members != self.members:
             self.close()
             info = NCCLTrainerInitInfo(
                 master_address=self.host,
-                master_port=self.port or free_port(self.host),
+                master_port=self.port or find_free_port(self.host),
                 world_size=1 + sum(worker.num_ranks for worker in workers),
                 packed_buffer_size_bytes=self.bucket_bytes,
                 rank=0,
@@ -140,28 +140,28 @@ class SyncClient:
             info = init_info | {"rank_offset": offsets[worker.url]}
             self.push.post(worker, "/init_weight_transfer_engine", {"init_info": info})
 
-        self._on_all(init)
+        self._call_all(init)
 
     def start_weight_update(self) -> None:
         """Begin the update everywhere."""
-        self._on_all(self.push.start)
+        self._call_all(self.push.start)
 
     def update_weights(self, update_info: Any) -> None:
         """Let all workers receive; return when they have."""
-        self._on_all(lambda w: self.push.post(w, "/update_weights", {"update_info": update_info}))
+        self._call_all(lambda w: self.push.post(w, "/update_weights", {"update_info": update_info}))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update everywhere, with the version that is being pushed."""
-        self._on_all(lambda worker: self.push.finish(worker, self.version))
+        self._call_all(lambda worker: self.push.finish(worker, self.version))
 
-    def _on_all(self, function: Callable[[WorkerClient], Any]) -> None:
+    def _call_all(self, function: Callable[[WorkerClient], Any]) -> None:
         failures: Failures = {}
-        on_each(self.workers, function, failures)
+        call_each(self.workers, function, failures)
         if failures:
             raise EngineError("; ".join(map(str, failures.values())))
 
 
-class WholeTensors:
+class WeightSource:
     """Weights that vLLM's ModuleSource reads like a module's; a sharded tensor is gathered when it is read.
 
     Args:
@@ -176,7 +176,7 @@ class WholeTensors:
     def named_parameters(self) -> Iterator[tuple[str, Outgoing]]:
         """Yield names with objects whose `full_tensor()` is what is sent."""
         for name, tensor in self.named_tensors:
-            yield name, Outgoing(tensor, narrower(tensor.dtype, self.dtype))
+            yield name, Outgoing(tensor, choose_narrower_dtype(tensor.dtype, self.dtype))
 
 
 class Outgoing:
@@ -200,14 +200,14 @@ class Outgoing:
             return sent.clone() if hasattr(self.tensor, "ds_id") and sent.dtype == tensor.dtype else sent
 
 
-def narrower(ours: torch.dtype, theirs: torch.dtype | None) -> torch.dtype:
+def choose_narrower_dtype(ours: torch.dtype, theirs: torch.dtype | None) -> torch.dtype:
     """Return the worker's type if it has fewer bytes: the worker would round to it anyway."""
     if theirs is None or not ours.is_floating_point or theirs.itemsize >= ours.itemsize:
         return ours
     return theirs
 
 
-def common_dtype(workers: list[WorkerClient]) -> torch.dtype | None:
+def find_common_dtype(workers: list[WorkerClient]) -> torch.dtype | None:
     """Return the type that all workers compute in; None if they differ."""
     names = {worker.dtype for worker in workers}
-    return dtype_named(names.pop()) if len(names) == 1 else None
+    return parse_dtype(names.pop()) if len(names) == 1 else None

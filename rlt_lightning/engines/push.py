@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.engines.threads import in_background
-from rlt_lightning.gloo import LOOPBACK, from_trainer, join_group
+from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.run.run_folder import VERSION_FOLDER
@@ -95,9 +95,9 @@ class WeightPush(ABC):
         Every tensor is gathered exactly once, whatever fails: other ranks of the trainer take part in that.
         """
         failures: Failures = {}
-        workers = on_each(workers, self.prepare, failures)
+        workers = call_each(workers, self.prepare, failures)
         self.transfer(named_tensors, workers, version, failures)
-        on_each([worker for worker in workers if worker.url not in failures], self.conclude, failures)
+        call_each([worker for worker in workers if worker.url not in failures], self.conclude, failures)
         return failures
 
     def prepare(self, worker: WorkerClient) -> None:
@@ -185,7 +185,7 @@ class GlooPush(WeightPush):
     ) -> None:
         super().__init__(bucket_mib, timeout_s)
         self.host = host
-        self.dtype = None if dtype is None else dtype_named(dtype)
+        self.dtype = None if dtype is None else parse_dtype(dtype)
         self.store: TCPStore | None = None
         self.lock = Lock()
         self.groups: dict[str, tuple[int, Any]] = {}  # URL -> incarnation that joined, group
@@ -251,8 +251,8 @@ class GlooPush(WeightPush):
             self.send(tensors, updates, failures)
         self.wait_for_sent(updates, failures)
         sent = [worker for worker in workers if worker.url not in failures]
-        sent = on_each(sent, lambda worker: updates[worker.url].result(), failures)
-        on_each(sent, lambda worker: self.finish(worker, version), failures)
+        sent = call_each(sent, lambda worker: updates[worker.url].result(), failures)
+        call_each(sent, lambda worker: self.finish(worker, version), failures)
 
     def send(self, tensors: list[Tensor], updates: dict[str, Future[JSON]], failures: Failures) -> None:
         """Send tensors to every worker that still takes part; keep none of them.
@@ -261,10 +261,10 @@ class GlooPush(WeightPush):
         """
         for tensor in tensors:
             dtype = self.dtype or tensor.dtype
-            for piece in pieces(tensor, dtype, self.bucket_bytes):
+            for piece in split_pieces(tensor, dtype, self.bucket_bytes):
                 staged = self.staging.fill(piece, dtype)
                 self.wait_for_sent(updates, failures)
-                self.broadcast(staged.arrived(), updates, failures)
+                self.broadcast(staged.wait(), updates, failures)
                 if not staged.copied:
                     self.wait_for_sent(updates, failures)
 
@@ -275,7 +275,9 @@ class GlooPush(WeightPush):
                 if url not in failures:
                     if update.done():
                         update.result()  # a worker that has given up says why
-                    self.in_flight.append((url, self.groups[url][1].broadcast([piece], from_trainer())))
+                    self.in_flight.append(
+                        (url, self.groups[url][1].broadcast([piece], build_broadcast_options()))
+                    )
             except (RuntimeError, EngineError) as error:
                 failures[url] = error
 
@@ -318,7 +320,7 @@ class Staging:
         if not piece.is_cuda and piece.dtype == dtype:
             return StagedPiece(piece.view(torch.uint8))
         if not self.buffers:
-            self.buffers = [self.buffer(piece.is_cuda) for _ in range(2)]
+            self.buffers = [self.allocate(piece.is_cuda) for _ in range(2)]
         self.turn = 1 - self.turn
         target = self.buffers[self.turn][: piece.numel() * dtype.itemsize]
         # The GPU converts the type, so that fewer bytes leave it.
@@ -328,7 +330,7 @@ class Staging:
             event.record()
         return StagedPiece(target, event, copied=True)
 
-    def buffer(self, pinned: bool) -> Tensor:
+    def allocate(self, pinned: bool) -> Tensor:
         """Return a new buffer."""
         return torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
@@ -351,14 +353,14 @@ class StagedPiece:
         self.event = event
         self.copied = copied
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the bytes and return them."""
         if self.event is not None:
             self.event.synchronize()
         return self.data
 
 
-def pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
+def split_pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
     """Cut a tensor into flat pieces of at most `piece_bytes` in a type, but of one number at least."""
     yield from tensor.detach().reshape(-1).split(max(1, piece_bytes // dtype.itemsize))
 
@@ -397,7 +399,7 @@ class DiskPush(WeightPush):
         problem: OSError | None = None
         try:
             scratch.mkdir(parents=True)
-            self.describe(scratch)
+            self.write_metadata(scratch)
         except OSError as error:
             problem = error
         names = iter(name for name, _ in named_tensors)
@@ -414,13 +416,13 @@ class DiskPush(WeightPush):
                 f"The weights must be written to {scratch}, but that failed ({problem}). Make room."
             )
         scratch.rename(target)
-        on_each(workers, lambda worker: self.load(worker, target, version), failures)
+        call_each(workers, lambda worker: self.load(worker, target, version), failures)
         own = version.rpartition("-")[0] if self.own_folder else ""  # a given folder may serve several runs
         for other in parent.iterdir():
             if other != target and VERSION_FOLDER.fullmatch(other.name) and other.name.startswith(own):
                 shutil.rmtree(other, ignore_errors=True)
 
-    def describe(self, folder: Path) -> None:
+    def write_metadata(self, folder: Path) -> None:
         """Write the files that belong beside the weights: none."""
 
     def file_name(self, number: int) -> str:
@@ -473,7 +475,7 @@ class AdapterPush(DiskPush):
         arguments = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         return arguments, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
-    def describe(self, folder: Path) -> None:
+    def write_metadata(self, folder: Path) -> None:
         """Write the adapter's configuration."""
         save_adapter_config(self.model, str(self.model.name_or_path), folder)
 
@@ -492,7 +494,7 @@ class AdapterPush(DiskPush):
             self.post(worker, "/v1/unload_lora_adapter", {"lora_name": former}, in_words=True)
 
 
-def on_each(
+def call_each(
     workers: list[WorkerClient], function: Callable[[WorkerClient], Any], failures: Failures
 ) -> list[WorkerClient]:
     """Call a function for every worker at once; note the failures and return the others."""
@@ -507,7 +509,7 @@ def on_each(
     return done
 
 
-def dtype_named(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """Look a data type up by its name, such as bfloat16."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

@@ -17,10 +17,10 @@ from rlt_lightning.engines.base import (
     NamedTensor,
     SampleRequest,
     Sampling,
-    disagreement,
+    find_disagreement,
     require_context,
 )
-from rlt_lightning.engines.hf import StopWatcher, eos_token_ids
+from rlt_lightning.engines.hf import StopWatcher, find_eos_token_ids
 from rlt_lightning.types import Completion, InputError
 
 
@@ -64,7 +64,7 @@ class ServedEngine(Engine):
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the tokenizer and the teacher's vocabulary, by which answers are checked."""
         self.tokenizer = tokenizer
-        self.eos_ids = eos_token_ids(model, tokenizer)
+        self.eos_ids = find_eos_token_ids(model, tokenizer)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
 
     def sample(
@@ -81,7 +81,9 @@ class ServedEngine(Engine):
         watcher = StopWatcher(self.tokenizer, stop, self.eos_ids)
 
         def complete(call: tuple[list[int], Sampling, str, int]) -> Completion:
-            return replace(self.ended(self.complete(*call), call[1], watcher), seed=call[3], worker=self.url)
+            return replace(
+                self.cut_at_end(self.complete(*call), call[1], watcher), seed=call[3], worker=self.url
+            )
 
         with ThreadPoolExecutor(self.max_requests) as threads:
             futures = {threads.submit(complete, call): index for index, call in enumerate(calls)}
@@ -92,7 +94,7 @@ class ServedEngine(Engine):
                 for future in futures:
                     future.cancel()
 
-    def ended(self, completion: Completion, sampling: Sampling, watcher: StopWatcher) -> Completion:
+    def cut_at_end(self, completion: Completion, sampling: Sampling, watcher: StopWatcher) -> Completion:
         """Cut a completion behind the token that ends it, and say which kind of end that is.
 
         Raises:
@@ -143,7 +145,7 @@ class ServedEngine(Engine):
         scores = self.score(token_ids)
         if len(scores) != len(token_ids) - 1 or not all(isinstance(score, float) for score in scores):
             raise self.error(f"log-probs of {len(token_ids) - 1} tokens", f"{scores!r:.200}")
-        if fault := disagreement(scores, log_probs, AGREEMENT["bfloat16"]):
+        if fault := find_disagreement(scores, log_probs, AGREEMENT["bfloat16"]):
             raise EngineError(
                 f"{type(self).__name__}: {self.url} must serve the teacher that is loaded here, but {fault} "
                 "Let it serve that one, or set model.teacher to what it serves."

@@ -94,7 +94,7 @@ class SlotDecoder:
         return self.call(**inputs, attention_mask=self.no_mask, past_key_values=self.cache, use_cache=True)
 
 
-class OwnCacheDecoder:
+class TransformersDecoder:
     """Uses transformers' cache, for any architecture; a prompt's states are copied for each of its rows."""
 
     in_turns = True
@@ -151,7 +151,7 @@ class OwnCacheDecoder:
         ).logits[:, -1]
 
 
-def architecture_fault(model: Any) -> str | None:
+def find_architecture_fault(model: Any) -> str | None:
     """Return why a model's configuration rules out our cache, or None."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -164,11 +164,11 @@ def architecture_fault(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def slot_fault(model: Any, call: Call) -> str | None:
+def find_slot_fault(model: Any, call: Call) -> str | None:
     """Compare our cache with the model's own forward on random tokens; return the fault, or None."""
-    if fault := architecture_fault(model):
+    if fault := find_architecture_fault(model):
         return fault
-    device = device_of(model)
+    device = find_device(model)
     generator = torch.Generator().manual_seed(0)
     num_words = min(1000, model.config.get_text_config().vocab_size)
     first, second, *rests = (
@@ -190,18 +190,18 @@ def slot_fault(model: Any, call: Call) -> str | None:
     except FORWARD_ERRORS as error:
         return f"its forward fails with it ({str(error).splitlines()[0][:120]})"
     difference = (torch.stack(logits, dim=1).float().log_softmax(-1) - own.log_softmax(-1)).abs()
-    exact = own_is_exact(model, device)
+    exact = computes_exactly(model, device)
     size, bound = (difference.max().item(), 1e-3) if exact else (difference.mean().item(), 0.05)
     return None if size <= bound else f"log-probs differ by {size:.2g} nats with it"  # NaN is a fault too
 
 
-def own_is_exact(model: Any, device: torch.device) -> bool:
+def computes_exactly(model: Any, device: torch.device) -> bool:
     """Return whether the model computes in fp32 or float64."""
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
     return exact and not torch.is_autocast_enabled(device.type)
 
 
-def device_of(model: Any) -> torch.device:
+def find_device(model: Any) -> torch.device:
     """Return the device of the model's weights."""
     device: torch.device = next(model.parameters()).device
     return device
@@ -213,12 +213,12 @@ class Slots(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def grown(self, num_slots: int, capacity: int) -> Slots:
+    def grow(self, num_slots: int, capacity: int) -> Slots:
         """Return slots that have at least this size and the same content."""
         slots, _, tokens, _ = self.keys.shape
         if num_slots <= slots and capacity <= tokens:
             return self
-        larger = empty_slots(self.keys, self.values, max(slots, num_slots), max(tokens, capacity))
+        larger = allocate_slots(self.keys, self.values, max(slots, num_slots), max(tokens, capacity))
         for new, old in zip(larger, self, strict=True):
             new[:slots, :, :tokens] = old
         return larger
@@ -229,7 +229,7 @@ class Slots(NamedTuple):
             states[target, :, :num_tokens] = states[source, :, :num_tokens]
 
 
-def empty_slots(key: Tensor, value: Tensor, num_slots: int, capacity: int) -> Slots:
+def allocate_slots(key: Tensor, value: Tensor, num_slots: int, capacity: int) -> Slots:
     """Return slots for states like these, (batch, heads, tokens, D).
 
     They begin as zeros: a weight of 0 does not hide a NaN that lies in memory behind a row's last token.
@@ -323,14 +323,14 @@ class SlotCache:
         """Expect the states of one new token of each row; return the tokens' positions, (n,)."""
         if self.lengths is None or self.prompts is None:
             self.lengths = torch.tensor(self.row_lengths, device=self.device)
-            self.prompts = self._prompts()
+            self.prompts = self._build_prompts()
             starts = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
             self.positions = self.lengths + torch.tensor(starts, device=self.device)
         else:
             # Not in place: the work of the previous step may still use them.
             self.lengths, self.positions = self.lengths + 1, self.positions + 1
         used = max(self.row_lengths) + 1
-        bias = ending_bias(self.lengths + 1, used)
+        bias = build_ending_bias(self.lengths + 1, used)
         self.work = Step(self.lengths, used, bias, self.prompts)
         self.row_lengths = [length + 1 for length in self.row_lengths]
         return self.positions
@@ -338,7 +338,7 @@ class SlotCache:
     def _forget(self) -> None:
         self.lengths = self.prompts = None
 
-    def _prompts(self) -> Prompts:
+    def _build_prompts(self) -> Prompts:
         """Give each row a place among the rows of its prompt."""
         counts = [0] * len(self.prompt_lengths)
         members = []
@@ -351,7 +351,7 @@ class SlotCache:
         bias = None
         if len(set(self.prompt_lengths)) > 1:
             lengths = torch.tensor(self.prompt_lengths, device=self.device)
-            bias = ending_bias(lengths, max(self.prompt_lengths))
+            bias = build_ending_bias(lengths, max(self.prompt_lengths))
         return Prompts(None if in_order else torch.tensor(places, device=self.device), most, bias)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -362,7 +362,7 @@ class SlotCache:
         self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store new states, (batch, heads, tokens, D), in the type of the products; return them unchanged."""
-        stored = computed(key), computed(value)
+        stored = cast_to_autocast(key), cast_to_autocast(value)
         if isinstance(self.work, Prefill):
             self._store_prompts(self.work, *stored, layer_idx)
         elif isinstance(self.work, Step):
@@ -371,8 +371,8 @@ class SlotCache:
 
     def _store_prompts(self, work: Prefill, key: Tensor, value: Tensor, layer: int) -> None:
         size = len(self.prompt_lengths), max(self.prompt_lengths)
-        slots = self.shared.get(layer) or empty_slots(key, value, *size)
-        self.shared[layer] = slots = slots.grown(*size)
+        slots = self.shared.get(layer) or allocate_slots(key, value, *size)
+        self.shared[layer] = slots = slots.grow(*size)
         for slot, (start, end) in enumerate(pairwise(work.boundaries), work.first_slot):
             slots.keys[slot, :, : end - start] = key[0, :, start:end]
             slots.values[slot, :, : end - start] = value[0, :, start:end]
@@ -381,9 +381,9 @@ class SlotCache:
         slots = self.own.get(layer)
         if slots is None:
             capacity = min(max(FIRST_CAPACITY, work.used), self.longest)
-            slots = empty_slots(key, value, self.max_rows, capacity)
+            slots = allocate_slots(key, value, self.max_rows, capacity)
         elif work.used > slots.keys.shape[2]:
-            slots = slots.grown(self.max_rows, min(2 * slots.keys.shape[2], self.longest))
+            slots = slots.grow(self.max_rows, min(2 * slots.keys.shape[2], self.longest))
         self.own[layer] = slots
         rows, heads = key.shape[:2]
         lines = torch.arange(rows * heads, device=key.device).view(rows, heads) * slots.keys.shape[2]
@@ -398,20 +398,20 @@ class SlotCache:
         longest = max(self.prompt_lengths)
         own_keys, own_values = (t[:rows, :, : step.used] for t in self.own[layer])
         keys, values = (t[:prompts, :, :longest] for t in self.shared[layer])
-        query = computed(query)[:, :, 0]
+        query = cast_to_autocast(query)[:, :, 0]
         found = decode_attention(
             query, (own_keys, own_values, step.bias), (keys, values, step.prompts), scale
         )
         return found.unsqueeze(1)
 
 
-def computed(states: Tensor) -> Tensor:
+def cast_to_autocast(states: Tensor) -> Tensor:
     """Return states in the type in which attention computes them: autocast's, where it is on."""
     device = states.device.type
     return states.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else states
 
 
-def ending_bias(lengths: Tensor, width: int) -> Tensor:
+def build_ending_bias(lengths: Tensor, width: int) -> Tensor:
     """Return (n, 1, 1, width), fp32: 0 on the first `lengths` places of each row, -inf behind them."""
     places = torch.arange(width, device=lengths.device)
     bias = torch.zeros(len(lengths), width, device=lengths.device)
@@ -456,13 +456,18 @@ def decode_attention(
     query = query.reshape(rows, heads, -1, query.shape[-1])  # (n, B, A / B, D)
     output, lse = attend(query, keys, values, bias, scale)
     keys, values, prompts = shared
-    asked = by_prompt(query, prompts, len(keys))  # (P, B, members * A / B, D)
+    asked = group_by_prompt(query, prompts, len(keys))  # (P, B, members * A / B, D)
     found, found_lse = attend(asked, keys, values, prompts.bias, scale)
-    merge_(output, lse, by_row(found, prompts, rows), by_row(found_lse.unsqueeze(-1), prompts, rows)[..., 0])
+    merge_(
+        output,
+        lse,
+        split_by_row(found, prompts, rows),
+        split_by_row(found_lse.unsqueeze(-1), prompts, rows)[..., 0],
+    )
     return output.reshape(rows, -1, output.shape[-1])
 
 
-def by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor:
+def group_by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor:
     """Gather the queries of each prompt's rows: (n, B, r, D) -> (P, B, members * r, D)."""
     if prompts.places is not None:
         room = query.new_zeros(num_prompts * prompts.members, *query.shape[1:])
@@ -471,8 +476,8 @@ def by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor:
     return grouped.transpose(1, 2).flatten(2, 3)
 
 
-def by_row(found: Tensor, prompts: Prompts, num_rows: int) -> Tensor:
-    """Undo `by_prompt`: (P, B, members * r, D) -> (n, B, r, D)."""
+def split_by_row(found: Tensor, prompts: Prompts, num_rows: int) -> Tensor:
+    """Undo `group_by_prompt`: (P, B, members * r, D) -> (n, B, r, D)."""
     rows = found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)
     return rows if prompts.places is None else rows[prompts.places]
 

@@ -27,7 +27,7 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also in a notebook, which has a running loop already."""
     try:
         asyncio.get_running_loop()

@@ -38,10 +38,10 @@ from rlt_lightning.engines.base import (
     WorkersLost,
     require_context,
 )
-from rlt_lightning.engines.client import ADDRESS, Request, WorkerError, key_from
+from rlt_lightning.engines.client import ADDRESS, CompletionRequest, WorkerError, read_api_key
 from rlt_lightning.engines.fleet import Fleet, Worker
-from rlt_lightning.engines.hf import eos_token_ids
-from rlt_lightning.engines.launch import Launch, free_port
+from rlt_lightning.engines.hf import find_eos_token_ids
+from rlt_lightning.engines.launch import Launch, find_free_port
 from rlt_lightning.engines.push import GlooPush, WeightPush
 from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
@@ -102,8 +102,8 @@ class VLLMEngine(Engine):
         sleep: bool = False,
     ) -> None:
         self.push = push or GlooPush()
-        self.plain = self.push.backend is None  # workers serve weights of their own
-        if self.plain and sleep:
+        self.own_weights = self.push.backend is None  # workers serve weights of their own
+        if self.own_weights and sleep:
             raise InputError(
                 "The engine's sleep needs workers that are pushed weights, but its push is NoPush. Set sleep "
                 "to false."
@@ -121,12 +121,12 @@ class VLLMEngine(Engine):
             )
         run_id = uuid4().hex[:8]
         if launch is not None:
-            ports = [launch.port + i if launch.port else free_port() for i in range(launch.num_workers)]
+            ports = [launch.port + i if launch.port else find_free_port() for i in range(launch.num_workers)]
             urls = [f"http://{LOOPBACK}:{port}" for port in ports]
             # A name of this run, so that no other server on the port is taken for ours.
             served_model = f"teacher-{run_id}"
-        api_key = key_from(api_key_env)
-        workers = [Worker(url, served_model, api_key, self.plain) for url in urls or []]
+        api_key = read_api_key(api_key_env)
+        workers = [Worker(url, served_model, api_key, self.own_weights) for url in urls or []]
         self.takes_adapters = self.push.takes_adapters
         deadlines = (call_timeout_s, sleep_timeout_s, recovery_timeout_s)
         self.fleet = Fleet(workers, run_id, launch, sleep, self.takes_adapters, *deadlines, max_restarts)
@@ -171,9 +171,9 @@ class VLLMEngine(Engine):
     def load_own_model(self, name: str) -> bool:
         """Let launched workers load the model `name`, unless the launch names one; with NoPush only."""
         launch = self.fleet.launch
-        if self.plain and launch is not None and launch.model is None:
+        if self.own_weights and launch is not None and launch.model is None:
             self.fleet.launch = replace(launch, model=resolve(name))
-        return self.plain
+        return self.own_weights
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Start the workers that are to be launched, and wait until every worker answers.
@@ -186,7 +186,7 @@ class VLLMEngine(Engine):
         if model is None:
             self._serve_without_trainer()
         else:
-            self.stop_ids = tuple(sorted(eos_token_ids(model, tokenizer)))
+            self.stop_ids = tuple(sorted(find_eos_token_ids(model, tokenizer)))
             self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.push.open(model, folder / "weights")
         name = "" if model is None else model.name_or_path
@@ -198,7 +198,7 @@ class VLLMEngine(Engine):
 
     def _serve_without_trainer(self) -> None:
         """Get ready to take the workers' own weights as they are."""
-        if not self.plain:
+        if not self.own_weights:
             raise InputError(
                 f"Without a model, workers must serve weights of their own, but push is "
                 f"{type(self.push).__name__}. Set it to rlt_lightning.engines.NoPush."
@@ -232,7 +232,7 @@ class VLLMEngine(Engine):
 
     def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
         """Gather in step with rank 0, if it gathers anything."""
-        if self.plain:
+        if self.own_weights:
             return
         for _ in gather_in_groups(named_tensors, self.push.gather_bytes):
             pass
@@ -247,7 +247,7 @@ class VLLMEngine(Engine):
         self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> Iterator[tuple[int, Completion]]:
         """See `Engine.sample`. Completion i of a request has its seed, cut to 62 bits, plus i."""
-        calls: list[Request] = []
+        calls: list[CompletionRequest] = []
         brings: list[range] = []  # indices of the completions that each call brings
         rest: list[set[int]] = []  # indices of each call's group; those that have come are taken out
         first = 0
@@ -262,7 +262,9 @@ class VLLMEngine(Engine):
             missing = set(group)
             for number, part in enumerate(parts):
                 seed = (request.seed & SEED_MASK) + number
-                calls.append(Request(request.prompt, one, stop, self.stop_ids, self.vocab_size, seed))
+                calls.append(
+                    CompletionRequest(request.prompt, one, stop, self.stop_ids, self.vocab_size, seed)
+                )
                 brings.append(part)
                 rest.append(missing)
         finished = 0
@@ -276,7 +278,7 @@ class VLLMEngine(Engine):
         if finished < len(calls):
             raise WorkersLost(f"No vLLM worker is left to sample: {' '.join(self.fleet.down.values())}")
 
-    async def _complete_all(self, requests: list[Request]) -> AsyncIterator[tuple[int, Completion]]:
+    async def _complete_all(self, requests: list[CompletionRequest]) -> AsyncIterator[tuple[int, Completion]]:
         """Yield each request's number and completion as it is finished; end early when no worker is left.
 
         Each request goes to the worker with the fewest running ones.
@@ -323,7 +325,7 @@ class VLLMEngine(Engine):
             for task in (*running, *watching):
                 task.cancel()
 
-    async def _complete(self, worker: Worker, request: Request) -> Completion:
+    async def _complete(self, worker: Worker, request: CompletionRequest) -> Completion:
         """Sample one request; send it again if it fails at a worker that is well.
 
         Raises:

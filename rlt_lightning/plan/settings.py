@@ -23,7 +23,7 @@ from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Engine
 from rlt_lightning.engines.base import Sampling
-from rlt_lightning.engines.slots import architecture_fault
+from rlt_lightning.engines.slots import find_architecture_fault
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule
@@ -498,7 +498,7 @@ def read_model(
     product_bytes = next(model.parameters()).element_size()
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     shares_prefix = step.group_size > 1 and module.layout in ("auto", "shared_prefix")
-    uses_slots = architecture_fault(model) is None
+    uses_slots = find_architecture_fault(model) is None
     traced = trace_activations(
         model,
         step.row_tokens,

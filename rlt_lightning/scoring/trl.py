@@ -25,7 +25,7 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from rlt_lightning.engines.hf import eos_token_ids
+from rlt_lightning.engines.hf import find_eos_token_ids
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.pretrained import plain_attention
 from rlt_lightning.scoring.one_problem import ExplanationScorer
@@ -100,7 +100,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         """
         model = self._trained_model()
         problems = self._problems(prompts, columns)
-        ends = eos_token_ids(model, self.tokenizer)
+        ends = find_eos_token_ids(model, self.tokenizer)
         rollouts = [
             self.rollout(problem, self._completion(ids, ends))
             for problem, ids in zip(problems, completion_ids, strict=True)
