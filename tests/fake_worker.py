@@ -74,7 +74,9 @@ class FakeWorker:
         dtype: Of its weights.
         frees: Whether it was started with --enable-sleep-mode.
         delay_s: Time that a completion takes.
+        gate: Set when completions may come; until then sampling calls are in work. None: at once.
         slow: Path -> time that an answer of that route takes.
+        held: Path -> what the next call of that route waits for.
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
         on_init: Called with the body of /init_weight_transfer_engine.
@@ -92,7 +94,9 @@ class FakeWorker:
         dtype: str = "float32",
         frees: bool = True,
         delay_s: float = 0.0,
+        gate: Event | None = None,
         slow: dict[str, float] | None = None,
+        held: dict[str, Event] | None = None,
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
@@ -104,9 +108,10 @@ class FakeWorker:
         self.faults, self.always, self.broken = deque(faults), always, broken or {}
         self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
         self.frees, self.asleep = frees, False
-        self.slow = slow or {}
+        self.slow, self.held = slow or {}, held or {}
         self.sleep_level = 0  # of the last time
-        self.delay_s, self.endings, self.score = delay_s, endings, score
+        self.delay_s, self.gate = delay_s, gate
+        self.endings, self.score = endings, score
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
         self.folder: Path | None = None  # of the last update
@@ -180,6 +185,8 @@ class FakeWorker:
         try:
             self.wait(self.awake)
             time.sleep(self.slow.get(path, 0.0))
+            if (event := self.held.pop(path, None)) is not None:
+                self.wait(event)
             if path.startswith("/v1") and self.api_key is not None:
                 key = call.headers.get("Authorization")
                 self.require(key == f"Bearer {self.api_key}", 401, "Unauthorized")
@@ -280,8 +287,12 @@ class FakeWorker:
         fault = self.faults.popleft() if self.faults else self.always
         self.in_work += 1
         self.most_in_work = max(self.most_in_work, self.in_work)
-        Event().wait(self.delay_s)
-        self.in_work -= 1
+        try:
+            Event().wait(self.delay_s)
+            if self.gate is not None:
+                self.wait(self.gate)
+        finally:
+            self.in_work -= 1
         if fault.isdigit():
             raise Refused(int(fault), {"error": "out of order"})
         if fault == "garbage":

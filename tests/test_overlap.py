@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import full
+from commands import wait_until
 from fake_worker import FakeWorker
 from test_rlt_module import Witness, data, module, trainer
 from test_vllm_engine import (
@@ -268,9 +269,17 @@ def test_only_what_was_scored_before_the_end_is_hidden() -> None:
 
 def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:
     # The fast worker's completions come while the slow one has its first.
-    fast, slow = FakeWorker(), FakeWorker(delay_s=0.5)
+    fast, slow = FakeWorker(), FakeWorker(gate=Event())
     engine = start(slow, fast, max_sequences=1)
+
+    def let_the_slow_one_go_on() -> None:
+        assert slow.gate is not None
+        wait_until(lambda: len(fast.delivered) > 3)  # three have come: it was asked for the next
+        slow.gate.set()
+
+    waited = in_background(let_the_slow_one_go_on)
     found = list(engine.sample(build_requests(PROMPTS, SEEDS, 2), SAMPLING, END))
+    waited.result()
     assert [c.worker for _, c in found[:3]] == [fast.url] * 3
     assert sorted(index for index, _ in found) == list(range(16))
     ordered = [completion for _, completion in sorted(found, key=lambda pair: pair[0])]

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from test_vllm_engine import token_ids as ids
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
+from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.fleet import State
 from rlt_lightning.types import InputError
 
@@ -67,15 +69,28 @@ def test_base_weights_under_an_adapter_wait_in_main_memory(start: Any) -> None:
     assert not VLLMEngine(["http://127.0.0.1:1"]).fleet.keeps_weights
 
 
-def test_sleep_and_waking_have_a_deadline_of_their_own(start: Any) -> None:
-    slow = FakeWorker(slow={"/sleep": 0.6, "/wake_up": 0.6})
-    engine = start(slow, sleep=True, call_timeout_s=0.3, sleep_timeout_s=20.0)
+def test_sleep_and_waking_have_a_deadline_of_their_own(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: dict[str, float] = {}
+    call = WorkerClient.call
+
+    async def note(self: WorkerClient, method: str, path: str, body: Any, deadline_s: float) -> Any:
+        deadlines[path] = deadline_s
+        return await call(self, method, path, body, deadline_s)
+
+    engine = start(FakeWorker(), sleep=True, call_timeout_s=61.0, sleep_timeout_s=62.0)
+    monkeypatch.setattr(WorkerClient, "call", note)
     engine.put_to_sleep()
     engine.health()
-    assert not engine.fleet.down
-    engine.fleet.sleep_timeout_s = 0.3
+    assert deadlines == {
+        "/sleep?level=2": 62.0,
+        "/wake_up": 62.0,
+        **dict.fromkeys(("/health", "/collective_rpc", "/weight_info"), 61.0),
+    }
+    monkeypatch.undo()
+    stuck = FakeWorker(held={"/sleep": Event()})
+    engine = start(stuck, sleep=True, sleep_timeout_s=0.3)
     engine.put_to_sleep()
-    assert "POST /sleep?level=2 must be answered within 0.3 s" in next(iter(engine.fleet.down.values()))
+    assert "POST /sleep?level=2 must be answered within 0.3 s" in engine.fleet.down[stuck.url]
 
 
 def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:

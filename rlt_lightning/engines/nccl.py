@@ -20,7 +20,7 @@ from rlt_lightning.engines.push import (
 )
 from rlt_lightning.engines.threads import in_background
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_tensors
+from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
 
 
 class NCCLPush(WeightPush):
@@ -173,31 +173,22 @@ class WeightSource:
         self.named_tensors = named_tensors
         self.dtype = dtype
 
-    def named_parameters(self) -> Iterator[tuple[str, Outgoing]]:
+    def named_parameters(self) -> Iterator[tuple[str, Deferred]]:
         """Yield names with objects whose `full_tensor()` is what is sent."""
         for name, tensor in self.named_tensors:
-            yield name, Outgoing(tensor, choose_narrower_dtype(tensor.dtype, self.dtype))
+            yield name, defer_cast(tensor, choose_narrower_dtype(tensor.dtype, self.dtype))
 
 
-class Outgoing:
-    """A tensor, which may be sharded, and the type in which it is sent.
+def defer_cast(tensor: Any, dtype: torch.dtype) -> Deferred:
+    """Return a placeholder for a tensor in another type, to be gathered from all ranks when it is read."""
 
-    Args:
-        tensor: The tensor.
-        dtype: The type.
-    """
-
-    def __init__(self, tensor: Any, dtype: torch.dtype) -> None:
-        self.tensor = tensor
-        self.dtype = dtype
-        self.shape = full_shape(tensor)
-
-    def full_tensor(self) -> Tensor:
-        """Gather it from all ranks, to be freed when the caller drops it."""
-        with whole_tensors([self.tensor]) as [tensor]:
-            sent = tensor.detach().to(self.dtype)
+    def gather() -> Tensor:
+        with whole_tensors([tensor]) as [whole]:
+            sent = whole.detach().to(dtype)
             # DeepSpeed frees what it has gathered.
-            return sent.clone() if hasattr(self.tensor, "ds_id") and sent.dtype == tensor.dtype else sent
+            return sent.clone() if hasattr(tensor, "ds_id") and sent.dtype == whole.dtype else sent
+
+    return Deferred(torch.Size(full_shape(tensor)), dtype, gather)
 
 
 def choose_narrower_dtype(ours: torch.dtype, theirs: torch.dtype | None) -> torch.dtype:
