@@ -16,7 +16,7 @@ from rlt_lightning.datamodules.evaluation import Response
 from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines.base import Engine, SampleRequest, Sampling, build_requests, sample_all
-from rlt_lightning.engines.budget import BudgetForcing, generate_with_budget
+from rlt_lightning.engines.budget import BudgetForcing, sample_with_budget
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.numerics.seeds import mix_seed
@@ -76,7 +76,7 @@ def sample_responses(
         groups = sample_all(engine, requests, sampling, stop="")
         return [[build_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups]
     opening = chat_format.thought_opening
-    budgeted = generate_with_budget(
+    budgeted = sample_with_budget(
         engine,
         tokenizer,
         [problem.prompt + opening for problem in problems],
