@@ -678,6 +678,8 @@ def test_arguments_out_of_range_are_refused(make_data: MakeData):
             StratosDataModule(trace_columns=columns)
     with pytest.raises(InputError, match=r"trace_columns must name columns of traces, but names completion"):
         StratosDataModule(trace_columns=["completion"])
+    with pytest.raises(InputError, match=r"data\.task must be one of rlt, score, .*, but is 'sft'"):
+        StratosDataModule(task="sft")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"data\.tokenizer must name"):
         StratosDataModule().setup("fit")
     with pytest.raises(

@@ -437,7 +437,9 @@ def require_settings(data: StratosDataModule) -> None:
         raise InputError("data.source must name at least one source, but is an empty list. Name one.")
     if data.val_weights:
         raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
-    if data.task != "student_opd" and data.view != ViewOptions():
+    if data.task not in TASKS:
+        raise InputError(f"data.task must be one of {', '.join(TASKS)}, but is '{data.task}'. Correct it.")
+    if not TASKS[data.task].shows_teacher and data.view != ViewOptions():
         raise InputError(
             f"data.view says what the teacher of student_opd sees, but data.task is {data.task}. Leave it "
             "out, or set data.task to student_opd."

@@ -113,6 +113,7 @@ class Task(ABC):
         reads_traces: Whether a row must have the columns of the traces.
         takes_completions: Whether a row may have a completion in place of a trace.
         learns: Whether the items are examples of fine-tuning.
+        shows_teacher: Whether a teacher sees the problem too, as `data.view` says.
         views: What the teacher of student_opd sees.
     """
 
@@ -121,6 +122,7 @@ class Task(ABC):
     reads_traces: ClassVar[bool] = False
     takes_completions: ClassVar[bool] = False
     learns: ClassVar[bool] = False
+    shows_teacher: ClassVar[bool] = False
     views: TeacherViews | None = None
 
     def __init__(
@@ -389,6 +391,7 @@ class StudentOPDTask(Task):
 
     name = "student_opd"
     role = "student"
+    shows_teacher = True
     views: TeacherViews
 
     @override
