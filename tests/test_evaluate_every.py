@@ -26,7 +26,7 @@ from rlt_lightning.callbacks import (
     ResponseCallback,
     RolloutCallback,
 )
-from rlt_lightning.callbacks.metrics import MetricsResume
+from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule

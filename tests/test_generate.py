@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from sampling import numbered
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
-from rlt_lightning.callbacks.distillation import write_parquet
+from rlt_lightning.callbacks.predictions import write_parquet
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
@@ -204,7 +204,7 @@ def test_selections_take_what_they_say() -> None:
         *(row(3, 0, -1, 30, False), row(3, 1, -9, 90, True)),
     ]
     chosen = {
-        select: [(r["row"], r["trace"]) for r in DistillationWriter(select).selected(rows)]  # type: ignore[arg-type]
+        select: [(r["row"], r["trace"]) for r in DistillationWriter(select).select_traces(rows)]  # type: ignore[arg-type]
         for select in ("first", "best_reward", "all", "fits_context")
     }
     assert chosen["first"] == [(1, 0), (2, 0), (3, 0)]

@@ -221,7 +221,7 @@ def test_selections_of_answers_take_what_they_say() -> None:
     ]
 
     def chosen(*options: Any) -> list[tuple[int, int]]:
-        return [(row["row"], row["trace"]) for row in DistillationWriter(*options).selected(rows)]
+        return [(row["row"], row["trace"]) for row in DistillationWriter(*options).select_traces(rows)]
 
     assert chosen("first", 2) == [(1, 0), (1, 1), (2, 0)]
     assert chosen("shortest") == [(1, 1), (2, 0)]

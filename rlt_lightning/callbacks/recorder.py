@@ -1,22 +1,33 @@
-"""Callbacks that record every completion with its reward, and the scores of a data set."""
+"""Callbacks that record the completions of training: in `rollouts.jsonl`, in W&B and in TensorBoard.
+
+Both are continued by a resumed run, which makes the iterations after its checkpoint again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, rows_in
-from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
-from rlt_lightning.run.rollout_rows import gather_rows, resume_rows, rollout_rows, score_rows, token_columns
-from rlt_lightning.types import InputError, Problem, PromptBatch
+from rlt_lightning.run.rollout_rows import (
+    gather_rows,
+    rollout_rows,
+    spread_evenly,
+    token_columns,
+)
+from rlt_lightning.run.wandb_logger import TABLE, WandbLogger
+from rlt_lightning.types import InputError, PromptBatch
+
+TEXTS = ("question", "solution", "explanation")
+NOT_SHOWN = ("policy_version", "seed", "worker")
+# The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
+GROWTH = 1.1
 
 
 class RolloutRecorder(Callback):
@@ -52,13 +63,13 @@ class RolloutRecorder(Callback):
         assert batch.scores is not None
         if batch.scores.kl:  # empty if the reward asks no model
             formats = stratos_of(trainer).readers.formats
-            for i in self._with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
+            for i in self._choose_with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
                 rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
         rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
 
-    def _with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
+    def _choose_with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
         """Return the positions of the completions whose tokens are recorded."""
         if self.tokens != "extremes":
             return list(range(len(rewards))) if self.tokens == "all" else []
@@ -69,127 +80,112 @@ class RolloutRecorder(Callback):
         return Path(trainer.default_root_dir) / "rollouts.jsonl"
 
 
-class ScoreWriter(Callback):
-    """Write the scores of `rlt predict` to `scores.jsonl`, input columns kept, batch by batch.
+class CompletionsTable(Callback):
+    """Show some training completions of each iteration in W&B, as one table, and in TensorBoard, as texts.
 
-    It does nothing if the teacher writes the traces. A resumed run scores only what is missing.
+    W&B keeps whole tables, so each upload has all rows so far and no iteration replaces another. The rows
+    are also in `wandb/completions.jsonl`, which a resumed run continues. TensorBoard also gets histograms of
+    the rewards, their terms and the lengths of all completions. Without these loggers nothing happens.
 
     Args:
-        per_token: Also write every token with its log-prob or KL, see `token_columns`.
-        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file, and
-            plot them. Not for several data.trace_columns: then the traces of one problem are compared.
+        every_n_steps: Show completions of every n-th iteration; 0 shows none.
+        num_completions: Completions per iteration, evenly spread over its problems and their groups.
     """
 
-    def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:
-        self.per_token = per_token
-        self.rank_groups = rank_groups
+    def __init__(self, every_n_steps: int = 1, num_completions: int = 4) -> None:
+        if every_n_steps < 0 or num_completions < 1:
+            raise InputError(
+                "completions.every_n_steps must be >= 0 and num_completions >= 1, but are "
+                f"{every_n_steps} and {num_completions}. every_n_steps 0 switches the table off."
+            )
+        self.every_n_steps = every_n_steps
+        self.num_completions = num_completions
+        self.rows: list[Row] = []  # of the table in W&B
+        self.num_sent = 0  # rows at the last upload
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out what an earlier run has finished: the rows come in the source's order."""
-        data = stratos_of(trainer)
-        if stage != "predict" or data.task != "score":
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop the iterations that a killed run showed after the checkpoint: they are made again."""
+        path = self._path(trainer)
+        if not (trainer.is_global_zero and self._wandb(trainer) and path.exists()):
             return
-        require_one_process(trainer)
-        if not hasattr(pl_module, "reward"):
-            raise InputError(
-                f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
-                "none. Choose RLTModule, as in the config score."
-            )
-        if self.per_token and not isinstance(pl_module.reward, RLTReward):
-            raise InputError(
-                f"scores.per_token needs RLTReward, but model.reward is {type(pl_module.reward).__name__}, "
-                "which asks no model. Set it to false."
-            )
-        if self.rank_groups is not None and len(data.trace_columns) == 1:
-            split_into_groups([0.0] * len(data.items), self.rank_groups)
-        data.num_finished = resume_rows(
-            self._path(trainer), data.problems[: len(data.items)], is_scored_row_of
-        )
-        warn_of_foreign_traces(data.items, pl_module)
+        keep_rows(path, lambda row: row["iteration"] <= trainer.global_step)
+        self.rows = list(rows_in(path))
 
     @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if stratos_of(trainer).task != "score":
+        step = trainer.global_step
+        if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
-        scores = batch.scores
-        assert scores is not None
-        rows = (
-            {**r.problem.columns, **terms}
-            for r, terms in zip(batch.rollouts.rollouts, score_rows(scores), strict=True)
-        )
-        if self.per_token:
-            formats = stratos_of(trainer).readers.formats
-            rollouts = batch.rollouts.rollouts
-            tokens = (token_columns(r, scores, i, formats) for i, r in enumerate(rollouts))
-            rows = ({**row, **extra} for row, extra in zip(rows, tokens, strict=True))
-        append_rows(self._path(trainer), rows)
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if not boards and not self._wandb(trainer):
+            return
+        rows = gather_rows([{"iteration": step, **row} for row in build_table_rows(batch)], trainer)
+        if not trainer.is_global_zero:
+            return
+        shown = spread_evenly(rows, self.num_completions)
+        for board in boards:
+            show_in_tensorboard(board.experiment, step, rows, shown)
+        if self._wandb(trainer):
+            self.rows += shown
+            append_rows(self._path(trainer), shown)
+            if len(self.rows) >= GROWTH * self.num_sent:
+                self._send(trainer)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Rank and compare. Lightning does not call this after a failure."""
-        data = stratos_of(trainer)
-        if stage != "predict" or data.task != "score":
-            return
-        rows, folder = list(rows_in(self._path(trainer))), self._path(trainer).parent
-        terms = shown_columns(pl_module)
-        if self.rank_groups is not None and len(data.trace_columns) == 1:
-            write_groups(rows, self.rank_groups, terms, folder)
-        if len(data.trace_columns) == 2:
-            problems = data.problems[: len(rows)]
-            rollouts = [data.rollout(p, p.given_completion) for p in problems if p.given_completion]
-            write_comparison(rows, rollouts, data.trace_columns, terms, folder)
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._send(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._send(trainer)
+
+    def _send(self, trainer: Trainer) -> None:
+        """Upload the table to W&B if it has new rows."""
+        if len(self.rows) > self.num_sent:
+            for logger in self._wandb(trainer):
+                logger.log_rows(TABLE, self.rows, self.rows[-1]["iteration"])
+            self.num_sent = len(self.rows)
+
+    def _wandb(self, trainer: Trainer) -> list[WandbLogger]:
+        return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
 
     def _path(self, trainer: Trainer) -> Path:
-        return Path(trainer.default_root_dir) / "scores.jsonl"
+        return Path(trainer.default_root_dir) / "wandb" / "completions.jsonl"
 
 
-def shown_columns(module: Any) -> tuple[str, ...]:
-    """Return the columns of scored rows that pages show; with several students the reward by each of them."""
-    labels = module.students.labels
-    return (*module.reward.columns(), *(f"reward/{label}" for label in labels if len(labels) > 1))
+def build_table_rows(batch: PromptBatch) -> list[Row]:
+    """Build one row per completion: its texts, the reward and its terms, and lengths in tokens."""
+    assert batch.rollouts is not None
+    rows = []
+    for rollout, row in zip(batch.rollouts.rollouts, rollout_rows(batch), strict=True):
+        shown = {n: v for n, v in row.items() if n not in NOT_SHOWN and not isinstance(v, list)}
+        lengths = {
+            "closed": rollout.closed,
+            "prompt_tokens": len(rollout.problem.teacher_prompt),
+            "solution_tokens": len(rollout.problem.solution_ids),
+        }
+        rows.append({"problem": shown.pop("row"), **shown, **lengths})
+    return rows
 
 
-def is_scored_row_of(row: Row, problem: Problem) -> bool:
-    """Return whether a scored row has the texts of a problem's row."""
-    texts = {n: v for n, v in problem.columns.items() if isinstance(v, str) or n == "conversations"}
-    return texts == {name: row.get(name) for name in texts}
+def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:
+    """Write histograms of all completions, and the texts of some."""
+    numbers = [n for n, v in rows[0].items() if isinstance(v, float) or n == "num_tokens"]
+    for name in numbers:
+        writer.add_histogram(f"{TABLE}/{name}", torch.tensor([float(row[name]) for row in rows]), step)
+    for number, row in enumerate(shown):
+        writer.add_text(f"{TABLE}/{number}", format_markdown(row), step)
 
 
-def is_sampled_by(teacher: str, problem: Problem) -> bool:
-    """Return whether a row names this teacher as the one that wrote its trace, by any path of its folder."""
-    columns = problem.columns
-    named = columns.get("teacher") if columns.get("trace_column", TRACE_COLUMN) == TRACE_COLUMN else None
-    return isinstance(named, str) and Path(named).resolve() == Path(teacher).resolve()
-
-
-def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
-    """Warn if a sampled estimator of the KL is used for traces that the teacher has not sampled."""
-    reward: Any = module.reward
-    if not isinstance(reward, RLTReward):
-        return
-    foreign = sum(not is_sampled_by(str(module.pretrained), problem) for problem in items)
-    if foreign and reward.kl_estimator != "exact":
-        rank_zero_warn(
-            f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
-            f"column teacher does not name it). The mean of their log-ratios ({reward.kl_estimator}) is no "
-            "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
-            "--config rank; see docs/scoring.md."
-        )
-
-
-def require_one_process(trainer: Trainer) -> None:
-    """Check that there is only one process, so that rows keep their order."""
-    if trainer.world_size > 1:
-        raise InputError(
-            "`rlt predict` must run in one process, so that rows keep their order, but got "
-            f"{trainer.world_size}. Set --trainer.devices 1."
-        )
+def format_markdown(row: Row) -> str:
+    """Return a row for TensorBoard: figures, then texts, indented so that they are not read as markup."""
+    numbers = {name: value for name, value in row.items() if name not in TEXTS}
+    figures = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in numbers.items()
+    )
+    texts = ["".join(f"    {line}\n" for line in str(row[name]).splitlines()) for name in TEXTS]
+    return figures + "".join(f"\n\n{name}\n\n{text}" for name, text in zip(TEXTS, texts, strict=True))

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.callbacks.recorder import warn_of_foreign_traces
+from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule

@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from rlt_lightning import callbacks as ours
-from rlt_lightning.callbacks.metrics import MetricsResume
+from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule

@@ -25,14 +25,25 @@ def spread_evenly(items: list[T], number: int) -> list[T]:
     return [items[i * len(items) // number] for i in range(number)]
 
 
+def pair_with_scores(batch: PromptBatch) -> Iterator[tuple[int, Rollout, dict[str, float]]]:
+    """Yield each completion of a scored batch: its number in its group, itself, its reward with its terms.
+
+    What is recorded of a batch is read here.
+    """
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    size = batch.rollouts.group_size
+    for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
+        yield i % size, rollout, terms
+
+
 def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
     """Yield one JSON-ready row per completion."""
     assert batch.rollouts is not None
-    assert batch.scores is not None
-    for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
+    for number, rollout, terms in pair_with_scores(batch):
         yield {
             "row": rollout.problem.row,
-            "completion": i % batch.rollouts.group_size,
+            "completion": number,
             "policy_version": batch.rollouts.policy_version,
             "question": rollout.problem.question,
             "solution": rollout.problem.solution,

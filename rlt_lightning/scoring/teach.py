@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlt_lightning.callbacks.distillation import trace_rows
+from rlt_lightning.callbacks.predictions import build_trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.rows import missing_columns, parse_row
 from rlt_lightning.datamodules.sources import name_sources
@@ -403,7 +403,7 @@ def teach(
     longest, with_empty = rollouts.sampling.max_completion_length, isinstance(module.reward, RLTReward)
     [scored] = score_problems(module, data, rollouts, with_empty, max_model_len, **trainer)
     taught = TaughtProblem.from_scores(module, scored, data)
-    rows = taught.json_rows(trace_rows(scored.batch, data, module.pretrained))
+    rows = taught.json_rows(build_trace_rows(scored.batch, data, module.pretrained))
     if options.json is True:
         print("".join(map(to_line, rows)), end="", flush=True)
     else:

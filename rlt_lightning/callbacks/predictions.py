@@ -1,0 +1,436 @@
+"""Callbacks that write what `rlt predict` makes, batch by batch; a resumed run makes only what is missing.
+
+data.task    rows                                      file            at the end
+score        the source's, with their scores           scores.jsonl    groups by reward, or a comparison
+rlt          a teacher's explanations of solutions     traces.jsonl    distillation.jsonl, .parquet, README.md
+student_rl   a model's answers, each with a verdict    traces.jsonl    the same, of right answers only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.datamodules.bad_rows import list_rows
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.text_reward import CorrectnessReward, CorrectnessTerms
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
+from rlt_lightning.run.jsonl import Row, append_rows, rewrite, rows_in, to_line
+from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
+from rlt_lightning.run.rollout_rows import completion_columns, pair_with_scores, resume_rows, token_columns
+from rlt_lightning.types import InputError, Problem, PromptBatch
+
+Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
+TRACES, SELECTED, CARD = "traces.jsonl", "distillation.jsonl", "README.md"
+REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
+
+
+class ScoreWriter(Callback):
+    """Write the scores of `rlt predict` to `scores.jsonl`, input columns kept, batch by batch.
+
+    It does nothing if the teacher writes the traces. A resumed run scores only what is missing.
+
+    Args:
+        per_token: Also write every token with its log-prob or KL, see `token_columns`.
+        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file, and
+            plot them. Not for several data.trace_columns: then the traces of one problem are compared.
+    """
+
+    def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:
+        self.per_token = per_token
+        self.rank_groups = rank_groups
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out what an earlier run has finished: the rows come in the source's order."""
+        data = stratos_of(trainer)
+        if stage != "predict" or data.task != "score":
+            return
+        require_one_process(trainer)
+        if not hasattr(pl_module, "reward"):
+            raise InputError(
+                f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
+                "none. Choose RLTModule, as in the config score."
+            )
+        if self.per_token and not isinstance(pl_module.reward, RLTReward):
+            raise InputError(
+                f"scores.per_token needs RLTReward, but model.reward is {type(pl_module.reward).__name__}, "
+                "which asks no model. Set it to false."
+            )
+        if self.rank_groups is not None and len(data.trace_columns) == 1:
+            split_into_groups([0.0] * len(data.items), self.rank_groups)
+        data.num_finished = resume_rows(
+            self._path(trainer), data.problems[: len(data.items)], is_scored_row_of
+        )
+        warn_of_foreign_traces(data.items, pl_module)
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if stratos_of(trainer).task != "score":
+            return
+        rows = [{**rollout.problem.columns, **terms} for _, rollout, terms in pair_with_scores(batch)]
+        if self.per_token:
+            formats = stratos_of(trainer).readers.formats
+            for i, rollout in enumerate(batch.rollouts.rollouts):
+                rows[i] |= token_columns(rollout, batch.scores, i, formats)
+        append_rows(self._path(trainer), rows)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Rank and compare. Lightning does not call this after a failure."""
+        data = stratos_of(trainer)
+        if stage != "predict" or data.task != "score":
+            return
+        rows, folder = list(rows_in(self._path(trainer))), self._path(trainer).parent
+        terms = list_columns(pl_module)
+        if self.rank_groups is not None and len(data.trace_columns) == 1:
+            write_groups(rows, self.rank_groups, terms, folder)
+        if len(data.trace_columns) == 2:
+            problems = data.problems[: len(rows)]
+            rollouts = [data.rollout(p, p.given_completion) for p in problems if p.given_completion]
+            write_comparison(rows, rollouts, data.trace_columns, terms, folder)
+
+    def _path(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir) / "scores.jsonl"
+
+
+def list_columns(module: Any) -> tuple[str, ...]:
+    """Return the columns of scored rows that pages show; with several students the reward by each of them."""
+    labels = module.students.labels
+    return (*module.reward.columns(), *(f"reward/{label}" for label in labels if len(labels) > 1))
+
+
+def is_scored_row_of(row: Row, problem: Problem) -> bool:
+    """Return whether a scored row has the texts of a problem's row."""
+    texts = {n: v for n, v in problem.columns.items() if isinstance(v, str) or n == "conversations"}
+    return texts == {name: row.get(name) for name in texts}
+
+
+def is_sampled_by(teacher: str, problem: Problem) -> bool:
+    """Return whether a row names this teacher as the one that wrote its trace, by any path of its folder."""
+    columns = problem.columns
+    named = columns.get("teacher") if columns.get("trace_column", TRACE_COLUMN) == TRACE_COLUMN else None
+    return isinstance(named, str) and Path(named).resolve() == Path(teacher).resolve()
+
+
+def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
+    """Warn if a sampled estimator of the KL is used for traces that the teacher has not sampled."""
+    reward: Any = module.reward
+    if not isinstance(reward, RLTReward):
+        return
+    foreign = sum(not is_sampled_by(str(module.pretrained), problem) for problem in items)
+    if foreign and reward.kl_estimator != "exact":
+        rank_zero_warn(
+            f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
+            f"column teacher does not name it). The mean of their log-ratios ({reward.kl_estimator}) is no "
+            "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
+            "--config rank; see docs/scoring.md."
+        )
+
+
+def require_one_process(trainer: Trainer) -> None:
+    """Check that there is only one process, so that rows keep their order."""
+    if trainer.world_size > 1:
+        raise InputError(
+            "`rlt predict` must run in one process, so that rows keep their order, but got "
+            f"{trainer.world_size}. Set --trainer.devices 1."
+        )
+
+
+class DistillationWriter(Callback):
+    """Write what a model samples and make a distillation set of it; do nothing if rows bring their traces.
+
+    `traces.jsonl` gets every explanation with every term of its reward, or every answer with its verdict,
+    batch by batch; a resumed run samples only what is missing. At the end the callback makes
+    `distillation.jsonl`, `distillation.parquet` and a data card of it. To make them with another `select`,
+    repeat the run with `--resume true`. Only right answers are ever selected.
+
+    Args:
+        select: Which traces of a problem to take. `first`, `best_reward`, `shortest` and `all` mean what they
+            say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest.
+        per_problem: Most traces of a problem; `all` takes all.
+    """
+
+    def __init__(self, select: Selection = "fits_context", per_problem: int = 1) -> None:
+        if per_problem < 1:
+            raise InputError(f"distillation.per_problem must be at least 1, but is {per_problem}. Raise it.")
+        self.select: Selection = select
+        self.per_problem = per_problem
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
+        data = stratos_of(trainer)
+        if stage != "predict" or data.task not in ("rlt", "student_rl"):
+            return
+        is_answers = data.task == "student_rl"
+        if is_answers and isinstance(pl_module, RLTModule):
+            require_verdicts(pl_module)
+        require_one_process(trainer)
+        num_traces = RolloutCallback.of(trainer).num_traces
+        problems, is_of = data.problems[: len(data.items)], is_answer_to if is_answers else is_trace_of
+        data.num_finished = resume_rows(self._folder(trainer) / TRACES, problems, is_of, num_traces)
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        data = stratos_of(trainer)
+        if data.task in ("rlt", "student_rl"):
+            make_rows = build_trace_rows if data.task == "rlt" else build_answer_rows
+            append_rows(self._folder(trainer) / TRACES, make_rows(batch, data, str(pl_module.pretrained)))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the set. Lightning does not call this after a failure."""
+        data = stratos_of(trainer)
+        if stage != "predict" or data.task not in ("rlt", "student_rl"):
+            return
+        folder, is_answers = self._folder(trainer), data.task == "student_rl"
+        rows = list(rows_in(folder / TRACES))
+        candidates = [row for row in rows if is_usable(row)] if is_answers else rows
+        if not candidates:
+            reasons = [f"{number} {what}" for what, number in count_answers(rows, 0).items() if number]
+            raise InputError(
+                f"A distillation set must have at least one row, but none of the {len(rows)} traces in "
+                f"{folder / TRACES} can be one ({', '.join(reasons) or 'there is none'}). Raise "
+                "rollouts.num_traces or max_completion_length, or take a better model."
+            )
+        selected = list(self.select_traces(candidates))
+        rewrite(folder / SELECTED, map(to_line, selected))
+        write_parquet(selected, folder / TABLE)
+        usable = {row["row"] for row in candidates if row["fits"]}
+        if unusable := sorted({row["row"] for row in rows} - usable):
+            rank_zero_warn(explain_unusable(unusable, len(data.items), is_answers))
+        recipe = pl_module.recipe() | data.recipe() | RolloutCallback.of(trainer).recipe()  # type: ignore[operator]
+        recipe["selection"] = f"{self.select}, per problem {self.per_problem}"
+        if is_answers:
+            counts = describe_answers(rows, len(data.items)) | count_answers(rows, len(selected))
+            card = write_data_card(ANSWERS, recipe, counts, selected, ("pass_rate",), TABLE)
+        else:
+            counts = count_traces(rows, selected, len(data.items))
+            terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
+            card = write_data_card(EXPLANATIONS, recipe, counts, selected, terms, TABLE)
+        rewrite(folder / CARD, [card])
+
+    def select_traces(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield the selected traces of each problem, best first. The traces of a problem stand together."""
+        for _, group in groupby(rows, key=lambda row: row["row"]):
+            yield from self._select(list(group))
+
+    def _select(self, traces: list[Row]) -> list[Row]:
+        if self.select == "all":
+            return traces
+        if self.select == "shortest":
+            traces = sorted(traces, key=lambda row: row["student_tokens"])
+        elif self.select == "fits_context":
+            fitting = [row for row in traces if row["fits"]]
+            traces = fitting or [min(traces, key=lambda row: row["student_tokens"])]
+        if self.select in ("best_reward", "fits_context"):
+            traces = sorted(traces, key=lambda row: -row["reward"])
+        return traces[: self.per_problem]
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir)
+
+
+def require_verdicts(module: RLTModule) -> None:
+    """Check that the reward says which answers are right."""
+    if not isinstance(module.reward, CorrectnessReward):
+        raise InputError(
+            "`rlt predict` keeps right answers, so with data.task student_rl model.reward must be "
+            f"CorrectnessReward, but is {type(module.reward).__name__}. Set it, and model.student to null."
+        )
+
+
+def explain_unusable(rows: list[int], num_problems: int, is_answers: bool) -> str:
+    """Return a line about the problems without a trace for a student."""
+    if is_answers:
+        return (
+            f"{len(rows)} of {num_problems} problems have no right answer that fits a student "
+            f"({list_rows(rows)}). Raise rollouts.num_traces to find more."
+        )
+    return (
+        f"{len(rows)} of {num_problems} problems have no trace that fits a student ({list_rows(rows)}). "
+        "Raise max_completion_length or max_resamples of rollouts, or data.student_context."
+    )
+
+
+def count_traces(rows: list[Row], selected: list[Row], num_problems: int) -> dict[str, Any]:
+    """Return the counts of explanations, for a data card."""
+    return {
+        "problems": f"{len({row['row'] for row in rows})} of {num_problems}",
+        "traces sampled": len(rows),
+        "traces in this set": len(selected),
+        "closed by the teacher": f"{sum(row['closed'] for row in selected)} of {len(selected)}",
+        "fit a student as a whole": f"{sum(row['fits'] for row in selected)} of {len(selected)}",
+    }
+
+
+def is_trace_of(row: Row, problem: Problem) -> bool:
+    """Return whether a trace was written for a problem."""
+    return (row["row"], row["question"], row["solution"]) == (
+        problem.row,
+        problem.question,
+        problem.solution.strip(),
+    )
+
+
+def write_parquet(rows: list[Row], path: Path) -> None:
+    """Write rows as a complete Parquet file or not at all; a column of several types holds JSON."""
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+
+    datasets.disable_progress_bars()
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    try:
+        table = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    except (OverflowError, pyarrow.ArrowException) as error:
+        raise InputError(
+            f"A Parquet table must be able to hold the source's columns, but cannot ({error}). {SELECTED} is "
+            f"complete; for {path}, correct the source's columns and start again."
+        ) from error
+    scratch = path.with_suffix(".tmp")
+    table.to_parquet(str(scratch))
+    scratch.replace(path)
+
+
+# Rows of explanations
+
+
+def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
+    """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
+    for number, rollout, terms in pair_with_scores(batch):
+        problem = rollout.problem
+        yield {
+            **drop_completion(problem),
+            "row": problem.row,
+            "trace": number,
+            "question": problem.question,
+            "solution": problem.solution.strip(),
+            "reasoning_trace": rollout.text,
+            **data.format.conversation(problem, rollout.text),
+            **terms,
+            **completion_columns(rollout, data),
+            "teacher": teacher,
+        }
+
+
+# Rows of answers, of which rejection sampling keeps right ones
+
+
+def build_answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -> Iterator[Row]:
+    """Yield a row per answer: the source's columns, its own thought and solution, and how it was judged.
+
+    An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
+    """
+    assert batch.scores is not None
+    verdicts = batch.scores.terms
+    assert isinstance(verdicts, CorrectnessTerms)
+    assert batch.rollouts is not None
+    size, correct = batch.rollouts.group_size, verdicts.correct.tolist()
+    for i, (number, rollout, terms) in enumerate(pair_with_scores(batch)):
+        problem, first = rollout.problem, i - number
+        turn = data.split_turn(rollout)
+        thought, solution = turn or (rollout.text, "")
+        own = replace(problem, solution=solution)
+        yield {
+            **drop_completion(problem),
+            **read_reference(problem),
+            "row": problem.row,
+            "trace": number,
+            "question": problem.question,
+            "solution": solution,
+            "reasoning_trace": thought,
+            **(
+                data.format.conversation(own, thought) if turn else dict.fromkeys(("system", "conversations"))
+            ),
+            **terms,
+            "pass_rate": fmean(correct[first : first + size]),
+            "found_answer": verdicts.answers[i],
+            **completion_columns(rollout, data),
+            "model": model,
+        }
+
+
+def drop_completion(problem: Problem) -> Row:
+    """Return the source's columns without a completion, which the new trace replaces."""
+    return {name: value for name, value in problem.columns.items() if name != "completion"}
+
+
+def read_reference(problem: Problem) -> Row:
+    """Return what answers to a problem are judged by, as rows have it."""
+    found = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
+    if found.get("kind", "math") != "countdown":
+        found["answer"] = reference_answer(problem.reference)
+    return found
+
+
+def is_answer_to(row: Row, problem: Problem) -> bool:
+    """Return whether an answer was written for a problem with the same question and reference."""
+    expected = {"row": problem.row, "question": problem.question, **read_reference(problem)}
+    return all(row.get(name) == value for name, value in expected.items())
+
+
+def is_split(row: Row) -> bool:
+    """Return whether an answer has a thought and a solution."""
+    return bool(row["solution"])
+
+
+def is_usable(row: Row) -> bool:
+    """Return whether an answer is right, and a student can learn from it."""
+    return is_split(row) and row["correct"] > 0 and bool(row["fits"])
+
+
+def count_answers(rows: list[Row], num_kept: int) -> dict[str, int]:
+    """Return how many answers were kept and why the others were not; the counts add up to all answers."""
+    unformatted = sum(not is_split(row) for row in rows)
+    wrong = sum(is_split(row) and not row["correct"] for row in rows)
+    usable = sum(map(is_usable, rows))
+    return {
+        "kept": num_kept,
+        "unformatted": unformatted,
+        "wrong": wrong,
+        "right, but open or too long": len(rows) - unformatted - wrong - usable,
+        "right, but not selected": usable - num_kept,
+    }
+
+
+def describe_answers(rows: list[Row], num_problems: int) -> dict[str, Any]:
+    """Return the figures of all answers, for a data card."""
+    rates = {row["row"]: row["pass_rate"] for row in rows}
+    return {
+        "problems": f"{len(rates)} of {num_problems}",
+        "answers sampled": len(rows),
+        "mean pass rate": f"{fmean(rates.values()):.4f}",
+        "problems with a right answer": sum(rate > 0 for rate in rates.values()),
+        "problems with only right answers": sum(rate == 1 for rate in rates.values()),
+    }
