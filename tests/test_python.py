@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 from commands import ROOT, python, rlt
+from lightning.pytorch.cli import SaveConfigCallback
 
 import rlt_lightning
 from rlt_lightning import RLTModule, RLTReward, Sampling, StratosDataModule, Teacher, Trainer, score
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
-from rlt_lightning.datamodules.sources import parse_sources, read_rows
+from rlt_lightning.datamodules.sources import MemoryRows, parse_sources, read_rows
 from rlt_lightning.modules import SFTModule
+from rlt_lightning.run.run_folder import RunFolder
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -219,7 +221,7 @@ def test_rows_may_stand_in_a_config(tmp_path: Path) -> None:
     assert "--data.source FILE" in done.stdout
 
 
-def trainer(folder: Path, steps: int = 2, **options: Any) -> Trainer:
+def trainer(folder: Path | RunFolder, steps: int = 2, **options: Any) -> Trainer:
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
     callbacks = [rollouts, Checkpoint(every_n_train_steps=1), *options.pop("callbacks", [])]
     return Trainer(folder, max_steps=steps, accelerator="cpu", callbacks=callbacks, **options)
@@ -276,6 +278,37 @@ def test_a_given_callback_replaces_the_runs_own(tmp_path: Path) -> None:
     assert ModelExporter not in kinds
     with pytest.raises(InputError, match="one RolloutCallback, but callbacks has 2"):
         trainer(tmp_path, callbacks=[RolloutCallback()])
+
+
+def test_settings_are_saved_after_every_other_check(tmp_path: Path) -> None:
+    class Save(SaveConfigCallback):
+        def __init__(self) -> None:
+            pass
+
+    own = trainer(tmp_path, callbacks=[Save()])
+    with own.enter_run_folder("fit", data(), None):
+        kinds = [type(callback) for callback in own.callbacks]
+    assert kinds[-2:] == [Save, Checkpoint]
+    assert RolloutCallback in kinds
+
+
+def test_a_folder_that_is_open_is_not_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="must be empty or new"):
+        trainer(tmp_path, 1).fit(module(), data())
+    trainer(RunFolder(tmp_path, None, resume=False, overwrite=False), 1).fit(module(), data())
+    assert len(metrics(tmp_path)) == 1
+
+
+def test_rows_in_memory_may_begin_at_another_number() -> None:
+    numbered = [
+        (MemoryRows(own_rows()[2:4], first=3), [3, 4]),
+        (MemoryRows(own_rows()[2:4]), [1, 2]),
+    ]
+    for source, expected in numbered:
+        assert [number for number, _ in source.numbered()] == expected
+    # Tokenised rows that are kept have their numbers.
+    assert numbered[0][0].digest() != numbered[1][0].digest()
 
 
 def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> None:

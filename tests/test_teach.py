@@ -26,7 +26,7 @@ from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.scoring.teach import (
-    TaughtProblem,
+    ExplainedProblem,
     TeachOptions,
     build_heading,
     format_probability,
@@ -481,7 +481,7 @@ def test_headings_and_probabilities_read_well() -> None:
         "0.0010",
         "9.0e-04",
     ]
-    assert TaughtProblem([{"reward": -2.0}, {"reward": -1.0}], None, [], None, "", None).best == 1  # type: ignore[arg-type]
+    assert ExplainedProblem([{"reward": -2.0}, {"reward": -1.0}], None, [], None, "", None).best == 1  # type: ignore[arg-type]
 
 
 # From a server

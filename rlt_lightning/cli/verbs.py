@@ -6,7 +6,7 @@ rlt teach      likewise, scoring/teach.py; a later setting overrides an earlier 
 
     the settings of the run, or the model as its own student    `find_settings`
     --config files of the command line
-    the server of --url, the teacher                            `words`
+    the server of --url, the teacher                            `build_words`
     all other options
 """
 
@@ -60,20 +60,20 @@ OF_BOTH_STAGES = (
 USAGE = "rlt teach RUN_OR_FOLDER --question '…' --solution '…'"
 
 
-class BorrowingCommandLine(RLTCommandLine):
+class SharedSettingsCommandLine(RLTCommandLine):
     """A verb that takes the arguments of another verb, and one group of options more.
 
-    Subclasses set `lender`, the other verb, and `group`: the class of the further options and their name;
-    with None they have no name before theirs.
+    Subclasses set `settings_verb`, the other verb, and `group`: the class of the further options and their
+    name; with None they have no name before theirs.
     """
 
-    lender: str
+    settings_verb: str
     group: tuple[type, str | None]
 
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
         """Return the other verb, whose parser this one uses."""
-        return {cls.lender: VERBS[cls.lender]}
+        return {cls.settings_verb: VERBS[cls.settings_verb]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the further options."""
@@ -83,33 +83,33 @@ class BorrowingCommandLine(RLTCommandLine):
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
-        self.lent_parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        return self.lent_parser
+        self.shared_parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        return self.shared_parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
-        self.lent_parser.prog = f"rlt {sys.argv[1]}"
-        self.config = parser.parse_args([self.lender, *self.words(sys.argv[2:])])
+        self.shared_parser.prog = f"rlt {sys.argv[1]}"
+        self.config = parser.parse_args([self.settings_verb, *self.build_words(sys.argv[2:])])
         self.spread_seed()
         self.share_gpus()
 
-    def words(self, given: list[str]) -> list[str]:
+    def build_words(self, given: list[str]) -> list[str]:
         """Return what the parser reads for the words of the command line."""
         return given
 
 
-class PlanCommandLine(BorrowingCommandLine):
+class PlanCommandLine(SharedSettingsCommandLine):
     """`rlt plan`: the memory and time that a run would need. It loads no model and makes no folder.
 
     The parser of `rlt fit` reads the settings of `rlt predict` too; `rlt test` has other classes.
     """
 
-    lender, group = "fit", (PlanOptions, "plan")
+    settings_verb, group = "fit", (PlanOptions, "plan")
 
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
         """Return `rlt test` for an evaluation, else `rlt fit`."""
-        cls.lender = "test" if names_evaluation(sys.argv[2:]) else "fit"
+        cls.settings_verb = "test" if names_evaluation(sys.argv[2:]) else "fit"
         return super().subcommands()
 
     def before_instantiate_classes(self) -> None:
@@ -118,10 +118,10 @@ class PlanCommandLine(BorrowingCommandLine):
     def instantiate_classes(self) -> None:
         """Make what loads nothing, and no trainer: its devices may not be here, so its settings must do."""
         config = self.config.clone()
-        trainer = config[self.lender].trainer.clone()
+        trainer = config[self.settings_verb].trainer.clone()
         for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
-            config[self.lender].trainer[name] = "auto" if name == "strategy" else None
-        made = self.parser.instantiate_classes(config)[self.lender]
+            config[self.settings_verb].trainer[name] = "auto" if name == "strategy" else None
+        made = self.parser.instantiate_classes(config)[self.settings_verb]
         setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
         plan = make_plan(setup)
         print(plan_page(plan))
@@ -141,15 +141,15 @@ def names_evaluation(words: list[str]) -> bool:
     return any(re.search(r"^[^#\n]*\bEvaluationModule\b", text, re.MULTILINE) for text in texts)
 
 
-class OneProblemCommandLine(BorrowingCommandLine):
+class OneProblemCommandLine(SharedSettingsCommandLine):
     """A verb that scores one problem with the settings of `rlt predict`. It makes no run folder."""
 
-    lender = "predict"
+    settings_verb = "predict"
     # The problem, and its number in its source: messages, seeds and the page name it.
     row: Row
     row_number: int
 
-    def take(self, config: Namespace, row: Row, number: int, task: str) -> None:
+    def use_row(self, config: Namespace, row: Row, number: int, task: str) -> None:
         """Let the settings of `rlt predict` be of one row, whose place they do not name.
 
         Args:
@@ -162,11 +162,12 @@ class OneProblemCommandLine(BorrowingCommandLine):
         data = config.data.init_args
         data.update(Namespace(task=task, source=[row], trace_columns=[TRACE_COLUMN], max_rows=None))
         data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
-        config.trainer.update(Namespace(logger=None, callbacks=None))
+        # A strategy of the settings may need packages and processes that are not here.
+        config.trainer.update(Namespace(logger=None, callbacks=None, strategy="auto"))
 
     def instantiate_classes(self) -> None:
         """Make module, data and engine, and no trainer: score_problems makes its own."""
-        self.made = self.parser.instantiate_classes(self.config)[self.lender]
+        self.made = self.parser.instantiate_classes(self.config)[self.settings_verb]
         data: StratosDataModule = self.made.data
         data.sources = [MemoryRows([self.row], first=self.row_number)]
 
@@ -189,7 +190,7 @@ class ExplainCommandLine(OneProblemCommandLine):
         students = as_list(frozen_student(config.model))
         chosen = choose_formats(FormatOptions.of_settings(data), model.get("teacher"), students)
         row = find_explanation(options, data, chosen[0].tags, score_given)
-        self.take(config, row, options.row, "score")
+        self.use_row(config, row, options.row, "score")
 
     def _run_subcommand(self, subcommand: str) -> None:
         made = self.made
@@ -204,9 +205,9 @@ class TeachCommandLine(OneProblemCommandLine):
     max_model_len = sys.maxsize
     needs_policy = True
 
-    def words(self, given: list[str]) -> list[str]:
+    def build_words(self, given: list[str]) -> list[str]:
         """Return the options of `rlt predict` for a teacher, in the order of the drawing above."""
-        self.lent_parser.usage = f"{USAGE} [options]"
+        self.shared_parser.usage = f"{USAGE} [options]"
         bare, options = split_words(given)
         if len(bare) > 1:
             raise InputError(
@@ -250,7 +251,7 @@ class TeachCommandLine(OneProblemCommandLine):
         number, columns = read_problem(options, data.as_dict())
         named = options.file is not None or options.row is not None
         self.problem = f"Row {number} of {name_sources(data.source)}" if named else "The problem"
-        self.take(config, columns, number, "rlt")
+        self.use_row(config, columns, number, "rlt")
         rollouts.update(Namespace(num_traces=options.num, val_sampling=None, asynchronous=False))
         if options.temperature is not None:
             rollouts.sampling.temperature = options.temperature

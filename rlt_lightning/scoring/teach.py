@@ -169,8 +169,53 @@ def piped_columns(own: Row) -> Row:
     )
 
 
+def teach(
+    module: RLTModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    options: TeachOptions,
+    max_model_len: int = sys.maxsize,
+    **trainer: Any,
+) -> None:
+    """Print a teacher's explanations of one problem with what they are worth, and write page and JSON.
+
+    Args:
+        module: The teacher, its students and the reward.
+        data: The problem.
+        rollouts: How explanations are sampled.
+        options: How they are shown.
+        max_model_len: Tokens of prompt and completion that the server takes, if one samples.
+        trainer: Arguments of Lightning's Trainer.
+
+    Raises:
+        InputError: If a file cannot be written, or the models' contexts leave no room for an explanation.
+    """
+    if options.html:
+        require_replaceable(Path(options.html))
+    if isinstance(options.json, str) and not Path(options.json).parent.is_dir():
+        raise InputError(f"--json {options.json} must lie in a folder that exists. Make it.")
+    longest, with_empty = rollouts.sampling.max_completion_length, isinstance(module.reward, RLTReward)
+    [scored] = score_problems(module, data, rollouts, with_empty, max_model_len, **trainer)
+    explained = ExplainedProblem.from_scores(module, scored, data)
+    rows = explained.build_rows(build_trace_rows(scored.batch, data, module.pretrained))
+    if options.json is True:
+        print("".join(map(to_line, rows)), end="", flush=True)
+    else:
+        print("\n".join(describe_problem(explained, options.top, find_terminal())), flush=True)
+    if cut := [row["num_tokens"] for row in rows if row["finish_reason"] == "length"]:
+        shortened = rollouts.sampling.max_completion_length < longest
+        setting = "the end of the models' contexts" if shortened else "--max_tokens"
+        announce(f"cut after {max(cut)} tokens: {setting}")
+    if isinstance(options.json, str):
+        append_rows(Path(options.json), rows)
+        announce(f"{options.json}: the same as JSON, added at its end")
+    if options.html:
+        write_page(Path(options.html), "What the teacher explains", build_data_of_rows(explained.rows))
+        announce(f"{options.html}: the same as a page")
+
+
 @dataclass(frozen=True)
-class TaughtProblem:
+class ExplainedProblem:
     """Explanations of one problem, and what their student makes of them.
 
     Attributes:
@@ -192,7 +237,7 @@ class TaughtProblem:
     parts_of: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     @classmethod
-    def from_scores(cls, module: RLTModule, scored: ScoredBatch, data: StratosDataModule) -> TaughtProblem:
+    def from_scores(cls, module: RLTModule, scored: ScoredBatch, data: StratosDataModule) -> ExplainedProblem:
         """Collect what a scored batch of one problem has."""
         scores = scored.scores
         rows, empty = list(rollout_rows(scored.batch)), None
@@ -213,7 +258,7 @@ class TaughtProblem:
         """Return the number of the explanation with the largest reward, from 0."""
         return max(range(len(self.rows)), key=lambda i: self.rows[i].get("reward", 0.0))
 
-    def json_rows(self, traces: Iterable[Row]) -> list[Row]:
+    def build_rows(self, traces: Iterable[Row]) -> list[Row]:
         """Return the rows of traces.jsonl with the tokens and the student's view, as far as there are any."""
         names = [column.name for column in (*COLUMNS["taught"], *COLUMNS["tokens"])]
         found = []
@@ -272,49 +317,49 @@ def measure_probabilities(before: Tensor, after: Tensor) -> Row:
     return probs | {f"student_log_prob_{name}": float(values.sum()) for name, values in pairs.items()}
 
 
-def describe_lesson(taught: TaughtProblem, top: int, terminal: Terminal) -> list[str]:
+def describe_problem(explained: ExplainedProblem, top: int, terminal: Terminal) -> list[str]:
     """Return the lines that a terminal shows: the problem, the explanations, and what the best is worth.
 
     Args:
-        taught: The explanations of one problem.
+        explained: The explanations of one problem.
         top: Number of the explanation's tokens in the table; 0 for all.
         terminal: What the lines are for.
     """
-    rows, best = taught.rows, taught.best
-    several = len(taught.students.names) > 1
-    student = f", student{'s' if several else ''} {', '.join(taught.students.names)}"
-    student = student if taught.students.names else ""
-    lines = [*fold_after("", f"teacher {taught.teacher}{student}", terminal), ""]
+    rows, best = explained.rows, explained.best
+    several = len(explained.students.names) > 1
+    student = f", student{'s' if several else ''} {', '.join(explained.students.names)}"
+    student = student if explained.students.names else ""
+    lines = [*fold_after("", f"teacher {explained.teacher}{student}", terminal), ""]
     for name in ("question", "solution"):
         lines += fold_plain(f"{name.capitalize()}: {rows[0][name].strip()}", terminal)
     for number, row in enumerate(rows):
         lines += ["", *fold_after("", build_heading(row, number, len(rows), number == best), terminal)]
-        if taught.empty is None:
+        if explained.empty is None:
             lines += fold_plain(row["explanation"], terminal)
         else:
             lines.append(shade_tokens(row["thought_tokens"], row["thought_kl"], terminal))
-    if isinstance(taught.reward, NoReward):
+    if isinstance(explained.reward, NoReward):
         return [
             *lines,
             "",
             *fold_after("", "Without a student (model.student null) there is no reward.", terminal),
         ]
-    if taught.empty is not None:
-        whose = taught.students.labels[0] if several else "student"
+    if explained.empty is not None:
+        whose = explained.students.labels[0] if several else "student"
         lines += build_legend(f"KL of teacher from {whose}", terminal)
     if len(rows) > 1:
         lines += ["", f"The best, {best + 1} of {len(rows)}:"]
-    row, parts = rows[best], taught.parts[best]
-    if taught.empty is None or not isinstance(taught.reward, RLTReward):
+    row, parts = rows[best], explained.parts[best]
+    if explained.empty is None or not isinstance(explained.reward, RLTReward):
         return [*lines, "", *list_terms(row["reward"], parts, {}, terminal)]
     if several:
-        lines += ["", *describe_students(row, taught.students, terminal)]
-    for label in taught.students.labels:
-        own, empty = (choose_student(one, label) for one in (row, taught.empty))
-        terms = taught.parts_of[label][best] if several else parts
+        lines += ["", *describe_students(row, explained.students, terminal)]
+    for label in explained.students.labels:
+        own, empty = (choose_student(one, label) for one in (row, explained.empty))
+        terms = explained.parts_of[label][best] if several else parts
         lines += ["", f"{label}:"] if several else []
-        lines += describe_worth(own, empty, terms, taught.reward, top, terminal)
-    return [*lines, *list_caveats(taught.reward, terminal)]
+        lines += describe_worth(own, empty, terms, explained.reward, top, terminal)
+    return [*lines, *list_caveats(explained.reward, terminal)]
 
 
 def describe_worth(
@@ -373,48 +418,3 @@ def describe_view(row: Row, reward: RLTReward, terminal: Terminal) -> list[str]:
 def format_probability(value: float) -> str:
     """Return a probability in four digits after the point, or as a power of ten if it is small."""
     return f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.1e}"
-
-
-def teach(
-    module: RLTModule,
-    data: StratosDataModule,
-    rollouts: RolloutCallback,
-    options: TeachOptions,
-    max_model_len: int = sys.maxsize,
-    **trainer: Any,
-) -> None:
-    """Print a teacher's explanations of one problem with what they are worth, and write page and JSON.
-
-    Args:
-        module: The teacher, its students and the reward.
-        data: The problem.
-        rollouts: How explanations are sampled.
-        options: How they are shown.
-        max_model_len: Tokens of prompt and completion that the server takes, if one samples.
-        trainer: Arguments of Lightning's Trainer.
-
-    Raises:
-        InputError: If a file cannot be written, or the models' contexts leave no room for an explanation.
-    """
-    if options.html:
-        require_replaceable(Path(options.html))
-    if isinstance(options.json, str) and not Path(options.json).parent.is_dir():
-        raise InputError(f"--json {options.json} must lie in a folder that exists. Make it.")
-    longest, with_empty = rollouts.sampling.max_completion_length, isinstance(module.reward, RLTReward)
-    [scored] = score_problems(module, data, rollouts, with_empty, max_model_len, **trainer)
-    taught = TaughtProblem.from_scores(module, scored, data)
-    rows = taught.json_rows(build_trace_rows(scored.batch, data, module.pretrained))
-    if options.json is True:
-        print("".join(map(to_line, rows)), end="", flush=True)
-    else:
-        print("\n".join(describe_lesson(taught, options.top, find_terminal())), flush=True)
-    if cut := [row["num_tokens"] for row in rows if row["finish_reason"] == "length"]:
-        shortened = rollouts.sampling.max_completion_length < longest
-        setting = "the end of the models' contexts" if shortened else "--max_tokens"
-        announce(f"cut after {max(cut)} tokens: {setting}")
-    if isinstance(options.json, str):
-        append_rows(Path(options.json), rows)
-        announce(f"{options.json}: the same as JSON, added at its end")
-    if options.html:
-        write_page(Path(options.html), "What the teacher explains", build_data_of_rows(taught.rows))
-        announce(f"{options.html}: the same as a page")
