@@ -222,9 +222,9 @@ def test_an_empty_explanation_gains_nothing_in_scores(teachers: tuple[Teacher, T
 def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> None:
     row = ROWS[0] | {"completion": f"{ROWS[0]['reasoning_trace']}\n</explanation>"}
     scorer = ExplanationScorer("miniature", "miniature", replace(EXACT, baseline="empty"), **FORMAT)
-    problem = scorer.problem(1, row)
+    problem = scorer.build_problem(1, row)
     rollout = scorer.format.rollout(problem, scorer.format.completion_from_text(problem, row["completion"]))
-    terms: Any = scorer.terms([rollout], Entry(load_model("miniature")), torch.device("cpu"))
+    terms: Any = scorer.score([rollout], Entry(load_model("miniature")), torch.device("cpu"))
     [score] = teachers[1].score([row])
     assert float(terms.reward) == pytest.approx(score.reward, abs=1e-5)
     assert float(terms.solution_log_prob_reward) == pytest.approx(score.r_ss, abs=1e-5)

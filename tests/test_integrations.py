@@ -69,7 +69,7 @@ def test_trl_gets_the_rewards_of_predict(run: Path, step: int, tmp_path: Path) -
     assert len(set(ours)) > 4
     reward = shown()
     for row in rows:  # else `rlt predict` would score other tokens than TRL has sampled
-        problem = reward.problem(1, row)
+        problem = reward.build_problem(1, row)
         token_ids = reward.format.completion_from_text(problem, row["completion"]).token_ids
         assert token_ids == row["token_ids"][: len(token_ids)]
     theirs = predicted(run / f"step-{step}.jsonl", str(run / f"step-{step}"), tmp_path / "scores")
@@ -308,7 +308,7 @@ def test_verl_renders_the_prompt_of_the_teacher() -> None:
     for number, (row, made) in enumerate(zip(ROWS, reward.dataset(ROWS), strict=True), start=1):
         options = {"chat_template": verl.CHAT_TEMPLATE, "add_generation_prompt": True, "tokenize": True}
         ids = reward.tokenizer.apply_chat_template(made["prompt"], return_dict=False, **options)
-        assert ids == reward.problem(number, row).teacher_prompt
+        assert ids == reward.build_problem(number, row).teacher_prompt
 
 
 def test_a_tag_that_verl_would_leave_out_is_refused() -> None:

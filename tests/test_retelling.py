@@ -505,9 +505,9 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     rows = [{"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}]
     theirs = python.Teacher(tiny_model, "miniature", reward=RLTReward(), **texts).score(rows)[0]  # type: ignore[arg-type]
     ours = ExplanationScorer("miniature", tiny_model, **texts)  # type: ignore[arg-type]
-    [problem] = ours.problems(rows)
+    [problem] = ours.build_problems(rows)
     rollout = ours.format.rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
-    terms = ours.terms([rollout], Entry(load_model(tiny_model)), torch.device("cpu"))
+    terms = ours.score([rollout], Entry(load_model(tiny_model)), torch.device("cpu"))
     assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]

@@ -437,9 +437,11 @@ def test_python_and_other_trainers_score_against_several(renumbered: str) -> Non
         [single] = python.Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
         assert own.reward == pytest.approx(single.reward, abs=1e-6)
     scorer = ExplanationScorer(students, "miniature", reward, **texts)  # type: ignore[arg-type]
-    [told] = scorer.problems([problem])
-    rollout = scorer.rollout(told, scorer.format.completion_from_trace(told, problem["reasoning_trace"]))
-    terms = scorer.terms([rollout], Entry(load_model("miniature")), torch.device("cpu"))
+    [told] = scorer.build_problems([problem])
+    rollout = scorer.build_rollout(
+        told, scorer.format.completion_from_trace(told, problem["reasoning_trace"])
+    )
+    terms = scorer.score([rollout], Entry(load_model("miniature")), torch.device("cpu"))
     assert terms.reward.item() == pytest.approx(score.reward, abs=1e-5)
 
 

@@ -1,1 +1,1 @@
-"""RLT's reward inside other people's trainers; `trl` and `verl` import neither of these packages."""
+"""Scoring a few problems: one explanation, a teacher's own, or those that TRL and verl sample."""

@@ -261,7 +261,7 @@ class ExplanationScorer:
         self.trust_remote_code = trust_remote_code
         self.student_models: list[FrozenModel] = []
 
-    def problem(self, number: int, row: dict[str, Any]) -> Problem:
+    def build_problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenise a row: question and solution, or a Bespoke-Stratos row.
 
         Args:
@@ -279,7 +279,7 @@ class ExplanationScorer:
                 "Correct it, or leave it out."
             ) from error
 
-    def problems(self, rows: Iterable[dict[str, Any]]) -> list[Problem]:
+    def build_problems(self, rows: Iterable[dict[str, Any]]) -> list[Problem]:
         """Tokenise rows, numbered from 1; equal rows share one problem, and its number.
 
         Raises:
@@ -290,22 +290,23 @@ class ExplanationScorer:
         for row in rows:
             keys.append(key := repr(row))
             if key not in found:
-                found[key] = self.problem(len(found) + 1, row)
+                found[key] = self.build_problem(len(found) + 1, row)
         return [found[key] for key in keys]
 
-    def prompt(self, problem: Problem) -> str:
+    def build_prompt(self, problem: Problem) -> str:
         """Return the text that the teacher continues; it ends after the opening explanation tag."""
         return decode(self.tokenizer, problem.teacher_prompt)
 
-    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
         return self.readers.build_rollout(problem, completion)
 
-    def terms(self, rollouts: Sequence[Rollout], teacher: Run, device: torch.device) -> RewardTerms:
+    def score(self, rollouts: Sequence[Rollout], teacher: Run, device: torch.device) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
 
         Args:
-            rollouts: N explanations, made by `rollout`; those of one problem share its prompt's computation.
+            rollouts: N explanations, made by `build_rollout`; those of one problem share its prompt's
+                computation.
             teacher: Calls the teacher: teacher(function, *arguments) is function(model, *arguments).
             device: The teacher's device; the students move there.
 

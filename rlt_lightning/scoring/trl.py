@@ -66,8 +66,8 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         Raises:
             InputError: If a row cannot be used; it names the number, from 1, and the reason.
         """
-        problems = [self.problem(number, row) for number, row in enumerate(rows, start=1)]
-        return [p.columns | {"question": p.question, "prompt": self.prompt(p)} for p in problems]
+        problems = [self.build_problem(number, row) for number, row in enumerate(rows, start=1)]
+        return [p.columns | {"question": p.question, "prompt": self.build_prompt(p)} for p in problems]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the model that is trained, and the tokenizer that made the prompts."""
@@ -99,15 +99,15 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
             InputError: If a row, a prompt or the trained model is not as it must be.
         """
         model = self._trained_model()
-        problems = self._problems(prompts, columns)
+        problems = self._build_problems(prompts, columns)
         ends = find_eos_token_ids(model, self.tokenizer)
         rollouts = [
-            self.rollout(problem, self._completion(ids, ends))
+            self.build_rollout(problem, self._cut_completion(ids, ends))
             for problem, ids in zip(problems, completion_ids, strict=True)
         ]
         device = next(model.parameters()).device
-        with as_read(model), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-            terms = self.terms(rollouts, Entry(model), device)
+        with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            terms = self.score(rollouts, Entry(model), device)
         if log_metric is not None:
             for name, values in terms.parts().items():
                 log_metric(f"rlt/{name}", values.mean().item())
@@ -128,19 +128,19 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
             )
         return model
 
-    def _problems(self, prompts: list[Any], columns: dict[str, Any]) -> list[Problem]:
+    def _build_problems(self, prompts: list[Any], columns: dict[str, Any]) -> list[Problem]:
         """Return the problem of each completion; completions of one prompt share it, and its number."""
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         rows = ({name: values[place] for name, values in lists.items()} for place in range(len(prompts)))
         found: dict[tuple[int, str], Problem] = {}
         keys = []
-        for problem, prompt in zip(self.problems(rows), prompts, strict=True):
+        for problem, prompt in zip(self.build_problems(rows), prompts, strict=True):
             keys.append(key := (problem.row, str(prompt)))
             if key not in found:
-                found[key] = replace(self._with_prompt(problem, prompt), row=len(found) + 1)
+                found[key] = replace(self._replace_prompt(problem, prompt), row=len(found) + 1)
         return [found[key] for key in keys]
 
-    def _with_prompt(self, problem: Problem, prompt: Any) -> Problem:
+    def _replace_prompt(self, problem: Problem, prompt: Any) -> Problem:
         """Return the problem with the teacher's prompt as TRL has tokenised it."""
         opening = self.format.tags.explanation_open + self.format.tags.separator
         if not isinstance(prompt, str) or not prompt.endswith(opening):
@@ -157,7 +157,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         student = problem.student_prefix + given
         return replace(problem, teacher_prefix=ids, think_prefix=[], student_prefix=student)
 
-    def _completion(self, ids: list[int], ends: set[int]) -> Completion:
+    def _cut_completion(self, ids: list[int], ends: set[int]) -> Completion:
         """Return a completion through its first end tag, or whole if it has none."""
         tag = self.format.end_tag
 
@@ -171,7 +171,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
 
 
 @contextmanager
-def as_read(model: Any) -> Iterator[None]:
+def prepare_to_score(model: Any) -> Iterator[None]:
     """Let a model read packed rows in the block: without dropout, and with our attention where it fits."""
     was_training, attention = model.training, model.config._attn_implementation
     model.eval()

@@ -70,11 +70,11 @@ class RLTRewardFunction(ExplanationScorer):
         """
         made: list[dict[str, Any]] = []
         for number, row in enumerate(rows, start=1):
-            problem = self.problem(number, row)
+            problem = self.build_problem(number, row)
             made.append(
                 {
                     "data_source": "rlt",
-                    "prompt": [{"role": "user", "content": self.prompt(problem)}],
+                    "prompt": [{"role": "user", "content": self.build_prompt(problem)}],
                     "reward_model": {"style": "rule", "ground_truth": problem.solution},
                     "extra_info": {**problem.columns, "question": problem.question, "index": number},
                 }
@@ -140,10 +140,10 @@ class RLTRewardFunction(ExplanationScorer):
         """Score N completions at once."""
         teacher, device = self._ready_teacher()
         rollouts = [
-            self.rollout(problem, self.format.completion_from_text(problem, text))
-            for problem, text in zip(self.problems(rows), texts, strict=True)
+            self.build_rollout(problem, self.format.completion_from_text(problem, text))
+            for problem, text in zip(self.build_problems(rows), texts, strict=True)
         ]
-        terms = self.terms(rollouts, teacher, device)
+        terms = self.score(rollouts, teacher, device)
         columns = {name: v.tolist() for name, v in {"score": terms.reward, **terms.parts()}.items()}
         return [{name: values[i] for name, values in columns.items()} for i in range(len(texts))]
 
