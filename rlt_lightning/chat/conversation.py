@@ -65,7 +65,7 @@ def chat(
         EngineError: If the server cannot be reached, or fails.
     """
     sampling = Sampling(temperature, top_p, max_completion_length=max_tokens)
-    question = piped_question()
+    question = read_piped_question()
     options = FormatOptions(tags, None, student_system_prompt, format_from, force_format, group="--")
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     chosen = choose_format(options, None, model.path)
@@ -78,7 +78,7 @@ def chat(
         converse(conversation)
 
 
-def piped_question() -> str | None:
+def read_piped_question() -> str | None:
     """Return the text of standard input; None at a terminal.
 
     Raises:

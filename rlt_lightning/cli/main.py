@@ -32,7 +32,7 @@ from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
-    global_rank,
+    find_global_rank,
     quiet_third_parties,
 )
 from rlt_lightning.report import report
@@ -59,7 +59,7 @@ def run() -> int:
     """Run the command line and return the exit status."""
     quiet_third_parties()
     warnings.formatwarning = format_warning
-    ranks.start_watch(global_rank())
+    ranks.start_watch(find_global_rank())
     try:
         refuse_while_imported()
         if sys.argv[1] in COMMANDS:

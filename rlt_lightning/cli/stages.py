@@ -32,7 +32,7 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.python.environment import global_rank
+from rlt_lightning.python.environment import find_global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import redact
@@ -75,14 +75,14 @@ class SaveConfig(SaveConfigCallback):
         scratch = path.with_suffix(".tmp")
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
-        self.parser.save(self.from_the_beginning(path.parent), str(scratch), **options)
+        self.parser.save(self.forget_resumption(path.parent), str(scratch), **options)
         scratch.replace(path)
         write_entries(path.parent)
         settings = redact(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
 
-    def from_the_beginning(self, folder: Path) -> Namespace:
+    def forget_resumption(self, folder: Path) -> Namespace:
         """Return the settings without resume, overwrite and a checkpoint of this folder.
 
         A run that is repeated from them must not resume or replace what lies in its own folder. If the first
@@ -188,13 +188,13 @@ class RLTCommandLine(LightningCLI):
         require_loggers(as_list(config.trainer.logger))
         ranks.require_restartable(config.resume)
         verb = str(self.subcommand)
-        default = "" if config.output_dir else self.default_run_folder(config.config)
+        default = "" if config.output_dir else self.name_run_folder(config.config)
         options = (config.get("ckpt_path"), config.resume, config.overwrite)
         self.choice = choice = choose_run_folder(verb, config.output_dir, default, *options)
         folder = RLTCommandLine.run_folder = choice.folder
         config.output_dir, config.ckpt_path = str(folder), choice.ckpt_path
         config.overwrite = choice.overwrite
-        if global_rank() == 0:
+        if find_global_rank() == 0:
             if choice.resume and verb != "fit":
                 require_same_run(
                     folder, yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
@@ -208,7 +208,7 @@ class RLTCommandLine(LightningCLI):
             if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, ".", before):
                 logger.init_args.save_dir = str(folder)
 
-    def default_run_folder(self, configs: list[Any] | None) -> str:
+    def name_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""
         launched = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
         # Each process would choose another name.

@@ -55,7 +55,7 @@ def quiet_third_parties() -> None:
         warnings.filterwarnings("ignore", pattern)
 
 
-def global_rank() -> int:
+def find_global_rank() -> int:
     """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)

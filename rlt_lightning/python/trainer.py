@@ -32,7 +32,7 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
-    global_rank,
+    find_global_rank,
     quiet_third_parties,
     require_known_strategy,
 )
@@ -212,7 +212,7 @@ class Trainer(lightning.pytorch.Trainer):
             choice = replace(choice, folder=self.output_dir if is_fit else self.output_dir / verb)
         else:
             choice = choose_run_folder(verb, output_dir, "", ckpt_path, self.resume, self.overwrite)
-        if global_rank() == 0:
+        if find_global_rank() == 0:
             if again and is_fit:  # it continues
                 lock_folder(choice.folder)
             else:

@@ -128,7 +128,7 @@ def read_problem(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]
             )
         return number, columns
     own = {name: getattr(options, name) for name in ("question", "solution") if getattr(options, name)}
-    columns = own if len(own) == 2 else piped_columns(own)
+    columns = own if len(own) == 2 else read_piped_columns(own)
     try:
         # Which tags there are changes nothing about texts without tags; the datamodule checks conversations.
         if columns.get("conversations") is None:
@@ -140,7 +140,7 @@ def read_problem(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]
     return 1, columns
 
 
-def piped_columns(own: Row) -> Row:
+def read_piped_columns(own: Row) -> Row:
     """Return the columns of standard input, completed by the question or the solution of the options."""
     text = ""
     if sys.stdin is not None and not sys.stdin.isatty():
