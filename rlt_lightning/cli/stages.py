@@ -218,7 +218,7 @@ class RLTCommandLine(LightningCLI):
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
-        """Make the Trainer of scripts, which adds what every run has and no config needs to name."""
+        """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
         of_every_run = (callbacks.RolloutCallback, callbacks.ResponseCallback)
@@ -229,7 +229,7 @@ class RLTCommandLine(LightningCLI):
             )
         config["callbacks"] = [ranks.FailureReport(), *named]
         del config["default_root_dir"]  # the run folder
-        # The parser has shown the settings of Lightning's own, which are its own, too.
+        # Until here it was Lightning's, its base class, whose settings the parser shows.
         self.trainer_class = Trainer
         trainer = super().instantiate_trainer(output_dir=self.choice, **kwargs)
         ranks.watch_trainer(trainer)

@@ -104,10 +104,8 @@ class Trainer(lightning.pytorch.Trainer):
         self.resume, self.overwrite = resume, overwrite
         self._is_open = False
         given = as_list(callbacks)
-        self._training, self._testing = (
-            complete_callbacks(TRAINING, given),
-            complete_callbacks(TESTING, given),
-        )
+        self._training = complete_callbacks(TRAINING, given)
+        self._testing = complete_callbacks(TESTING, given)
         if enable_checkpointing is False:
             # Lightning refuses one that is given.
             self._training = [p for p in self._training if p in given or not isinstance(p, ModelCheckpoint)]
