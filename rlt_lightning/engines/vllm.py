@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         served_model: Name that running workers serve the teacher under; None: the first that they list.
         api_key_env: Environment variable that holds the workers' API key, if they ask for one.
         max_sequences: Completions in work at one worker, at most.
-        request_timeout_s: Deadline of a request, from sending to the last token of its longest completion.
+        request_timeout_s: Deadline of a request, from sending to its last token.
         call_timeout_s: Deadline of every other call; a worker that takes longer to show a sign of life is
             lost.
         sleep_timeout_s: Deadline of falling asleep, and of waking.
