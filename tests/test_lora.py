@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.models.lora import LoRA, MergedWeight, add_adapter, merged_weights, without_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merged_weights, without_adapter
 from rlt_lightning.models.weights import stored_once, trained, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
@@ -112,7 +112,7 @@ def test_an_adapter_is_drawn_in_main_memory_under_any_default_device(tiny_model:
 def test_a_weight_is_merged_where_it_is_stored() -> None:
     # At the end of a run W is read from files into main memory, while A and B are on the GPU.
     w, a, b = torch.ones(3, 3, device="meta"), torch.ones(2, 3), torch.ones(3, 2)
-    assert MergedWeight(w, a, b, 1.0, transposed=False).full_tensor().device == w.device
+    assert defer_merge(w, a, b, 1.0, transposed=False).full_tensor().device == w.device
 
 
 def test_merged_weights_compute_the_same_and_without_the_adapter_the_base_does(tiny_model: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlt_lightning.models.quantised import dequantised_weights, quantise
-from rlt_lightning.models.weights import NamedTensor, Read, full_shape, whole_tensors
+from rlt_lightning.models.weights import Deferred, NamedTensor, Read, full_shape, whole_tensors
 from rlt_lightning.types import InputError
 
 # peft's name for an adapter that is the only one.
@@ -148,41 +148,29 @@ def adapted_layer_class() -> type:
     return LoraLayer
 
 
-@dataclass
-class MergedWeight:
-    """W + scale * B A, computed when it is needed, like a tensor that is gathered from shards."""
+def defer_merge(weight: Any, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Deferred:
+    """Return a placeholder for W + scale * B A, which is computed when it is read.
 
-    weight: Tensor
-    a: Tensor  # (rank, in)
-    b: Tensor  # (out, rank)
-    scale: float
-    # Whether W is stored as (in, out).
-    transposed: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of W."""
-        return self.weight.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """Return the shape of the whole W."""
-        return torch.Size(full_shape(self.weight))
-
-    def element_size(self) -> int:
-        """Return the bytes of one number."""
-        return self.weight.element_size()
+    Args:
+        weight: W, or a placeholder for it.
+        a: (rank, in).
+        b: (out, rank).
+        scale: alpha / rank.
+        transposed: Whether W is stored as (in, out).
+    """
 
     @torch.no_grad()
-    def full_tensor(self) -> Tensor:
+    def merge() -> Tensor:
         """Compute the weight, in fp32; where weights are sharded, all ranks must call this together.
 
         It is computed where W is: W read from files, for a folder, is in main memory, while A and B are on
         the GPU. The CPU then computes what `rlt export` computes.
         """
-        with whole_tensors([self.weight, self.a, self.b]) as [weight, a, b]:
-            update = self.scale * (b.to(weight.device).float() @ a.to(weight.device).float())
-            return (weight.float() + (update.T if self.transposed else update)).to(weight.dtype)
+        with whole_tensors([weight, a, b]) as [whole, whole_a, whole_b]:
+            update = scale * (whole_b.to(whole.device).float() @ whole_a.to(whole.device).float())
+            return (whole.float() + (update.T if transposed else update)).to(whole.dtype)
+
+    return Deferred(torch.Size(full_shape(weight)), weight.dtype, merge)
 
 
 def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor]:
@@ -202,7 +190,7 @@ def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTenso
         if is_adapted and rest == "weight":
             layer = layers[layer_name]
             a, b = (tensors[f"{layer_name}.lora_{matrix}.{ADAPTER}.weight"] for matrix in "AB")
-            tensor = MergedWeight(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
+            tensor = defer_merge(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
         if not is_adapter(name):
             merged.append((unadapted_name(name), tensor))
     return merged
