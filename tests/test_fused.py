@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -169,49 +170,47 @@ def test_the_head_is_compiled_only_on_a_gpu_by_default(monkeypatch: pytest.Monke
 @needs_compiler
 @pytest.mark.timeout(600)
 def test_a_compiled_head_passes_its_check_here():
-    assert chosen_head(HeadOptions(compiled=True), torch.float32, CPU, exact_kl=True).compiled
+    assert chosen_head(HeadOptions(compiled=True), torch.float32, CPU, Divergence("forward")).compiled
 
 
-MISCOMPILED: dict[str, Callable[[Any], Any]] = {
-    "add_kl_block": lambda sums: sums._replace(ratio=1.1 * sums.ratio),
-    "kl_gradients": lambda gradients: (1.1 * gradients[0], gradients[1]),
-}
+def times_1_1(tensor: Tensor) -> Tensor:
+    return 1.1 * tensor
 
 
-@pytest.mark.parametrize("name", MISCOMPILED)
-def test_the_check_of_the_head_sees_a_wrong_exact_kl(name: str, monkeypatch: pytest.MonkeyPatch):
-    def compiled_wrongly(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-        if not compiled or function.__name__ != name:
-            return function
-        return lambda *arguments: MISCOMPILED[name](function(*arguments))
+# The exact KL of an RLT reward, and losses of distillation: a function that is compiled wrongly, and how.
+MISCOMPILED: list[tuple[Divergence, str, Callable[[Any], Any]]] = [
+    (Divergence("forward"), "add_kl_block", lambda sums: sums._replace(ratio=1.1 * sums.ratio)),
+    (Divergence("forward"), "divergence_gradient", times_1_1),
+    (
+        Divergence("jsd"),
+        "add_normalisers",
+        lambda sums: (sums[0]._replace(normaliser=1.1 * sums[0].normaliser), sums[1]),
+    ),
+    (Divergence("jsd"), "jsd_parts", lambda parts: (1.1 * parts[0], parts[1])),
+    (Divergence("jsd"), "divergence_gradient", times_1_1),
+    (Divergence(top_k=9), "add_top_block", lambda sums: sums._replace(words=sums.words + 1)),
+    (Divergence(top_k=9), "top_gradient", times_1_1),
+]
 
-    monkeypatch.setattr("rlt_lightning.numerics.kl.kernel", compiled_wrongly)
-    monkeypatch.setattr("rlt_lightning.numerics.log_probs.kernel", lambda function, compiled: function)
-    assert compiled_head_fault(torch.float32, CPU) is None
-    fault = compiled_head_fault(torch.float32, CPU, exact_kl=True)
-    assert fault is not None
-    assert "a value or gradient is off by" in fault
 
-
-@pytest.mark.parametrize(
-    ("loss", "place", "function"),
-    [
-        (Divergence("jsd"), "jsd", "jsd_gradient"),
-        (Divergence(top_k=9), "top_words", "top_gradient"),
-    ],
-)
-def test_the_check_of_the_head_sees_a_wrong_loss(
-    loss: Divergence, place: str, function: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("divergence", "function", "wrong"), MISCOMPILED)
+def test_the_check_of_the_head_sees_a_wrong_divergence(
+    divergence: Divergence,
+    function: str,
+    wrong: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     def compiled_wrongly(right: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-        wrong = compiled and right.__name__ == function
-        return (lambda *arguments: 1.1 * right(*arguments)) if wrong else right
+        is_wrong = compiled and right.__name__ == function
+        return (lambda *arguments: wrong(right(*arguments))) if is_wrong else right
 
-    for module in ("kl", "jsd", "top_words", "log_probs"):
-        monkeypatch.setattr(f"rlt_lightning.numerics.{module}.kernel", lambda function, compiled: function)
-    assert compiled_head_fault(torch.float32, CPU, loss=loss) is None
-    monkeypatch.setattr(f"rlt_lightning.numerics.{place}.kernel", compiled_wrongly)
-    fault = compiled_head_fault(torch.float32, CPU, loss=loss)
+    # By its module's name, since the package has a function of that name.
+    module = import_module("rlt_lightning.numerics.divergence")
+    monkeypatch.setattr(module, "kernel", lambda function, compiled: function)
+    monkeypatch.setattr("rlt_lightning.numerics.log_probs.kernel", lambda function, compiled: function)
+    assert compiled_head_fault(torch.float32, CPU, divergence) is None
+    monkeypatch.setattr(module, "kernel", compiled_wrongly)
+    fault = compiled_head_fault(torch.float32, CPU, divergence)
     assert fault is not None
     assert "a value or gradient is off by" in fault
 
@@ -252,13 +251,13 @@ def test_a_default_that_fails_for_the_student_is_no_error(no_kernels: None, monk
         check_model(asked, student, "student")
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("exact", True), ("k1", False)])
+@pytest.mark.parametrize(("estimator", "expected"), [("exact", Divergence("forward")), ("k1", None)])
 def test_the_exact_kl_is_checked_where_the_reward_uses_it(
-    estimator: Any, expected: bool, no_kernels: None, monkeypatch: pytest.MonkeyPatch
+    estimator: Any, expected: Any, no_kernels: None, monkeypatch: pytest.MonkeyPatch
 ):
-    seen: list[bool] = []
+    seen: list[Any] = []
     monkeypatch.setattr(
-        chosen_kernels, "compiled_head_fault", lambda dtype, device, exact_kl, loss: seen.append(exact_kl)
+        chosen_kernels, "compiled_head_fault", lambda dtype, device, divergence: seen.append(divergence)
     )
     student = FrozenModel(StrictEntry(tiny_qwen()))
     frozen = {"reference": None}

@@ -324,14 +324,18 @@ def test_two_heads_need_what_their_trace_shows() -> None:
     model = replace(MODEL, shape=shape)
     setup = replace(DISTILLING, policy=model, teacher=model, logits_bytes=8 * 2**20)
     states = 2 * 8192 * 64 * 4  # of both, were there before
-    for options in (Divergence(), Divergence("jsd"), Divergence(top_k=10)):
+    parts = []
+    for options in (Divergence(), Divergence("forward"), Divergence("jsd"), Divergence(top_k=10)):
         with FakeTensorMode():
             heads = nn.Linear(64, 8192, bias=False), nn.Linear(64, 8192, bias=False).requires_grad_(False)
             hidden = torch.empty(8192, 64, requires_grad=True), torch.empty(8192, 64)
             with LiveBytes(nn.ModuleList(heads)) as live:
                 sides = hidden[0], Head(heads[0].weight), hidden[1], Head(heads[1].weight)
                 linear_divergence(*sides, options, logits_mib=8).sum().backward()
-        assert 0.7 < live.peak / (memory.head_backward(setup, 8192) - states) <= 1, options
+        parts.append(live.peak / (memory.head_backward(setup, 8192) - states))
+    # The plan takes the most that any divergence needs.
+    assert min(parts) > 0.5
+    assert 0.75 < max(parts) <= 1
 
 
 @pytest.mark.parametrize(

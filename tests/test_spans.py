@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from rlt_lightning.numerics.kl import log_ratio_kl, schulman_kl
+from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.rewards import student_kl_penalty
 from rlt_lightning.numerics.spans import Span, shared_spans, span_kl, span_sums
 

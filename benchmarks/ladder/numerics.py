@@ -14,10 +14,16 @@ from torch import Tensor
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.layouts import layout_fault
 from rlt_lightning.models.packed import log_probs_of
-from rlt_lightning.numerics import Head, PackedSequences, ScoredSequence, linear_log_probs
+from rlt_lightning.numerics import (
+    Divergence,
+    Head,
+    PackedSequences,
+    ScoredSequence,
+    linear_divergence,
+    linear_log_probs,
+)
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
 from rlt_lightning.numerics.head import LogitScale
-from rlt_lightning.numerics.kl import linear_exact_kl
 
 WORDS = 3000 if TINY else 49152
 LAYOUTS = {
@@ -76,12 +82,12 @@ def log_probs(
     compiled: bool = False,
     autocast: bool = False,
 ) -> Finding:
-    """Compare log-probs, entropies and gradients of the head."""
+    """Compare log-probs, their gradients and entropies of the head."""
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, 96, dtype=torch.float64).to(dtype)
     weight = (torch.randn(words, 96, dtype=torch.float64) * 0.1).to(dtype)
     offset = torch.randn(words, dtype=torch.float64).to(dtype) if bias else None
-    targets, grads = torch.randint(words, (num_tokens,)), torch.randn(2, num_tokens, dtype=torch.float64)
+    targets, grads = torch.randint(words, (num_tokens,)), torch.randn(num_tokens, dtype=torch.float64)
     sides: list[list[Tensor]] = []
     for device, to in ((torch.device("cpu"), torch.float64), (DEVICE, dtype)):
         ours = to == dtype
@@ -93,7 +99,7 @@ def log_probs(
             head = Head(own_weight, own_bias, scale)
             found, entropy = linear_log_probs(states, head, targets.to(device), None, compiled and ours, True)
         assert entropy is not None
-        torch.autograd.backward([found, entropy], [g.to(found) for g in grads])
+        found.backward(grads.to(found))
         gradients = [t.grad for t in inputs if t is not None and t.grad is not None]
         sides.append([found, entropy, *gradients])
     names = ("log_prob", "entropy", "hidden", "weight", "bias")
@@ -112,7 +118,7 @@ def no_token() -> Finding:
 
 
 def exact_kl(dtype: torch.dtype) -> Finding:
-    """Compare the KL over the whole vocabulary, of heads of different sizes, and its gradients."""
+    """Compare the KL over the whole vocabulary, of heads of different sizes, and the student's gradients."""
     torch.manual_seed(0)
     shapes = ((200, 96), (WORDS, 96), (200, 64), (WORDS - 128, 64))
     tensors = [torch.randn(shape) * (0.1 if shape[0] > 200 else 1) for shape in shapes]
@@ -121,11 +127,11 @@ def exact_kl(dtype: torch.dtype) -> Finding:
     for device, to in ((torch.device("cpu"), torch.float64), (DEVICE, dtype)):
         p, pw, q, qw = inputs = [t.to(device, to).requires_grad_() for t in tensors]
         scale = LogitScale(0.7)
-        kl = linear_exact_kl(p, Head(pw, None, scale), q, Head(qw, None, scale))
+        kl = linear_divergence(q, Head(qw, None, scale), p, Head(pw, None, scale), Divergence("forward"))
         kl.sum().backward()
         sides.append([kl, *[t.grad for t in inputs if t.grad is not None]])
     wanted, got = sides
-    names = ("kl", "p", "p_weight", "q", "q_weight")
+    names = ("kl", "q", "q_weight")
     errors = {name: distance(a, b) for name, b, a in zip(names, wanted, got, strict=False)}
     bound = 5e-5 if dtype == torch.float32 else 0.03
     return max(errors.values()) < bound, errors | {"bound": bound}

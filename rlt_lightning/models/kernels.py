@@ -7,7 +7,7 @@
                                                              model's log-probs without it
     blocks     not compiled                                  the model's log-probs without it
     head       compiled on a GPU                             the head as it is (value, gradients), with the
-                                                             exact KL if the reward uses it
+                                                             divergence that the run computes
     AdamW      fused on a GPU                                nothing
 
 A kernel that was chosen by default and fails its check is left out with a warning. If the settings ask for
@@ -33,7 +33,6 @@ from rlt_lightning.models.fused import compile_blocks, liger_fault, liger_functi
 from rlt_lightning.models.packed import HeadOptions, ask, computing_dtype, log_probs_of
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
-from rlt_lightning.numerics.kl import linear_exact_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.types import InputError
@@ -148,11 +147,7 @@ def sample_log_probs(model: Any) -> Tensor:
 
 
 def chosen_head(
-    head: HeadOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    exact_kl: bool = False,
-    loss: Divergence | None = None,
+    head: HeadOptions, dtype: torch.dtype, device: torch.device, divergence: Divergence | None = None
 ) -> HeadOptions:
     """Return the head's options with `compiled` decided: on a GPU by default, if it equals the head as it is.
 
@@ -160,14 +155,13 @@ def chosen_head(
         head: The user's options.
         dtype: The type in which the model computes.
         device: The device that computes.
-        exact_kl: Whether the run computes the exact KL of two heads.
-        loss: The divergence of two heads that the run minimises, if any.
+        divergence: The divergence of two heads that the run computes, as its loss or in its reward, if any.
 
     Raises:
         InputError: If `compiled` was asked for and fails.
     """
     compiled = device.type == "cuda" if head.compiled is None else head.compiled
-    if compiled and (fault := failure_of(partial(compiled_head_fault, dtype, device, exact_kl, loss))):
+    if compiled and (fault := failure_of(partial(compiled_head_fault, dtype, device, divergence))):
         if head.compiled:
             raise InputError(
                 f"The compiled head must equal the head as it is, but {fault}. torch.compile needs a C "
@@ -180,9 +174,9 @@ def chosen_head(
 
 @torch.inference_mode(False)
 def compiled_head_fault(
-    dtype: torch.dtype, device: torch.device, exact_kl: bool = False, loss: Divergence | None = None
+    dtype: torch.dtype, device: torch.device, divergence: Divergence | None = None
 ) -> str | None:
-    """Compare log-probs, entropies, exact KL, loss and gradients of a compiled head with the plain one."""
+    """Compare log-probs, entropies, a divergence and gradients of a compiled head with the plain one."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).to(device, dtype) / 4 for n in (200, 3000))
     targets = torch.randint(3000, (200,), generator=generator).to(device)
@@ -193,14 +187,11 @@ def compiled_head_fault(
             head = Head(inputs[1])
             log_probs, entropy = linear_log_probs(inputs[0], head, targets, 1, compiled, with_entropy=True)
             assert entropy is not None
-            found = [log_probs, entropy, *torch.autograd.grad((log_probs + entropy).sum(), inputs)]
+            found = [log_probs, entropy, *torch.autograd.grad(log_probs.sum(), inputs)]
             # The other model's vocabulary is smaller, and its states are others.
             other = inputs[0].flip(0), Head(inputs[1][:2800])
-            if exact_kl:
-                kl = linear_exact_kl(inputs[0], head, *other, 1, compiled)
-                found += [kl, *torch.autograd.grad(kl.sum(), inputs)]
-            if loss is not None:
-                values = linear_divergence(inputs[0], head, *other, loss, None, 1, compiled)
+            if divergence is not None:
+                values = linear_divergence(inputs[0], head, *other, divergence, None, 1, compiled)
                 found += [values, *torch.autograd.grad(values.sum(), inputs)]
             return found
 
@@ -222,8 +213,7 @@ def prepare_model(
     head: HeadOptions,
     device: torch.device,
     more: str = "",
-    exact_kl: bool = False,
-    loss: Divergence | None = None,
+    divergence: Divergence | None = None,
 ) -> HeadOptions:
     """Choose and check the kernels of a model, name them in one line, and return the head's options.
 
@@ -236,12 +226,11 @@ def prepare_model(
         head: The user's options of the head.
         device: The device that computes.
         more: What else the line names.
-        exact_kl: Whether the run computes the exact KL with this model's head.
-        loss: The divergence that the run minimises with this model's head, if any.
+        divergence: What the run computes with this model's head and another's, if anything.
     """
     attention = ask(run, choose_attention, kernels.attention, device)
     fused = fuse_blocks(run, name, kernels, device)
-    chosen = chosen_head(head, ask(run, computing_dtype), device, exact_kl, loss)
+    chosen = chosen_head(head, ask(run, computing_dtype), device, divergence)
     if device.type == "cuda" or kernels != Kernels() or chosen.compiled:
         parts = [f"attention by {attention}", *fused, *["compiled head"] * bool(chosen.compiled), more]
         announce(f"kernels of {name}: {', '.join(filter(None, parts))}")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
-from rlt_lightning.numerics.kl import linear_exact_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.types import InputError
@@ -136,25 +135,6 @@ class ModelHead(NamedTuple):
             del module.forward
 
 
-def head_exact_kl(
-    teacher: ModelHead,
-    teacher_hidden: Tensor,
-    student: ModelHead,
-    student_hidden: Tensor,
-    options: HeadOptions,
-) -> Tensor:
-    """Return the KL of teacher from student over the whole vocabulary, (M,), from their hidden states."""
-
-    def with_teacher(teacher_head: Head, teacher_hidden: Tensor) -> Tensor:
-        def with_student(student_head: Head, student_hidden: Tensor) -> Tensor:
-            heads = teacher_hidden, teacher_head, student_hidden, student_head
-            return linear_exact_kl(*heads, options.logits_mib, bool(options.compiled))
-
-        return student.run(with_student, student_hidden)
-
-    return teacher.run(with_teacher, teacher_hidden)
-
-
 def head_divergence(
     student: ModelHead,
     student_hidden: Tensor,
@@ -166,8 +146,10 @@ def head_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, (M,), nats.
 
+    As the loss of distillation the student is trained; in an RLT reward with the exact KL nobody is.
+
     Args:
-        student: The trained model's head; it may be the teacher's too.
+        student: The student's head; it may be the teacher's too.
         student_hidden: The student's states before M tokens, (M, H_S).
         teacher: The teacher's head, which gets no gradient.
         teacher_hidden: The teacher's states before the same tokens, (M, H_T).

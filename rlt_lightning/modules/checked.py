@@ -35,8 +35,8 @@ def check_model(
         # All models share the options: once a check has failed, no head is compiled. A compiled head that
         # an earlier check has chosen is not what the user asked for, which would be an error if it failed.
         head = module.head if module.head.compiled is False else module.wanted_head
-        loss: Divergence | None = getattr(module, "head_loss", None)
-        module.head = prepare_model(run, name, module.kernels, head, device, more, exact_kl, loss)
+        divergence = Divergence("forward") if exact_kl else getattr(module, "head_loss", None)
+        module.head = prepare_model(run, name, module.kernels, head, device, more, divergence)
         chosen = module.attn_implementation is not None
         module.layout = verified_layout(run, name, module.layout, chosen)
 

@@ -40,7 +40,7 @@ from rlt_lightning.models.packed import (
     HeadOptions,
     ModelHead,
     ask,
-    head_exact_kl,
+    head_divergence,
     log_probs_of,
     scored_hidden_states,
     states_and_log_probs,
@@ -48,6 +48,7 @@ from rlt_lightning.models.packed import (
 from rlt_lightning.modules.frozen import ReadModel, Run
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
+from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.packing import (
     Extent,
@@ -508,7 +509,8 @@ class Scorer:
 
             def with_student(model: Any) -> Tensor:
                 student_head = ModelHead(model, reward.student_temperature)
-                return head_exact_kl(teacher_head, hidden, student_head, student_hidden, self.head)
+                sides = student_head, student_hidden, teacher_head, hidden
+                return head_divergence(*sides, Divergence("forward"), None, self.head)
 
             return student(with_student)
 

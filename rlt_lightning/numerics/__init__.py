@@ -13,12 +13,15 @@ from rlt_lightning.numerics.balance import divide, imbalance
 from rlt_lightning.numerics.divergence import (
     Divergence,
     divergence,
+    exact_kl,
     linear_divergence,
+    linear_exact_kl,
+    log_ratio_kl,
     sampled_advantages,
+    schulman_kl,
 )
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.kl import exact_kl, linear_exact_kl, log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.log_probs import linear_log_probs, token_entropy, token_log_probs
 from rlt_lightning.numerics.losses import (
     BNPOLoss,
@@ -29,7 +32,6 @@ from rlt_lightning.numerics.losses import (
     GSPOLoss,
     PolicyLoss,
 )
-from rlt_lightning.numerics.masks import masked_mean
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,
@@ -44,6 +46,7 @@ from rlt_lightning.numerics.rewards import (
     Reward,
     RLTReward,
     RLTRewardTerms,
+    masked_mean,
     require_finite,
     student_kl_penalty,
     student_solution_reward,

@@ -1,23 +1,90 @@
-"""How far a student's next-token distributions are from a teacher's: the losses of on-policy distillation."""
+"""How far two models' next-token distributions are from each other: r_KL, and the losses of distillation.
+
+    from sampled tokens       log_ratio_kl (k1), schulman_kl (k3); sampled_advantages
+    over all or top k words   divergence, of full logits (M, V): short, for tests and for reading
+                              linear_divergence, of hidden states: tile by tile, never holding (M, V)
+
+In tiles a divergence is a sum over words, sum_v f(log S_v, log T_v), and needs one more sum for its gradient:
+
+    kind      f                                              f' = df / d log S
+    reverse   S (log S - log T)                              S (log S - log T + 1)
+    forward   T (log T - log S)                              -T
+    jsd       (1 - beta) S (log S - log M) + beta T (...)    (1 - beta) S (log S - log M)
+
+    d sum f / d z_S = f' - S sum f',  z_S the student's logits
+
+                   forward                                                          backward
+    reverse,       one pass: f is linear in the normalisers                         one pass, both heads
+    forward
+    jsd            two passes: both normalisers, then the sums                      one pass, both heads
+    top k          one pass: k words, their logits and the sum over all others      one pass, student's head
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import deprecated
 
-from rlt_lightning.numerics.head import IMPOSSIBLE, Head, block_size, impossible_as_inf
-from rlt_lightning.numerics.jsd import linear_jsd, log_mixture
-from rlt_lightning.numerics.kl import linear_exact_kl, log_prob_kl, log_ratio_kl
+from rlt_lightning.numerics.head import (
+    IMPOSSIBLE,
+    Head,
+    HeadTiles,
+    LogitScale,
+    OnlineSoftmax,
+    block_size,
+    impossible_as_inf,
+    in_autocast_dtype,
+    kernel,
+    places_in_block,
+)
 from rlt_lightning.numerics.log_probs import check_temperature, scaled_log_softmax
 from rlt_lightning.numerics.spans import Span, span_sums
-from rlt_lightning.numerics.top_words import TopLogits, linear_top_logits
 
 # Two words that change places in the teacher's distribution.
 Exchanged = tuple[int, int] | None
+
+
+def log_ratio_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Estimate KL(p || q) per token by the plain log-ratio of tokens sampled from p.
+
+    k1 = log p - log q          (J. Schulman, "Approximating KL Divergence", 2020)
+
+    Unbiased, and noisy: single tokens may be negative.
+
+    Args:
+        log_p: Log-probabilities under p, which sampled the tokens, any shape, nats.
+        log_q: Log-probabilities of the same tokens under q, same shape, nats.
+
+    Returns:
+        One estimate per token, same shape, nats.
+    """
+    return log_p - log_q
+
+
+def schulman_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Estimate KL(p || q) per token, never negative, from tokens sampled from p.
+
+    k3 = log(p / q) - 1 + q / p          (J. Schulman, "Approximating KL Divergence", 2020)
+
+    Unbiased, with less variance than `log_ratio_kl` while p and q are close. It exponentiates: where padding
+    may hold inf or NaN and gradients are wanted, mask the arguments first.
+
+    Args:
+        log_p: Log-probabilities under p, which sampled the tokens, any shape, nats.
+        log_q: Log-probabilities of the same tokens under q, same shape, nats.
+
+    Returns:
+        One estimate per token, same shape, nats, at least 0.
+    """
+    log_ratio = log_q - log_p
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exact where p and q nearly agree
 
 
 @dataclass(frozen=True)
@@ -83,6 +150,20 @@ class Divergence:
         return self.beta * log_prob_kl(teacher, mixture) + (1 - self.beta) * log_prob_kl(student, mixture)
 
 
+def log_prob_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return sum_v p_v (log p_v - log q_v), (M,), nats, of log-probs (M, V); inf if only q lacks a word."""
+    # A word that p cannot say adds nothing, though its log-ratio is -inf or NaN.
+    log_ratio = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)
+    return (log_p.exp() * log_ratio).sum(dim=-1)
+
+
+def log_mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return log(beta T + (1 - beta) S) of log-probs of one shape, nats."""
+    # logaddexp has no gradient where both are -inf.
+    student, teacher = student.clamp(min=IMPOSSIBLE), teacher.clamp(min=IMPOSSIBLE)
+    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+
+
 def divergence(
     student_logits: Tensor,
     teacher_logits: Tensor,
@@ -94,7 +175,8 @@ def divergence(
     """Return how far each of the student's next-token distributions is from the teacher's.
 
     Each side is normalised over its own V columns. Where V_S and V_T differ the sums run over the first
-    min(V_S, V_T) columns, as in `exact_kl`: the others are no tokens.
+    min(V_S, V_T) columns: models of one tokenizer pad their embeddings to different sizes, and those rows
+    are no tokens.
 
     Args:
         student_logits: (M, V_S), any floating type.
@@ -149,9 +231,6 @@ def linear_divergence(
 ) -> Tensor:
     """Return `divergence` of two heads' logits, of which at most `logits_mib` exist at a time.
 
-    Each head's logits are computed this often, forward and backward: reverse and forward KL 1 + 1, jsd
-    2 + 1 (the mixture needs both normalisers first), with `top_k` 1 + 1 and the teacher's 1 + 0.
-
     Args:
         student_hidden: The student's hidden states, (M, H_S). M may be 0.
         student: The student's language-model head, V_S words, with its temperature.
@@ -173,17 +252,15 @@ def linear_divergence(
     check_temperature(teacher.scale.temperature)
     check_exchanged(exchanged, len(teacher.weight))
     teacher = teacher._replace(scale=teacher.scale._replace(exchanged=exchanged))
-    sides = student_hidden, student, teacher_hidden, teacher
     logits_mib = block_size(logits_mib, student_hidden)
-    if options.top_k is not None:
-        of_teacher = options.top_k_of == "teacher"
-        found = linear_top_logits(*sides, options.top_k, of_teacher, logits_mib, compiled)
-        return options.of_log_probs(*(top_log_probs(side, options.tail) for side in found))
-    if options.kind == "reverse":
-        return linear_exact_kl(*sides, logits_mib, compiled, learning=(True, False))
-    if options.kind == "forward":
-        return linear_exact_kl(*sides[2:], *sides[:2], logits_mib, compiled, learning=(False, True))
-    return linear_jsd(*sides, options.beta, logits_mib, compiled)
+    pair = PairOptions(options, student.scale, teacher.scale, logits_mib, compiled)
+    of_student = in_autocast_dtype(student_hidden), student.weight, student.bias
+    of_teacher = in_autocast_dtype(teacher_hidden), teacher.weight, teacher.bias
+    if options.top_k is None:
+        return LinearDivergence.apply(pair, *of_student, *of_teacher)
+    found = LinearTopLogits.apply(pair, *of_student, *of_teacher)
+    sides = TopLogits(*found[:3]), TopLogits(*found[3:])
+    return options.of_log_probs(*(top_log_probs(side, options.tail) for side in sides))
 
 
 def check_exchanged(exchanged: Exchanged, num_words: int) -> None:
@@ -193,6 +270,296 @@ def check_exchanged(exchanged: Exchanged, num_words: int) -> None:
             f"Words to be exchanged must be at least 0 and below {num_words}, the teacher's vocabulary, but "
             f"they are {exchanged}. Take them from its tokenizer."
         )
+
+
+class PairOptions(NamedTuple):
+    """What the sums over two heads' logits need besides tensors; see `linear_divergence`."""
+
+    divergence: Divergence
+    student_scale: LogitScale
+    teacher_scale: LogitScale
+    logits_mib: int
+    compiled: bool
+
+    def tiles(self, inputs: Sequence[Any]) -> HeadTiles:
+        """Return the tiles of both heads.
+
+        Args:
+            inputs: Hidden states, weight and bias of the student, then those of the teacher.
+        """
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = inputs
+        student = Head(weight, bias, self.student_scale)
+        teacher = Head(teacher_weight, teacher_bias, self.teacher_scale)
+        return HeadTiles([(hidden, student), (teacher_hidden, teacher)], self.logits_mib)
+
+
+class Totals(NamedTuple):
+    """What is known of each token once the whole vocabulary has been seen; (M,) each."""
+
+    student: Tensor  # log-normaliser of the student's logits
+    teacher: Tensor
+    slopes: Tensor  # sum_v f'_v
+
+
+class LinearDivergence(torch.autograd.Function):
+    """See `linear_divergence`, over all words. The inputs are those of `PairOptions.tiles`."""
+
+    @staticmethod
+    def forward(ctx: Any, options: PairOptions, *inputs: Any) -> Tensor:
+        """Add up over the vocabulary, tile by tile."""
+        compute = jsd_and_totals if options.divergence.kind == "jsd" else kl_and_totals
+        values, totals = compute(options.tiles(inputs), options.divergence, options.compiled)
+        ctx.save_for_backward(*inputs, *totals)
+        ctx.options = options
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Compute each tile again."""
+        options: PairOptions = ctx.options
+        inputs, totals = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        gradient_of = kernel(divergence_gradient, options.compiled)
+        kind, beta = options.divergence.kind, options.divergence.beta
+
+        def tile_gradient(student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice) -> Tensor:
+            row_totals = Totals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1) each
+            return gradient_of(student_logits, teacher_logits, row_totals, grad[row].unsqueeze(1), kind, beta)
+
+        of_student = options.tiles(inputs).gradients(ctx.needs_input_grad[1:4], tile_gradient)
+        return (None, *of_student, None, None, None)
+
+
+def divergence_gradient(
+    student_logits: Tensor, teacher_logits: Tensor, totals: Totals, grad: Tensor, kind: str, beta: float
+) -> Tensor:
+    """Return the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
+
+    Totals and the gradient of the divergence, `grad`, are (m, 1).
+    """
+    width = min(student_logits.shape[1], teacher_logits.shape[1])  # of the words that both have
+    log_s, log_t = student_logits - totals.student, teacher_logits[:, :width] - totals.teacher
+    if kind == "reverse":
+        slopes = (log_s[:, :width] - log_t).add_(1)
+    elif kind == "forward":
+        slopes = -log_t.exp_()
+    else:
+        slopes = (log_s[:, :width] - log_mixture(log_s[:, :width], log_t, beta)).mul_(1 - beta)
+    s = log_s.exp_()
+    if kind != "forward":
+        slopes.mul_(s[:, :width])
+    gradient = s.mul_(-totals.slopes)
+    gradient[:, :width] += slopes
+    return gradient.mul_(grad)
+
+
+class KLSums(NamedTuple):
+    """Running sums of KL(p || q) for each of m tokens, e = exp(z_p - largest z_p)."""
+
+    p: OnlineSoftmax
+    q: OnlineSoftmax
+    ratio: Tensor  # sum of e (z_p - z_q) over the words that both sides have, (m,)
+    common: Tensor  # sum of e over these, (m,)
+
+
+def kl_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
+    """Return reverse or forward KL, (M,), in one pass: its terms are linear in both log-normalisers."""
+    add = kernel(add_kl_block, compiled)
+    reverse = options.kind == "reverse"
+
+    def start(row: slice) -> KLSums:
+        zeros = tiles.zeros(row)
+        return KLSums(OnlineSoftmax.start(zeros), OnlineSoftmax.start(zeros), zeros, zeros)
+
+    def add_tile(sums: KLSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> KLSums:
+        return add(sums, *((student, teacher) if reverse else (teacher, student)))
+
+    sums: KLSums = tiles.fold(add_tile, start)
+    p, q = sums.p.log_normaliser(), sums.q.log_normaliser()
+    ratio, common = sums.ratio / sums.p.normaliser, sums.common / sums.p.normaliser
+    kl = ratio - common * (p - q)
+    kl = kl.masked_fill(kl > 1e10, torch.inf)  # a word that q can never say
+    return kl, Totals(p, q, kl + common) if reverse else Totals(q, p, -common)
+
+
+def add_kl_block(sums: KLSums, p_logits: Tensor, q_logits: Tensor) -> KLSums:
+    """Return the sums with one more tile; the smaller vocabulary may have fewer columns there, or none."""
+    q = sums.q.add(q_logits)[0]  # frees its e
+    p, shrink, e = sums.p.add(p_logits)
+    width = min(p_logits.shape[1], q_logits.shape[1])
+    e = e[:, :width]
+    difference = torch.linalg.vecdot(e, p_logits[:, :width] - q_logits[:, :width])
+    return KLSums(p, q, sums.ratio * shrink + difference, sums.common * shrink + e.sum(dim=1))
+
+
+def jsd_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
+    """Return the Jensen-Shannon divergence, (M,), in two passes: the mixture needs both normalisers."""
+    normalise, add = kernel(add_normalisers, compiled), kernel(jsd_parts, compiled)
+
+    def start(row: slice) -> tuple[OnlineSoftmax, OnlineSoftmax]:
+        return OnlineSoftmax.start(tiles.zeros(row)), OnlineSoftmax.start(tiles.zeros(row))
+
+    def add_tile(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
+        return normalise(sums, student, teacher)
+
+    student_normaliser, teacher_normaliser = (s.log_normaliser() for s in tiles.fold(add_tile, start))  # (M,)
+
+    def add_parts(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
+        normalisers = student_normaliser[row].unsqueeze(1), teacher_normaliser[row].unsqueeze(1)
+        of_student, of_teacher = add(student, teacher, *normalisers, options.beta)
+        return sums[0] + of_student, sums[1] + of_teacher
+
+    of_student, of_teacher = tiles.fold(add_parts, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
+    return of_student + of_teacher, Totals(student_normaliser, teacher_normaliser, of_student)
+
+
+def add_normalisers(
+    sums: tuple[OnlineSoftmax, OnlineSoftmax], student_logits: Tensor, teacher_logits: Tensor
+) -> tuple[OnlineSoftmax, OnlineSoftmax]:
+    """Return both sides' sums with one more tile."""
+    return sums[0].add(student_logits)[0], sums[1].add(teacher_logits)[0]
+
+
+def jsd_parts(
+    student_logits: Tensor, teacher_logits: Tensor, student: Tensor, teacher: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Return a tile's part of (1 - beta) KL(S || M) and of beta KL(T || M), (m,) each.
+
+    `student` and `teacher` are their log-normalisers, (m, 1).
+    """
+    width = min(student_logits.shape[1], teacher_logits.shape[1])
+    log_s, log_t = student_logits[:, :width] - student, teacher_logits[:, :width] - teacher
+    log_m = log_mixture(log_s, log_t, beta)
+    of_student = torch.linalg.vecdot(log_s.exp(), log_s - log_m)
+    return (1 - beta) * of_student, beta * torch.linalg.vecdot(log_t.exp(), log_t - log_m)
+
+
+class TopLogits(NamedTuple):
+    """What one side gives the words that were chosen, and all others; nats before normalisation.
+
+        words               │ k that one side likes best │ others of both │ of this side only │
+        kept of each side   │ k logits: top              │ one sum: rest  │ one sum: beyond   │
+
+    `rest` and `beyond` are log-sums of exponentials, so nothing is lost by subtracting a sum of k
+    probabilities from 1.
+
+    Attributes:
+        top: The logits of the k chosen words, (m, k).
+        rest: log-sum of exp over the other words that both sides have, (m,).
+        beyond: The same over the words that only this side has, (m,).
+    """
+
+    top: Tensor
+    rest: Tensor
+    beyond: Tensor
+
+
+class LinearTopLogits(torch.autograd.Function):
+    """Finds k words: returns the student's `TopLogits`, with gradients, and the teacher's, without.
+
+    The inputs are those of `PairOptions.tiles`. All words that both have are chosen if there are no more than
+    k; of equal logits any may be.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, options: PairOptions, *inputs: Any) -> tuple[Tensor, ...]:
+        """Choose among each tile's words and those chosen before: the top of all is the top of the tops."""
+        add = kernel(add_top_block, options.compiled)
+        tiles, of_teacher = options.tiles(inputs), options.divergence.top_k_of == "teacher"
+        num_common = min(len(head.weight) for _, head in tiles.sides)
+        top_k = min(options.divergence.top_k or 0, num_common)
+
+        def start(row: slice) -> TopSums:
+            top = torch.full_like(tiles.zeros(row), -torch.inf).unsqueeze(1).repeat(1, top_k)
+            side = TopLogits(top, top[:, 0], top[:, 0])
+            return TopSums(torch.zeros_like(top, dtype=torch.long), side, side)
+
+        def add_tile(sums: TopSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> TopSums:
+            return add(sums, student, teacher, block.start, of_teacher)
+
+        sums: TopSums = tiles.fold(add_tile, start)
+        ctx.save_for_backward(*inputs[:3], sums.words, sums.student.rest, sums.student.beyond)
+        ctx.options, ctx.num_common = options, num_common
+        teacher = tuple(map(impossible_as_inf, sums.teacher))
+        ctx.mark_non_differentiable(*teacher)
+        return (*map(impossible_as_inf, sums.student), *teacher)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, top_grad: Tensor, rest_grad: Tensor, beyond_grad: Tensor, *_: Any
+    ) -> tuple[Any, ...]:
+        """Compute each of the student's tiles again."""
+        hidden, weight, bias, words, rest, beyond = ctx.saved_tensors
+        options: PairOptions = ctx.options
+        gradient_of = kernel(top_gradient, options.compiled)
+
+        def tile_gradient(logits: Tensor, row: slice, block: slice) -> Tensor:
+            sums = TopLogits(words[row] - block.start, rest[row], beyond[row])
+            grads = TopLogits(top_grad[row], rest_grad[row], beyond_grad[row])
+            return gradient_of(logits, sums, grads, max(0, ctx.num_common - block.start))
+
+        tiles = HeadTiles([(hidden, Head(weight, bias, options.student_scale))], options.logits_mib)
+        return (None, *tiles.gradients(ctx.needs_input_grad[1:4], tile_gradient), None, None, None)
+
+
+class TopSums(NamedTuple):
+    """The words chosen so far, (m, k), and what both sides give them and all others so far.
+
+    Before k words have come, there are places without a word: their logits are -inf.
+    """
+
+    words: Tensor
+    student: TopLogits
+    teacher: TopLogits
+
+
+def add_top_block(
+    sums: TopSums, student_logits: Tensor, teacher_logits: Tensor, start: int, of_teacher: bool
+) -> TopSums:
+    """Return the sums with one more tile, whose first word is `start`; student or teacher chooses."""
+    top_k = sums.words.shape[1]
+    width = min(student_logits.shape[1], teacher_logits.shape[1])
+    logits, side = (teacher_logits, sums.teacher) if of_teacher else (student_logits, sums.student)
+    places = torch.cat([side.top, logits[:, :width]], dim=1).topk(top_k, dim=1).indices  # (m, k)
+    known = sums.words.gather(1, places.clamp(max=top_k - 1))
+    words = torch.where(places < top_k, known, places - top_k + start)
+    student = add_to_side(sums.student, student_logits, width, places)
+    return TopSums(words, student, add_to_side(sums.teacher, teacher_logits, width, places))
+
+
+def add_to_side(side: TopLogits, logits: Tensor, width: int, places: Tensor) -> TopLogits:
+    """Return one side with one more tile, whose first `width` words both sides have.
+
+    `places`, (m, k), are those of the chosen words among the words chosen before and the tile's.
+    """
+    seen = torch.cat([side.top, logits[:, :width]], dim=1)
+    top = seen.gather(1, places)
+    rest = seen.scatter_(1, places, -torch.inf).logsumexp(dim=1)
+    beyond = logits[:, width:].logsumexp(dim=1)
+    return TopLogits(top, torch.logaddexp(side.rest, rest), torch.logaddexp(side.beyond, beyond))
+
+
+def top_gradient(logits: Tensor, sums: TopLogits, grads: TopLogits, num_common: int) -> Tensor:
+    """Return the gradient of a tile's logits, (m, w).
+
+    g_top at a chosen word, g_rest exp(z - rest) at the others, g_beyond exp(z - beyond) where only this side
+    has the word.
+
+    Args:
+        logits: The tile's, (m, w).
+        sums: The places of the chosen words counted from the tile's first, (m, k), and both sums.
+        grads: The gradients of the three.
+        num_common: How many of the tile's words both sides have; the tile's width or more: all.
+    """
+    places = sums.top
+    found, places = places_in_block(places, logits)
+    others = logits.scatter_add(1, places, torch.where(found, -torch.inf, 0.0).to(logits.dtype))
+    # Without a rest -inf - -inf would be NaN.
+    rest, beyond = (values.clamp(min=IMPOSSIBLE).unsqueeze(1) for values in (sums.rest, sums.beyond))
+    gradient = (others - rest).exp_() * grads.rest.unsqueeze(1)
+    gradient[:, num_common:] = (others[:, num_common:] - beyond).exp() * grads.beyond.unsqueeze(1)
+    return gradient.scatter_add_(1, places, torch.where(found, grads.top, 0.0))
 
 
 def top_log_probs(logits: TopLogits, tail: bool) -> Tensor:
@@ -252,3 +619,29 @@ def sampled_advantages(
     num_teacher, num_student = ([span[side] for span in spans] for side in (0, 1))
     advantages = log_ratio_kl(span_sums(teacher, num_teacher), span_sums(student, num_student))  # (J,)
     return advantages.repeat_interleave(torch.tensor(num_student, dtype=torch.long, device=student.device))
+
+
+@deprecated("exact_kl is divergence(student_logits, teacher_logits, Divergence('forward'), ...) now.")
+def exact_kl(
+    teacher_logits: Tensor, student_logits: Tensor, teacher_temperature: float, student_temperature: float
+) -> Tensor:
+    """Return KL(teacher || student), by a name that works in this release only."""
+    temperatures = student_temperature, teacher_temperature
+    return divergence(student_logits, teacher_logits, Divergence("forward"), *temperatures)
+
+
+@deprecated("linear_exact_kl is linear_divergence(*student, *teacher, Divergence('forward')) now.")
+def linear_exact_kl(
+    teacher_hidden: Tensor,
+    teacher: Head,
+    student_hidden: Tensor,
+    student: Head,
+    logits_mib: int | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """Return KL(teacher || student), by a name that works in this release only.
+
+    Only the student gets gradients.
+    """
+    sides = student_hidden, student, teacher_hidden, teacher
+    return linear_divergence(*sides, Divergence("forward"), None, logits_mib, compiled)

@@ -1,4 +1,20 @@
-"""The language-model head in blocks: no more logits at a time than fit into a given memory."""
+"""The language-model head in tiles: no more logits at a time than fit into a given memory.
+
+A function of (M, V) logits is a fold over tiles, rows of tokens by blocks of words:
+
+               blocks of words →
+    rows       ┌────┬────┬────┐
+    of tokens  │    │ ●  │    │ → sums of these tokens
+       ↓       ├────┼────┼────┤
+               │    │ ●  │    │ → sums of these
+               └────┴────┴────┘
+                      ↓ gradient of the weights of these words
+
+    forward    HeadTiles.fold: each tile adds to the sums of its tokens
+    backward   HeadTiles.gradients: each tile is computed again and adds to its part of the gradients
+
+Log-probs fold the tiles of one head (`log_probs`), divergences those of two (`divergence`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 BLOCK_WORDS = 1024
 # Rows of a tile then begin at multiples of 16 bytes, which a GPU's fast matrix products need.
@@ -110,7 +127,6 @@ class HeadGradients:
     def __init__(self, hidden: Tensor, head: Head, needed: Sequence[bool]) -> None:
         self.hidden_dtype = hidden.dtype
         self.exchanged = head.scale.exchanged
-        self.any_needed = any(needed)
         self.states = full_precision_on_cpu(hidden)  # (M, H)
         needs_hidden, needs_weight, needs_bias = needed
         self.hidden_grad: Tensor | None = None
@@ -121,13 +137,11 @@ class HeadGradients:
         # Gradients of the current block's weight and bias, summed over the rows so far.
         self.block_grads: list[Tensor] = []
 
-    def add(self, head: HeadBlock, logit_grad: Tensor | None, logits: Tensor, row: slice) -> None:
+    def add(self, head: HeadBlock, logit_grad: Tensor, logits: Tensor, row: slice) -> None:
         """Add the part that comes from one tile, given its logits and their gradient, (m, w) each.
 
-        The gradient is overwritten. It is None if nothing of this head needs one.
+        The gradient is overwritten.
         """
-        if logit_grad is None:
-            return
         raw_grad = head.scale.pull_back_(logit_grad, logits)
         operand = raw_grad.to(self.states.dtype)
         if self.hidden_grad is not None:
@@ -143,8 +157,6 @@ class HeadGradients:
 
     def finish(self, block: slice) -> None:
         """Write the block's gradients, once every row has been added."""
-        if not self.any_needed:
-            return
         for total, gradient in zip((self.weight_grad, self.bias_grad), self.block_grads, strict=True):
             if total is not None:
                 total[block] = gradient
@@ -158,6 +170,73 @@ class HeadGradients:
                 if total is not None:
                     total[list(self.exchanged)] = total[list(self.exchanged[::-1])]
         return hidden_grad, self.weight_grad, self.bias_grad
+
+
+class HeadTiles:
+    """The logits of one or two heads for the same M tokens, tile by tile.
+
+    Args:
+        sides: Hidden states (M, H) and the head that they go through, of each model.
+        logits_mib: Memory for the logits of all sides at a time, MiB.
+    """
+
+    def __init__(self, sides: Sequence[tuple[Tensor, Head]], logits_mib: int) -> None:
+        self.sides = sides
+        self.states = [full_precision_on_cpu(hidden) for hidden, _ in sides]
+        hidden_size = max(hidden.shape[1] for hidden, _ in sides)
+        num_words = max(len(head.weight) for _, head in sides)
+        self.rows, self.blocks = tiles(len(self.states[0]), hidden_size, num_words, logits_mib, len(sides))
+
+    def heads(self, block: slice) -> list[HeadBlock]:
+        """Return each side's weights for a block; of the smaller vocabulary, what it has."""
+        pairs = zip(self.sides, self.states, strict=True)
+        return [HeadBlock(head, block, states.dtype) for (_, head), states in pairs]
+
+    def zeros(self, row: slice) -> Tensor:
+        """Return a zero for each token of a row of tiles, (m,), in the type of sums."""
+        states = self.states[0][row]
+        return torch.zeros(len(states), dtype=full_precision(states.dtype), device=states.device)
+
+    def fold(self, add: Callable[..., Any], start: Callable[[slice], Any]) -> Any:
+        """Return sums over the vocabulary, a tuple of tensors with one row per token.
+
+        Args:
+            add: add(sums, *logits of each side, row, block) returns a row's sums with one more tile.
+            start: start(row) returns the sums before the first tile.
+        """
+        with without_autocast(self.states[0]):
+            sums = [start(row) for row in self.rows]
+            for block in self.blocks:
+                heads = self.heads(block)
+                for i, row in enumerate(self.rows):
+                    # Logits that had a name here would stay in memory beside the next tile's.
+                    sums[i] = add(sums[i], *self.logits(heads, row), row, block)
+            return tree_map(lambda *values: torch.cat(values), *sums)
+
+    def logits(self, heads: list[HeadBlock], row: slice) -> list[Tensor]:
+        """Return a tile's logits of each side, (m, w) each."""
+        return [head.logits(states[row]) for head, states in zip(heads, self.states, strict=True)]
+
+    def gradients(
+        self, needed: Sequence[bool], gradient_of: Callable[..., Tensor]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the first side's hidden states, weight and bias; None where none is needed.
+
+        Args:
+            needed: Which of the three are.
+            gradient_of: gradient_of(*logits of each side, row, block) returns the gradient of those of
+                the first side, (m, w).
+        """
+        hidden, head = self.sides[0]
+        with without_autocast(hidden):
+            gradients = HeadGradients(hidden, head, needed)
+            for block in self.blocks:
+                heads = self.heads(block)
+                for row in self.rows:
+                    logits = self.logits(heads, row)
+                    gradients.add(heads[0], gradient_of(*logits, row, block), logits[0], row)
+                gradients.finish(block)
+            return gradients.of_inputs()
 
 
 def block_size(logits_mib: int | None, hidden: Tensor) -> int:
@@ -186,19 +265,34 @@ def tiles(
     return rows, [slice(start, min(start + width, num_words)) for start in range(0, num_words, width)]
 
 
-class VocabularySums(NamedTuple):
-    """Running sums over the vocabulary for each of m tokens, e = exp(z - largest z); all (m,)."""
+class OnlineSoftmax(NamedTuple):
+    """The normaliser of a softmax whose logits come in blocks, for each of m tokens; both (m,).
 
-    largest: Tensor  # largest logit z
-    normaliser: Tensor  # sum of e
-    weighted: Tensor  # sum of e * z
-    target_logits: Tensor  # the target's z, once its block has come
+    Attributes:
+        largest: The largest logit z so far.
+        normaliser: Sum of e = exp(z - largest) so far.
+    """
+
+    largest: Tensor
+    normaliser: Tensor
 
     @classmethod
-    def of_nothing(cls, states: Tensor) -> VocabularySums:
-        """Return the sums before the first block, for hidden states (m, H)."""
-        zeros = torch.zeros(len(states), dtype=full_precision(states.dtype), device=states.device)
-        return cls(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
+    def start(cls, zeros: Tensor) -> OnlineSoftmax:
+        """Return the sums before the first block, from a zero for each token."""
+        return cls(torch.full_like(zeros, -torch.inf), zeros)
+
+    def add(self, logits: Tensor) -> tuple[OnlineSoftmax, Tensor, Tensor]:
+        """Return the sums with one more block of logits, (m, w), which may be empty.
+
+        Returns:
+            The sums; the factor by which sums of e so far shrink, (m,); and the block's e, (m, w).
+        """
+        if not logits.shape[1]:
+            return self, torch.ones_like(self.largest), logits
+        largest = torch.maximum(self.largest, logits.amax(dim=1))
+        shrink = (self.largest - largest).exp()
+        e = (logits - largest.unsqueeze(1)).exp_()
+        return OnlineSoftmax(largest, self.normaliser * shrink + e.sum(dim=1)), shrink, e
 
     def log_normaliser(self) -> Tensor:
         """Return log sum_v exp(z_v), (m,)."""
@@ -208,31 +302,6 @@ class VocabularySums(NamedTuple):
 def impossible_as_inf(logits: Tensor) -> Tensor:
     """Return logits, or sums of them, with -inf for a word that never comes."""
     return logits.masked_fill(logits < LOWEST_LOGIT, -torch.inf)
-
-
-def add_block(sums: VocabularySums, logits: Tensor, places: Tensor, with_entropy: bool) -> VocabularySums:
-    """Return the sums with one more block of the vocabulary.
-
-    Args:
-        sums: The sums over the blocks before.
-        logits: The block's logits, (m, w).
-        places: The targets' positions counted from the block's first word, (m,); a target that belongs to
-            another block has a position outside 0..w-1.
-        with_entropy: Whether `weighted` is needed.
-    """
-    largest = torch.maximum(sums.largest, logits.amax(dim=1))
-    shrink = (sums.largest - largest).exp()
-    e = (logits - largest.unsqueeze(1)).exp_()
-    found, places = places_in_block(places, logits)
-    weighted = sums.weighted
-    if with_entropy:
-        weighted = weighted * shrink + torch.linalg.vecdot(e, logits)
-    return VocabularySums(
-        largest,
-        sums.normaliser * shrink + e.sum(dim=1),
-        weighted,
-        torch.where(found, logits.gather(1, places.unsqueeze(1)).squeeze(1), sums.target_logits),
-    )
 
 
 def places_in_block(places: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

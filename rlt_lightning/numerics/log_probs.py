@@ -15,20 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.head import (
     Head,
-    HeadBlock,
-    HeadGradients,
+    HeadTiles,
     LogitScale,
-    VocabularySums,
-    add_block,
+    OnlineSoftmax,
     block_size,
     full_precision,
-    full_precision_on_cpu,
     impossible_as_inf,
     in_autocast_dtype,
     kernel,
     places_in_block,
-    tiles,
-    without_autocast,
 )
 
 
@@ -84,9 +79,9 @@ def linear_log_probs(
     """Return log-probs of the targets and entropies under the softmax of a head's logits.
 
     Equal to `token_log_probs` and `token_entropy` of the full logits, of which at most `logits_mib` exist at
-    a time. Both results have gradients, to hidden states, weight and bias. Logits, sums and gradients are
-    fp32 whatever the weights are (float64 stays float64): on a GPU products of half-precision numbers are
-    added up in fp32, on a CPU each block of a half-precision weight is first made fp32.
+    a time. Log-probs have gradients to hidden states, weight and bias. Logits, sums and gradients are fp32
+    whatever the weights are (float64 stays float64): on a GPU products of half-precision numbers are added up
+    in fp32, on a CPU each block of a half-precision weight is first made fp32.
 
     Args:
         hidden: Final hidden states, each one the predictor of its target, (M, H). M may be 0.
@@ -98,7 +93,7 @@ def linear_log_probs(
         with_entropy: Compute entropies too.
 
     Returns:
-        Log-probabilities, (M,), nats; and entropies, (M,), nats, or None.
+        Log-probabilities, (M,), nats; and entropies, (M,), nats, without gradient, or None.
 
     Raises:
         ValueError: If the temperature or `logits_mib` is not positive.
@@ -127,74 +122,72 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, options: BlockOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add up over the vocabulary, tile by tile."""
-        head = Head(weight, bias, options.scale)
+        logits_of = HeadTiles([(hidden, Head(weight, bias, options.scale))], options.logits_mib)
         add = kernel(add_block, options.compiled)
-        with without_autocast(hidden):
-            states = full_precision_on_cpu(hidden)  # (M, H)
-            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), options.logits_mib)
-            row_sums = [VocabularySums.of_nothing(states[row]) for row in rows]
-            for block in blocks:
-                head_block = HeadBlock(head, block, states.dtype)
-                for i, row in enumerate(rows):
-                    places = targets[row] - block.start
-                    logits = head_block.logits(states[row])  # (m, w)
-                    row_sums[i] = add(row_sums[i], logits, places, options.with_entropy)
-            sums = VocabularySums(*map(torch.cat, zip(*row_sums, strict=True)))  # (M,) each
-            log_normaliser = sums.log_normaliser()
-            entropy = log_normaliser - sums.weighted / sums.normaliser
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
+
+        def add_tile(sums: LogProbSums, logits: Tensor, row: slice, block: slice) -> LogProbSums:
+            return add(sums, logits, targets[row] - block.start, options.with_entropy)
+
+        sums = logits_of.fold(add_tile, lambda row: LogProbSums.start(logits_of.zeros(row)))  # (M,) each
+        log_normaliser = sums.softmax.log_normaliser()
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser)
         ctx.options = options
-        ctx.set_materialize_grads(False)
+        entropy = log_normaliser - sums.weighted / sums.softmax.normaliser
+        ctx.mark_non_differentiable(entropy)
         return impossible_as_inf(sums.target_logits) - log_normaliser, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """Compute each tile again, and finish each block's part of the gradient of the weight."""
-        hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
-        head = Head(weight, bias, ctx.options.scale)
+        hidden, weight, bias, targets, log_normaliser = ctx.saved_tensors
         gradient_of = kernel(log_prob_gradient, ctx.options.compiled)
-        if log_prob_grad is None:
-            log_prob_grad = torch.zeros_like(log_normaliser)
-        with without_autocast(hidden):
-            gradients = HeadGradients(hidden, head, ctx.needs_input_grad[1:4])
-            states = gradients.states
-            rows, blocks = tiles(len(hidden), hidden.shape[1], len(weight), ctx.options.logits_mib)
-            for block in blocks:
-                head_block = HeadBlock(head, block, states.dtype)
-                for row in rows:
-                    logits = head_block.logits(states[row])  # (m, w)
-                    logit_grad = gradient_of(
-                        logits,
-                        targets[row] - block.start,
-                        log_normaliser[row],
-                        entropy[row],
-                        log_prob_grad[row],
-                        None if entropy_grad is None else entropy_grad[row],
-                    )
-                    gradients.add(head_block, logit_grad, logits, row)
-                gradients.finish(block)
-        return (None, *gradients.of_inputs(), None)
+
+        def tile_gradient(logits: Tensor, row: slice, block: slice) -> Tensor:
+            return gradient_of(logits, targets[row] - block.start, log_normaliser[row], grad[row])
+
+        logits_of = HeadTiles([(hidden, Head(weight, bias, ctx.options.scale))], ctx.options.logits_mib)
+        return (None, *logits_of.gradients(ctx.needs_input_grad[1:4], tile_gradient), None)
 
 
-def log_prob_gradient(
-    logits: Tensor,
-    places: Tensor,
-    log_normaliser: Tensor,
-    entropy: Tensor,
-    log_prob_grad: Tensor,
-    entropy_grad: Tensor | None,
-) -> Tensor:
-    """Return the gradient of a block's logits, (M, w): g (1[v = target] - p_v) - g_H p_v (log p_v + H)."""
-    if entropy_grad is None:
-        p = (logits - log_normaliser.unsqueeze(1)).exp_()
-        gradient = p.mul_(-log_prob_grad.unsqueeze(1))
-    else:
-        log_p = logits - log_normaliser.unsqueeze(1)
-        surprise = log_p + entropy.unsqueeze(1)
-        gradient = -log_p.exp() * (log_prob_grad.unsqueeze(1) + entropy_grad.unsqueeze(1) * surprise)
+class LogProbSums(NamedTuple):
+    """Running sums over the vocabulary for each of m tokens."""
+
+    softmax: OnlineSoftmax
+    weighted: Tensor  # sum of e * z, (m,), if entropies are wanted
+    target_logits: Tensor  # the target's z, once its block has come, (m,)
+
+    @classmethod
+    def start(cls, zeros: Tensor) -> LogProbSums:
+        """Return the sums before the first block, from a zero for each token."""
+        return cls(OnlineSoftmax.start(zeros), zeros, zeros)
+
+
+def add_block(sums: LogProbSums, logits: Tensor, places: Tensor, with_entropy: bool) -> LogProbSums:
+    """Return the sums with one more block of the vocabulary.
+
+    Args:
+        sums: The sums over the blocks before.
+        logits: The block's logits, (m, w).
+        places: The targets' positions counted from the block's first word, (m,); a target that belongs to
+            another block has a position outside 0..w-1.
+        with_entropy: Whether `weighted` is needed.
+    """
+    softmax, shrink, e = sums.softmax.add(logits)
     found, places = places_in_block(places, logits)
-    at_target = torch.where(found, log_prob_grad, 0.0).to(gradient.dtype)
+    weighted = sums.weighted
+    if with_entropy:
+        weighted = weighted * shrink + torch.linalg.vecdot(e, logits)
+    target_logits = logits.gather(1, places.unsqueeze(1)).squeeze(1)
+    return LogProbSums(softmax, weighted, torch.where(found, target_logits, sums.target_logits))
+
+
+def log_prob_gradient(logits: Tensor, places: Tensor, log_normaliser: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
+    p = (logits - log_normaliser.unsqueeze(1)).exp_()
+    gradient = p.mul_(-grad.unsqueeze(1))
+    found, places = places_in_block(places, logits)
+    at_target = torch.where(found, grad, 0.0).to(gradient.dtype)
     return gradient.scatter_add_(1, places.unsqueeze(1), at_target.unsqueeze(1))
 
 

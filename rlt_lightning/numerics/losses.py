@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.kl import schulman_kl
+from rlt_lightning.numerics.divergence import schulman_kl
 
 
 class PolicyLoss(ABC):

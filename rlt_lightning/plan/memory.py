@@ -15,8 +15,9 @@ from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup
 
 Sizes = dict[str, float]  # part -> bytes on one device
-HEAD_TILES = 4  # tiles of logits, and of what is computed from them, that the head holds at a time
-PAIR_TILES = 7  # the same for a divergence, where two halves are a tile; traced are 5 to 6.5
+# Tiles of logits, and of what is computed from them, that a head holds at a time: in a forward pass, traced
+# are 3.3; in a backward pass, 2.8; in that of a divergence, where two halves are a tile, 3.5 to 5.5.
+HEAD_TILES, BACKWARD_TILES, PAIR_TILES = 4, 3, 6
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, weights, some in float64
 ASLEEP = 1.5 * GIB  # stated: what a sleeping vLLM worker keeps of a GPU
 # DeepSpeed's limits, in numbers of weights or gradients.
@@ -257,15 +258,14 @@ def head_grad(setup: Setup) -> float:
 
 
 def head_backward(setup: Setup, num_scored: int) -> float:
-    """Return the forward's needs, the gradients of hidden states in fp32, and the weight's gradient.
+    """Return hidden states and their gradients, in fp32, the weight's gradient, and the tiles of logits.
 
     A divergence from a teacher keeps the teacher's hidden states too, and more tiles.
     """
-    more = num_scored * setup.policy.shape.hidden_size * 4
+    sizes, tiles = 2 * setup.policy.shape.hidden_size, BACKWARD_TILES
     if setup.teacher is not None and setup.compares_words:
-        more += num_scored * setup.teacher.shape.hidden_size * 4
-        more += (PAIR_TILES - HEAD_TILES) * setup.logits_bytes
-    return head_forward(setup, setup.policy, num_scored) + more + head_grad(setup)
+        sizes, tiles = sizes + setup.teacher.shape.hidden_size, PAIR_TILES
+    return num_scored * sizes * 4 + tiles * setup.logits_bytes + head_grad(setup)
 
 
 def gathered_head(setup: Setup) -> float:
