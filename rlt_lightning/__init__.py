@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlt_lightning.moved import install
+from rlt_lightning.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
     from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
-
-__version__ = "0.1.0"
 
 # Sets how PyTorch takes memory of a GPU: in the trainer's processes, not in workers (`LocalServer`).
 ALLOCATOR = "PYTORCH_ALLOC_CONF"

@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 
-from rlt_lightning import __version__, grow_segments
+from rlt_lightning import grow_segments
 from rlt_lightning.cli.configs import run_configs
 from rlt_lightning.types import InputError
+from rlt_lightning.version import __version__
 
 HELP = """usage: rlt VERB --config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]
        rlt configs [NAME] [--copy DIR]

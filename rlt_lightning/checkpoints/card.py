@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import yaml
 
-from rlt_lightning import __version__
 from rlt_lightning.models.announce import announce
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES
 from rlt_lightning.types import InputError
+from rlt_lightning.version import __version__
 
 # What lies in a repository of the hub.
 Kind = Literal["model", "dataset"]

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from rlt_lightning import __version__, callbacks
+from rlt_lightning import callbacks
 from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
@@ -39,6 +39,7 @@ from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.run_folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package
+from rlt_lightning.version import __version__
 
 VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning import __version__
 from rlt_lightning.checkpoints.card import CARD, Kind
 from rlt_lightning.models.announce import size_text
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import InputError
+from rlt_lightning.version import __version__
 
 TOKEN = "HF_TOKEN"
 # Files of an earlier model that transformers or peft would load in place of the new ones.

@@ -11,7 +11,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rlt_lightning import __version__
 from rlt_lightning.report.charts import (
     build_curve_sections,
     build_evaluation_charts,
@@ -22,6 +21,7 @@ from rlt_lightning.report.collect import AskedProblem, Bounds, Run, collect, rea
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import label_columns
 from rlt_lightning.types import InputError
+from rlt_lightning.version import __version__
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
 NAME = "report.html"

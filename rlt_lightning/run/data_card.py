@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from rlt_lightning import __version__
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.version import __version__
 
 TABLE = "distillation.parquet"  # the file of a set that lies beside its card
 BINS = 12  # of a histogram
