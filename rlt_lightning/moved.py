@@ -53,6 +53,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "judging.questions": ("datamodules.evaluation", "datamodules.evaluation_sets"),
     "judging.worker": ("judging.judge",),
     "modules.accuracy": ("evaluation.metrics",),
+    "datamodules.retelling": ("datamodules.cross_tokenizer",),
+    "datamodules.token_bytes": ("datamodules.cross_tokenizer",),
     "modules.baseline": ("modules.scorer",),
     "modules.evaluation": ("evaluation.module",),
     "modules.meter": ("modules.phases",),

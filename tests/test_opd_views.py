@@ -10,8 +10,8 @@ from test_opd import answered, data
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import tokenised
+from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.token_bytes import PlainTokenizer
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
@@ -125,7 +125,7 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
     row: Rollout = answered(TeacherViews(student, teacher, ViewOptions(kind)), turn(student.tags, thought))
     [view] = row.views
     assert view.spans is not None
-    plain = [PlainTokenizer(one, "model") for one in tokenizers]
+    plain = [ByteExactTokenizer(one, "model") for one in tokenizers]
     judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
     own, theirs = (b"".join(map(p.bytes_of, i)) for p, i in zip(plain, (judged, view.token_ids), strict=True))
     assert own == theirs

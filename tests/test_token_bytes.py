@@ -12,7 +12,7 @@ from tokenizer_kinds import KINDS, kind_of_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlt_lightning.datamodules.token_bytes import PlainTokenizer, byte_of_character, repaired
+from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer, build_byte_table, repair_text
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.types import InputError
 
@@ -68,7 +68,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def test_tokens_have_exactly_the_bytes_of_a_text(tokenizer: Any) -> None:
-    plain = PlainTokenizer(tokenizer, "student")
+    plain = ByteExactTokenizer(tokenizer, "student")
     for text in [*TEXTS, CONTROLS]:
         ids, ends = plain.encode(text)
         pieces = [plain.bytes_of(token_id) for token_id in ids]
@@ -81,7 +81,7 @@ def test_tokens_have_exactly_the_bytes_of_a_text(tokenizer: Any) -> None:
 
 
 def test_no_text_becomes_a_control_token(tokenizer: Any) -> None:
-    plain = PlainTokenizer(tokenizer, "student")
+    plain = ByteExactTokenizer(tokenizer, "student")
     backend = tokenizer.backend_tokenizer
     decoder = backend.get_added_tokens_decoder()
     controls = {i for i, token in decoder.items() if not token.content.replace("▁", " ").isspace()}
@@ -95,7 +95,7 @@ def test_no_text_becomes_a_control_token(tokenizer: Any) -> None:
 
 def test_added_white_space_stays_a_token() -> None:
     gemma = kind_of_tokenizer("gemma")
-    plain = PlainTokenizer(gemma, "student")
+    plain = ByteExactTokenizer(gemma, "student")
     ids, _ = plain.encode("a\n\nif b:\n    c")
     assert gemma.convert_ids_to_tokens(ids)[1] == "\n\n"
     assert gemma.convert_ids_to_tokens(ids)[-2:] == ["▁▁▁▁", "c"]
@@ -108,7 +108,7 @@ def test_added_white_space_stays_a_token() -> None:
 def test_only_the_name_of_a_byte_is_spelled_by_characters() -> None:
     # A unigram tokenizer takes "<0x0A>" in a text for a line break.
     unigram = kind_of_tokenizer("unigram")
-    plain = PlainTokenizer(unigram, "student")
+    plain = ByteExactTokenizer(unigram, "student")
     before, name, after = (plain.encode(text)[0] for text in ("one of the", "<0x0A>", " and of the teacher"))
     assert len(before) <= 4
     assert unigram.convert_ids_to_tokens(name) == list("<0x0A>")
@@ -117,7 +117,7 @@ def test_only_the_name_of_a_byte_is_spelled_by_characters() -> None:
 
 def test_what_the_teacher_wrote_is_its_tokens_bytes(smollm2: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    plain = PlainTokenizer(tokenizer, "teacher")
+    plain = ByteExactTokenizer(tokenizer, "teacher")
     ids = tokenizer("So <|im_start|> 🧮!", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") in ids  # sampled as a control token
     assert plain.text_of(ids)[0] == "So <|im_start|> 🧮!"
@@ -125,7 +125,7 @@ def test_what_the_teacher_wrote_is_its_tokens_bytes(smollm2: str) -> None:
 
 
 def test_line_breaks_are_tokenised_as_before_what_follows(smollm2: str) -> None:
-    plain = PlainTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
+    plain = ByteExactTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
     alone, before_tag = plain.encode("So\n\n")[0], plain.encode("So\n\n", "<|end_of_thought|>")[0]
     assert len(alone) == 2 < len(before_tag) == 3
     # A token that would hold parts of both: "=" and "<".
@@ -133,7 +133,7 @@ def test_line_breaks_are_tokenised_as_before_what_follows(smollm2: str) -> None:
 
 
 def test_characters_without_tokens_are_replaced(smollm2: str) -> None:
-    plain = PlainTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
+    plain = ByteExactTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
     with pytest.raises(InputError, match="must have the bytes of every text"):
         plain.encode("a\x13b")
     # a │ \x13 │ b: U+FFFD has 3 bytes. \U00050000 has 4, of which the first two are one token.
@@ -144,21 +144,21 @@ def test_characters_without_tokens_are_replaced(smollm2: str) -> None:
 
 def test_half_a_character_at_the_end_is_left_out() -> None:
     data = "ab数".encode()[:-1]
-    assert repaired(data, [1, 2, 3, 4]) == ("ab", [1, 2, 3, 3])
+    assert repair_text(data, [1, 2, 3, 4]) == ("ab", [1, 2, 3, 3])
     # A token with "b" and the first byte of 数 ends after the text, too.
-    assert repaired(data, [1, 3, 4]) == ("ab", [1, 3, 3])
+    assert repair_text(data, [1, 3, 4]) == ("ab", [1, 3, 3])
 
 
 def test_bytes_that_are_no_character_become_one() -> None:
     # x, a lone continuation byte, y, half of 数, z: both become U+FFFD, 3 bytes each.
     data = b"x\x80y\xe6\x95z"
-    assert repaired(data, [1, 2, 3, 4, 5, 6]) == ("x\ufffdy\ufffdz", [1, 4, 5, 8, 8, 9])
-    assert repaired(data, [1, 2, 3, 4, 5, 6])[0] == data.decode(errors="replace")
+    assert repair_text(data, [1, 2, 3, 4, 5, 6]) == ("x\ufffdy\ufffdz", [1, 4, 5, 8, 8, 9])
+    assert repair_text(data, [1, 2, 3, 4, 5, 6])[0] == data.decode(errors="replace")
 
 
 def test_byte_names_are_those_of_the_library(smollm2: str) -> None:
-    assert set(byte_of_character()) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(byte_of_character().values()) == list(range(256))
+    assert set(build_byte_table()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(build_byte_table().values()) == list(range(256))
 
 
 @pytest.mark.parametrize("kind", ["words", "lost_spaces", "no_bytes"])
@@ -178,4 +178,4 @@ def test_a_tokenizer_whose_bytes_are_unknown_is_refused(kind: str) -> None:
     with pytest.raises(
         InputError, match="A student whose tokenizer is not the other model's must have tokens"
     ):
-        PlainTokenizer(fast(tokenizer), "student")
+        ByteExactTokenizer(fast(tokenizer), "student")

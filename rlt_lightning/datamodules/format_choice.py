@@ -20,13 +20,13 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import (
     STUDENT_SYSTEM_PROMPT,
     TEACHER_SYSTEM_PROMPT,
     ChatFormat,
     fill_prompt,
 )
-from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.format import ModelFormat, Role
@@ -115,7 +115,7 @@ class ChosenFormat:
         """Return the format for a tokenizer, and for the student's if that is another one."""
         prompts = (self.teacher_system_prompt, self.student_system_prompt)
         if student_tokenizer is not None:
-            return RetellingFormat(tokenizer, student_tokenizer, self.tags, *prompts, self.student_tags)
+            return CrossTokenizerFormat(tokenizer, student_tokenizer, self.tags, *prompts, self.student_tags)
         # What the user wrote is filled already. What a model records stays as rows have shown it.
         return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags, fills=False)
 

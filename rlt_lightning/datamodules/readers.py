@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rlt_lightning.datamodules.cross_tokenizer import load_tokenizers
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.retelling import tokenizers_of
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.tokenised import describe_format, hash_value
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout
@@ -89,7 +89,9 @@ class Readers:
         self.chosen = list(chosen)
         names: Sequence[str | None] = students or [None]
         self.all = [
-            Reader(one.build_format(*tokenizers_of(teacher, name, trust_remote_code)), one.keeps_row_prompts)
+            Reader(
+                one.build_format(*load_tokenizers(teacher, name, trust_remote_code)), one.keeps_row_prompts
+            )
             for one, name in zip(chosen, names, strict=True)
         ]
         keys = [reader.key() for reader in self.all] if len(self.all) > 1 else []

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal, Self
 from typing_extensions import override
 
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.filters import Row, RowFilter
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
@@ -35,7 +36,6 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
@@ -301,7 +301,7 @@ class ScoreTask(RLTTask):
         else:
             completion = self.format.completion_from_trace(problem, row.traces[name])
         num_tokens = num_read = len(completion.token_ids)
-        if isinstance(self.format, RetellingFormat):
+        if isinstance(self.format, CrossTokenizerFormat):
             num_read = self.format.num_read(problem, completion)
         self.limits.require_sequence(longest_sequence(problem, num_tokens, num_read))
         return replace(problem, given_completion=completion)
@@ -411,7 +411,7 @@ class StudentOPDTask(Task):
         explainer = teacher if view.kind == "explanation" else None
         chosen = choose_format(options, explainer, model)
         task = cls(Readers([chosen], model, (), trust_remote_code), trace_columns, limits)
-        _, teacher_tokenizer = tokenizers_of(model, teacher, trust_remote_code)
+        _, teacher_tokenizer = load_tokenizers(model, teacher, trust_remote_code)
         task.views = views_of(chosen, task.format, teacher_tokenizer, view)
         return task
 

@@ -43,8 +43,8 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from rlt_lightning.datamodules.bad_rows import BadRowReport
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.models.announce import announce
 from rlt_lightning.models.embedded import cache_folder
 from rlt_lightning.models.waiting import waiting_for
@@ -510,5 +510,7 @@ def describe_format(chat_format: ChatFormat) -> dict[str, Any]:
         "tags": asdict(chat_format.tags),
         "student_tags": asdict(chat_format.student_tags),
         "prompts": [chat_format.teacher_system_prompt, chat_format.student_system_prompt],
-        "student": describe_format(chat_format.student) if isinstance(chat_format, RetellingFormat) else None,
+        "student": describe_format(chat_format.student)
+        if isinstance(chat_format, CrossTokenizerFormat)
+        else None,
     }

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.token_bytes import PlainTokenizer
 from rlt_lightning.numerics.spans import shared_spans
 from rlt_lightning.tags import decode, decode_each
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
@@ -74,15 +74,15 @@ class TeacherViews:
 
     def __init__(self, student: ChatFormat, teacher: ChatFormat, options: ViewOptions) -> None:
         self.student, self.teacher, self.options = student, teacher, options
-        self.plain: tuple[PlainTokenizer, PlainTokenizer] | None = None
+        self.byte_tokenizers: tuple[ByteExactTokenizer, ByteExactTokenizer] | None = None
         if teacher is not student:
-            self.plain = (
-                PlainTokenizer(student.tokenizer, "student"),
-                PlainTokenizer(teacher.tokenizer, "teacher"),
+            self.byte_tokenizers = (
+                ByteExactTokenizer(student.tokenizer, "student"),
+                ByteExactTokenizer(teacher.tokenizer, "teacher"),
             )
         # The first tokens of the tags that end a thought, of the student and of the teacher.
         self.closing: tuple[int, int] | None = None
-        if options.kind == "explanation" and self.plain is None:
+        if options.kind == "explanation" and self.byte_tokenizers is None:
             self.closing = closing_tokens(student)
 
     @property
@@ -112,7 +112,7 @@ class TeacherViews:
         num_body = len(ids) - rollout.closed  # without the eos
         if self.options.kind == "hint":
             # A tokenizer that is not the teacher's has no token for its end of a turn.
-            end = len(ids) if self.plain is None else num_body
+            end = len(ids) if self.byte_tokenizers is None else num_body
             view = self._build_view(problem, completion, 0, end, closes=False)
         elif (found := thought_of(self.student, ids[:num_body])) is not None:
             view = self._build_view(problem, completion, *found)
@@ -129,8 +129,8 @@ class TeacherViews:
         """
         ids = completion.token_ids
         read = ids[start:end]
-        if self.plain is not None:
-            students, teachers = self.plain
+        if self.byte_tokenizers is not None:
+            students, teachers = self.byte_tokenizers
             text, ends = teachers.spellable(*students.text_of(read))
             token_ids, teacher_ends = teachers.encode(text)
             spans = shared_spans(teacher_ends, ends)

@@ -172,7 +172,7 @@ class OPDModule(SampledModule):
                 "model.teacher_weights averaged and the callback ReferenceSync need each other, but "
                 f"teacher_weights is {self.teacher_weights}. Set both or none."
             )
-        if data.views is not None and data.views.plain is not None and self.estimator == "full":
+        if data.views is not None and data.views.byte_tokenizers is not None and self.estimator == "full":
             raise InputError(
                 f"The divergence sums over words that both models share, but the tokenizer of the teacher "
                 f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
@@ -335,7 +335,7 @@ class OPDModule(SampledModule):
             theirs, _ = ask(log_probs_of, read, temperature, self.head)
         log_probs, entropy = self.run(log_probs_of, packed, temperature, self.head, True)  # (M,)
         found = [span for row in rows for view in row.views for span in view.spans or ()]
-        spans = found if self.views.plain else None
+        spans = found if self.views.byte_tokenizers else None
         advantages = sampled_advantages(log_probs, theirs, spans)
         padded, token_mask = to_padded(log_probs, [num_judged(row) for row in rows])  # (n, T)
         cut = [judged_part(row) for row in rows]

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.retelling import RetellingFormat
 from rlt_lightning.models.announce import announce
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import (
@@ -788,7 +788,9 @@ def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Se
     Raises:
         InputError: If it sums over a vocabulary that the models do not share.
     """
-    of_others = [s for s, own in zip(students, formats, strict=False) if isinstance(own, RetellingFormat)]
+    of_others = [
+        s for s, own in zip(students, formats, strict=False) if isinstance(own, CrossTokenizerFormat)
+    ]
     for student in of_others:
         if isinstance(reward, RLTReward) and reward.kl_estimator == "exact":
             raise InputError(

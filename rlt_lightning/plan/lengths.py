@@ -17,7 +17,7 @@ from pathlib import Path
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import student_lengths
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.datamodules.retelling import RetellingFormat
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.sources import MemoryRows
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule
@@ -215,7 +215,7 @@ def read_rows(
     else:
         own = tuple(
             (int(fixed.max()), rounded_mean(fixed.tolist()))
-            if isinstance(chat_format, RetellingFormat)
+            if isinstance(chat_format, CrossTokenizerFormat)
             else None
             for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
         )

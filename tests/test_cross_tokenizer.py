@@ -25,8 +25,8 @@ from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED
 from rlt_lightning.datamodules import StratosDataModule, readers
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.retelling import RetellingFormat, tokenizers_of
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import ReadModel
@@ -100,9 +100,9 @@ def tokenizer_of(name: str, request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module", params=[*BYTE_LEVEL, *OTHERS], ids="-".join)
-def retelling(request: pytest.FixtureRequest) -> RetellingFormat:
+def chat(request: pytest.FixtureRequest) -> CrossTokenizerFormat:
     """The format of a teacher and a student of two families."""
-    return RetellingFormat(*(tokenizer_of(name, request) for name in request.param))
+    return CrossTokenizerFormat(*(tokenizer_of(name, request) for name in request.param))
 
 
 def random_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
@@ -132,7 +132,7 @@ def explanations(tokenizer: Any, number: int, seed: int) -> list[list[int]]:
     return found
 
 
-def rollouts_of(chat: RetellingFormat, number: int, seed: int = 0) -> list[Rollout]:
+def rollouts_of(chat: CrossTokenizerFormat, number: int, seed: int = 0) -> list[Rollout]:
     problem = chat.problem(1, "What is 3 + 4?", chat.tags.wrap("7, since 3 + 4 = 7."))
     closing = chat.tokenizer("\n\n" + chat.end_tag, add_special_tokens=False)["input_ids"]
     found = []
@@ -164,46 +164,46 @@ def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
 # What the student reads
 
 
-def test_two_hundred_explanations_keep_their_bytes(retelling: RetellingFormat) -> None:
+def test_two_hundred_explanations_keep_their_bytes(chat: CrossTokenizerFormat) -> None:
     replaced = cut = 0
-    for rollout in rollouts_of(retelling, 200):
-        [retold] = rollout.views
-        assert retold.spans is not None
-        [teachers] = ChatFormat.rollout(retelling, rollout.problem, rollout.completion).views
-        data = b"".join(map(retelling.teachers_text.bytes_of, teachers.token_ids))
-        read = b"".join(map(retelling.students_text.bytes_of, retold.token_ids))
+    for rollout in rollouts_of(chat, 200):
+        [view] = rollout.views
+        assert view.spans is not None
+        [teachers] = ChatFormat.rollout(chat, rollout.problem, rollout.completion).views
+        data = b"".join(map(chat.teachers_text.bytes_of, teachers.token_ids))
+        read = b"".join(map(chat.students_text.bytes_of, view.token_ids))
         # An incomplete character at the end is left out, other bytes that are none become U+FFFD.
         text = getincrementaldecoder("utf-8")("replace").decode(data)
         cut += text != data.decode(errors="replace")
-        if not retelling.students_text._spells(text):
+        if not chat.students_text._spells(text):
             replaced += 1
-            text = "".join(c if retelling.students_text._spells(c) else "\ufffd" for c in text)
+            text = "".join(c if chat.students_text._spells(c) else "\ufffd" for c in text)
         # A tokenizer with ▁ for a space reads the character ▁ as one.
-        is_byte_level = retelling.students_text.is_byte_level
+        is_byte_level = chat.students_text.is_byte_level
         assert read == (text if is_byte_level else text.replace("▁", " ")).encode()
         # Spans divide what r_KL counts, and end where both sides have the same bytes.
         num_teacher, num_student = (
-            (sum(side) for side in zip(*retold.spans, strict=True)) if retold.spans else (0, 0)
+            (sum(side) for side in zip(*view.spans, strict=True)) if view.spans else (0, 0)
         )
-        assert num_teacher == retold.num_tokens <= len(teachers.token_ids)
-        assert num_student == retold.num_own <= len(retold.token_ids)
-        assert controls_of(retelling.student_tokenizer).isdisjoint(retold.token_ids)
+        assert num_teacher == view.num_tokens <= len(teachers.token_ids)
+        assert num_student == view.num_own <= len(view.token_ids)
+        assert controls_of(chat.student_tokenizer).isdisjoint(view.token_ids)
     print(f"figure: {cut} of 200 end within a character, {replaced} have characters without tokens")
 
 
-def test_contexts_are_in_the_students_own_tokens(retelling: RetellingFormat) -> None:
-    problem = retelling.problem(1, "What is 3 + 4?", retelling.tags.wrap("7"), "Be brief.")
-    completion = retelling.completion_from_trace(problem, "Add 3 and 4, 数学.")
-    rollout = retelling.rollout(problem, completion)
+def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> None:
+    problem = chat.problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
+    completion = chat.completion_from_trace(problem, "Add 3 and 4, 数学.")
+    rollout = chat.rollout(problem, completion)
     sequence = student_sequence(rollout.views[0], score_given=False)
-    tags = retelling.tags
+    tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
-    chat = retelling.student.student_chat("What is 3 + 4?", "Be brief.")
-    tokens = retelling.student_tokenizer(chat + turn, add_special_tokens=False)["input_ids"]
+    chat = chat.student.student_chat("What is 3 + 4?", "Be brief.")
+    tokens = chat.student_tokenizer(chat + turn, add_special_tokens=False)["input_ids"]
     assert sequence.prefix + sequence.rest == tokens
     scored = [i for i, counts in zip(tokens, sequence.scored, strict=True) if counts]
     # Between them is the separator, where the tokens of either side glue it to a text.
-    assert retelling.student_tokenizer.decode(scored).split() == ["Add", "3", "and", "4,", "数学.", "7"]
+    assert chat.student_tokenizer.decode(scored).split() == ["Add", "3", "and", "4,", "数学.", "7"]
     assert problem.think_prefix == []
 
 
@@ -213,21 +213,19 @@ def controls_of(tokenizer: Any) -> set[int]:
     return {i for i, token in added.items() if not token.content.replace("▁", " ").isspace()}
 
 
-def test_control_tokens_in_an_explanation_are_only_spelled(retelling: RetellingFormat) -> None:
-    problem = retelling.problem(1, "q", retelling.tags.wrap("7"))
-    controls = controls_of(retelling.tokenizer)
-    texts = [retelling.tokenizer.decode([i]) for i in sorted(controls_of(retelling.student_tokenizer))]
-    word = retelling.tokenizer(" so", add_special_tokens=False)["input_ids"]
-    students = retelling.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+def test_control_tokens_in_an_explanation_are_only_spelled(chat: CrossTokenizerFormat) -> None:
+    problem = chat.problem(1, "q", chat.tags.wrap("7"))
+    controls = controls_of(chat.tokenizer)
+    texts = [chat.tokenizer.decode([i]) for i in sorted(controls_of(chat.student_tokenizer))]
+    word = chat.tokenizer(" so", add_special_tokens=False)["input_ids"]
+    students = chat.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
     sampled = [*word, *sorted(controls), *students, *word]
-    rollout = retelling.rollout(problem, Completion(sampled, None, "length"))
+    rollout = chat.rollout(problem, Completion(sampled, None, "length"))
     assert controls <= set(sampled)
     [view] = rollout.views
-    assert controls_of(retelling.student_tokenizer).isdisjoint(view.token_ids)
-    read = b"".join(map(retelling.students_text.bytes_of, view.token_ids))
-    assert (
-        read.decode() == retelling.students_text.spellable(retelling.teachers_text.text_of(sampled)[0], [])[0]
-    )
+    assert controls_of(chat.student_tokenizer).isdisjoint(view.token_ids)
+    read = b"".join(map(chat.students_text.bytes_of, view.token_ids))
+    assert read.decode() == chat.students_text.spellable(chat.teachers_text.text_of(sampled)[0], [])[0]
 
 
 def test_a_student_that_glues_the_separator_to_a_tag_is_refused(miniature: str) -> None:
@@ -241,37 +239,37 @@ def test_a_student_that_glues_the_separator_to_a_tag_is_refused(miniature: str) 
     )
     glues.chat_template = gemma.chat_template
     teacher = AutoTokenizer.from_pretrained(miniature)
-    RetellingFormat(teacher, gemma, "r1", "", "")
+    CrossTokenizerFormat(teacher, gemma, "r1", "", "")
     with pytest.raises(InputError, match="must divide the separator from the tag after it"):
-        RetellingFormat(teacher, glues, "r1", "", "")
+        CrossTokenizerFormat(teacher, glues, "r1", "", "")
 
 
-def test_half_a_character_at_the_end_counts_on_neither_side(retelling: RetellingFormat) -> None:
-    problem = retelling.problem(1, "q", retelling.tags.wrap("7"))
-    whole = retelling.tokenizer("So 🪼", add_special_tokens=False)["input_ids"]
-    rollout = retelling.rollout(problem, Completion(whole[:-1], None, "length"))
-    [retold] = rollout.views
-    assert retelling.student_tokenizer.decode(retold.token_ids).strip() == "So"
-    assert retold.num_left_out == len(whole) - 1 - retold.num_tokens > 0
-    assert retelling.tokenizer.decode(retold.compared).strip() == "So"
+def test_half_a_character_at_the_end_counts_on_neither_side(chat: CrossTokenizerFormat) -> None:
+    problem = chat.problem(1, "q", chat.tags.wrap("7"))
+    whole = chat.tokenizer("So 🪼", add_special_tokens=False)["input_ids"]
+    rollout = chat.rollout(problem, Completion(whole[:-1], None, "length"))
+    [view] = rollout.views
+    assert chat.student_tokenizer.decode(view.token_ids).strip() == "So"
+    assert view.num_left_out == len(whole) - 1 - view.num_tokens > 0
+    assert chat.tokenizer.decode(view.compared).strip() == "So"
     # In byte-level tokens " 🪼" begins with one that holds a space and the first byte, else with "▁".
-    first = retelling.teachers_text.is_byte_level
-    only = retelling.rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
+    first = chat.teachers_text.is_byte_level
+    only = chat.rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
     [view] = only.views
     assert (view.num_tokens, view.spans, view.num_left_out) == (0, [], 1)
-    assert retelling.student_tokenizer.decode(view.token_ids) in ("", " ")
+    assert chat.student_tokenizer.decode(view.token_ids) in ("", " ")
 
 
 # What it scores
 
 
 @pytest.mark.parametrize(("estimator", "number"), [("k1", 10), ("k3", 10), full("k1", 200)])
-def test_span_sums_are_whole_text_log_probs(retelling: RetellingFormat, estimator: str, number: int) -> None:
-    texts = retelling.teachers_text, retelling.students_text
+def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimator: str, number: int) -> None:
+    texts = chat.teachers_text, chat.students_text
     if estimator == "k3" and not all(text.is_byte_level for text in texts):
         pytest.skip("exp(-d) of a long span under two random models is inf")
-    teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
-    rows = rollouts_of(retelling, number)
+    teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
+    rows = rollouts_of(chat, number)
     scored = scorer(teacher, student, kl_estimator=estimator)(rows, 0.7)
     largest = 0.0
     for i, rollout in enumerate(rows):
@@ -323,11 +321,11 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
     today = teacher.score(rows)
 
     def other(*arguments: Any) -> tuple[Any, Any]:
-        tokenizer, none = tokenizers_of(*arguments)
+        tokenizer, none = load_tokenizers(*arguments)
         assert none is None
         return tokenizer, tokenizer
 
-    monkeypatch.setattr(readers, "tokenizers_of", other)
+    monkeypatch.setattr(readers, "load_tokenizers", other)
     spans = teacher.score(rows)
     for ours, theirs, case in zip(spans, today, CASES, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -429,11 +427,11 @@ def obvious_reward(rollout: Rollout, teacher: Any, student: Any) -> Tensor:
     return solution.mean() + 0.01 * solution.min() - 3 * r_kl - penalty
 
 
-def test_what_the_student_cannot_hold_names_the_row(retelling: RetellingFormat) -> None:
-    teacher, student = random_model(retelling.tokenizer, 0), random_model(retelling.student_tokenizer, 1)
+def test_what_the_student_cannot_hold_names_the_row(chat: CrossTokenizerFormat) -> None:
+    teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
     student.config.max_position_embeddings = 50
     with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
-        scorer(teacher, student)(rollouts_of(retelling, 1), 0.7)
+        scorer(teacher, student)(rollouts_of(chat, 1), 0.7)
 
 
 def verb(name: str, tiny_model: str, *options: str) -> str:
@@ -542,11 +540,11 @@ def test_training_with_a_renumbered_student_is_the_same(
         ).fit(module, datamodule=data)
         rewards = torch.cat([batch.scores.terms.reward for batch in keeper.batches if batch.scores])
         rows = [row for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
-        retold = [row.views[0].spans for row in rows]
-        found.append((rewards, module.policy.state_dict(), retold))
-    (own, weights, untold), (others, other_weights, retold) = found
-    assert untold == [None] * len(untold)
-    assert None not in retold
+        view = [row.views[0].spans for row in rows]
+        found.append((rewards, module.policy.state_dict(), view))
+    (own, weights, own_view), (others, other_weights, view) = found
+    assert own_view == [None] * len(own_view)
+    assert None not in view
     torch.testing.assert_close(others, own, atol=1e-4, rtol=1e-4)
     for name, weight in weights.items():
         torch.testing.assert_close(other_weights[name], weight, atol=1e-4, rtol=1e-3)

@@ -1,4 +1,9 @@
-"""The bytes of tokens, and the tokens of a text that is nothing but text.
+"""A student with another tokenizer: it reads the teacher's explanation as text, in tokens of its own.
+
+    teacher's tokens ─▶ bytes ─▶ text ─▶ student's tokens          ByteExactTokenizer
+           └──────────── ends ───────────── ends ────▶ spans       shared_spans (numerics/spans.py)
+
+Its question and solution are tokenised by its own tokenizer too, in its own chat format.
 
 Two kinds of tokenizers have tokens whose bytes are known:
 
@@ -15,12 +20,17 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from rlt_lightning.types import InputError
+from rlt_lightning.datamodules.formats import SENTINEL, ChatFormat, encode_pieces
+from rlt_lightning.numerics.spans import Span, shared_spans
+from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, SFTExample
 
 SPACE = "\u2581"  # "▁", a space in the names of tokens
 BYTE_TOKEN = re.compile(r"(<0x[0-9A-F]{2}>)")
@@ -32,7 +42,7 @@ PROBE = "".join(map(chr, range(0x20, 0x7F))) + " So x = 12345.\n\n\t\\frac{1}{2}
 PROBE += " 数学 🧮👩🏽‍🏫 \ufffd <|im_end|></s>\n\n"
 
 
-def byte_of_character() -> dict[str, int]:
+def build_byte_table() -> dict[str, int]:
     """Return which byte a character stands for in the names of byte-level tokens.
 
     Printable bytes of Latin-1 stand for themselves; the others follow from U+0100 on, in order.
@@ -42,10 +52,137 @@ def byte_of_character() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(others)}
 
 
-BYTES = byte_of_character()
+BYTES = build_byte_table()
 
 
-class PlainTokenizer:
+class CrossTokenizerFormat(ChatFormat):
+    """The contexts of a teacher and of a student with different tokenizers.
+
+    Args:
+        tokenizer: The teacher's, see `ChatFormat`.
+        student_tokenizer: The student's.
+        tags: See `ChatFormat`; likewise the others.
+        teacher_system_prompt: None for our own.
+        student_system_prompt: None for our own.
+        student_tags: None: the same as the teacher's.
+
+    Raises:
+        InputError: If the bytes of either tokenizer's tokens cannot be known, a ChatFormat of either cannot
+            be made, or the student's tokenizer glues the separator to the closing tag.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        student_tokenizer: Any,
+        tags: str | TagStyle = "stratos",
+        teacher_system_prompt: str | None = None,
+        student_system_prompt: str | None = None,
+        student_tags: str | TagStyle | None = None,
+    ) -> None:
+        prompts = teacher_system_prompt, student_system_prompt
+        super().__init__(tokenizer, tags, *prompts, student_tags, fills=False)
+        # Never asked for a teacher's chat, which its template may not know.
+        self.student = ChatFormat(
+            student_tokenizer, tags, "", self.student_system_prompt, student_tags, fills=False
+        )
+        self.student_tokenizer = student_tokenizer
+        self.teachers_text = ByteExactTokenizer(tokenizer, "teacher")
+        self.students_text = ByteExactTokenizer(student_tokenizer, "student")
+        own = self.student_tags
+        before = SENTINEL + own.separator
+        _, closing = encode_pieces(student_tokenizer, [before, own.thought_close])
+        if b"".join(map(self.students_text.bytes_of, closing)) != own.thought_close.encode():
+            raise InputError(
+                "The student's tokenizer must divide the separator from the tag after it, but "
+                f"{own.separator!r} shares a token with {own.thought_close!r}. Set other data.student_tags."
+            )
+        separator = own.separator if own.separator != self.tags.separator else ""
+        self.after_explanation = separator + own.thought_close
+
+    def problem(
+        self,
+        row_number: int,
+        question: str,
+        solution: str,
+        student_system_prompt: str | None = None,
+        columns: dict[str, Any] | None = None,
+    ) -> Problem:
+        """See `ChatFormat.problem`; the student's pieces are in its own tokens. No separator is given."""
+        texts = row_number, question, solution, student_system_prompt
+        teachers, students = super().problem(*texts, columns), self.student.problem(*texts)
+        return replace(
+            teachers,
+            teacher_prefix=teachers.teacher_prompt,
+            think_prefix=[],
+            student_prefix=students.student_prefix + students.think_prefix,
+            student_suffix=students.student_suffix,
+            solution_ids=students.solution_ids,
+        )
+
+    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """See `ChatFormat.rollout`; the student reads the explanation in its own tokens.
+
+        r_KL counts the spans that hold the explanation. If the student's tokens glue the separator after it
+        to its last character, the last span holds that too. Tokens of a character that is incomplete at the
+        end are in no span.
+        """
+        rollout = super().rollout(problem, completion)
+        [own] = rollout.views  # in the teacher's tokens
+        text, ends = self.students_text.spellable(*self.teachers_text.text_of(own.token_ids))
+        token_ids, student_ends = self.students_text.encode(text, self.after_explanation)
+        spans: list[Span] = []
+        num_tokens = 0
+        for span in shared_spans(ends, student_ends):
+            if num_tokens >= own.num_tokens:
+                break
+            spans.append(span)
+            num_tokens += span[0]
+        view = ModelView(
+            problem,
+            completion,
+            token_ids,
+            num_tokens,
+            num_own=sum(num_student for _, num_student in spans),
+            spans=spans,
+            num_left_out=max(0, own.num_tokens - num_tokens),
+        )
+        return replace(rollout, views=(view,))
+
+    def num_read(self, problem: Problem, completion: Completion) -> int:
+        """Return how many tokens of its own the student reads of a completion."""
+        [view] = self.rollout(problem, completion).views
+        return len(view.token_ids)
+
+    def student_sft_example(
+        self,
+        row_number: int,
+        question: str,
+        thought: str,
+        solution: str,
+        student_system_prompt: str | None = None,
+    ) -> SFTExample:
+        """See `ChatFormat.student_sft_example`; in the student's own tokens."""
+        texts = question, thought, solution, student_system_prompt
+        return self.student.student_sft_example(row_number, *texts)
+
+
+def load_tokenizers(name: str, student: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Load a model's tokenizer and, if it cannot read the model's tokens, that of its student.
+
+    Returns:
+        The model's tokenizer, and the student's; None if every token of the model has the same number in the
+        student's vocabulary, so that explanations pass between them as token ids.
+    """
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    if student is None or student == name:
+        return tokenizer, None
+    students = load_tokenizer(student, trust_remote_code)
+    shares = tokenizer.get_vocab().items() <= students.get_vocab().items()
+    return tokenizer, None if shares else students
+
+
+class ByteExactTokenizer:
     """A tokenizer that takes every text as the continuation of a text, byte by byte.
 
     It differs from the tokenizer that it is made of where that one would change or interpret a text:
@@ -66,10 +203,12 @@ class PlainTokenizer:
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         self.role = role
         self.added: dict[int, str] = {token["id"]: token["content"] for token in described["added_tokens"]}
-        self.is_byte_level = any(part["type"] == "ByteLevel" for part in parts_of(described["pre_tokenizer"]))
+        self.is_byte_level = any(
+            part["type"] == "ByteLevel" for part in iterate_parts(described["pre_tokenizer"])
+        )
         self.known: dict[int, bytes] = {}
         self.spelled: dict[str, bool] = {}  # whether there are tokens for a character
-        self.tokenizer = Tokenizer.from_str(json.dumps(plain(described)))
+        self.tokenizer = Tokenizer.from_str(json.dumps(simplify_description(described)))
         if not self._spells(PROBE):
             raise InputError(
                 f"A {role} whose tokenizer is not the other model's must have tokens whose bytes are known: "
@@ -95,7 +234,7 @@ class PlainTokenizer:
         try:
             return data.decode(), ends
         except UnicodeDecodeError:
-            return repaired(data, ends)
+            return repair_text(data, ends)
 
     def encode(self, text: str, following: str = "") -> tuple[list[int], list[int]]:
         """Tokenise a text as it stands before another one.
@@ -148,7 +287,7 @@ class PlainTokenizer:
         self.spelled |= {c: self._spells(c) for c in characters - self.spelled.keys()}
         if all(self.spelled[c] for c in characters):
             return text, ends
-        return moved([(c if self.spelled[c] else REPLACEMENT, c.encode()) for c in text], ends)
+        return place_ends([(c if self.spelled[c] else REPLACEMENT, c.encode()) for c in text], ends)
 
     # Helpers
 
@@ -191,29 +330,31 @@ class PlainTokenizer:
         return ends if end == len(data) else None
 
 
-def plain(described: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's description, changed as `PlainTokenizer` says."""
+def simplify_description(described: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's description, changed as `ByteExactTokenizer` says."""
     stay = [token for token in described["added_tokens"] if token["content"].replace(SPACE, " ").isspace()]
     controls = {token["content"] for token in described["added_tokens"] if token not in stay}
     model, pre_tokenizer = dict(described["model"]), described["pre_tokenizer"]
     model |= {"dropout": None, "unk_token": None} if model["type"] == "BPE" else {}
     # A control token that is also in the model's vocabulary keeps its number there, under another name.
     if isinstance(vocabulary := model.get("vocab"), dict):
-        model["vocab"] = {hidden(word, i) if word in controls else word: i for word, i in vocabulary.items()}
+        model["vocab"] = {
+            hide_word(word, i) if word in controls else word: i for word, i in vocabulary.items()
+        }
         pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model.get("merges", [])]
         if pairs:
             model["merges"] = [pair for pair in pairs if controls.isdisjoint((*pair, "".join(pair)))]
     elif isinstance(vocabulary, list):
         model["vocab"] = [
-            [hidden(word, i) if word in controls else word, score]
+            [hide_word(word, i) if word in controls else word, score]
             for i, (word, score) in enumerate(vocabulary)
         ]
-    for part in parts_of(pre_tokenizer):
+    for part in iterate_parts(pre_tokenizer):
         if part["type"] == "Metaspace":
             part["prepend_scheme"] = "never"
         elif part["type"] == "ByteLevel":
             part["add_prefix_space"] = False
-    spaces = [part for part in parts_of(described["normalizer"]) if part.get("content") == SPACE]
+    spaces = [part for part in iterate_parts(described["normalizer"]) if part.get("content") == SPACE]
     return described | {
         "added_tokens": stay,
         "normalizer": {"type": "Sequence", "normalizers": spaces} if spaces else None,
@@ -225,7 +366,7 @@ def plain(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def parts_of(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def iterate_parts(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yield the parts of a normalizer or pre-tokenizer, which may be a sequence of others."""
     if described is None:
         return
@@ -233,15 +374,15 @@ def parts_of(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if inner is None:
         yield described
     for part in inner or []:
-        yield from parts_of(part)
+        yield from iterate_parts(part)
 
 
-def hidden(word: str, number: int) -> str:
+def hide_word(word: str, number: int) -> str:
     """Return a name that no text has for a word of a vocabulary."""
     return f"{HIDDEN}{number} {word}"
 
 
-def repaired(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
+def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
     """Return the text of bytes that are not UTF-8, and the places in it of places in the bytes.
 
     Args:
@@ -264,10 +405,10 @@ def repaired(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
         start += len(part.encode()) + len(bad)
         if bad and not (start == len(data) and reason == "unexpected end of data"):
             pieces.append((REPLACEMENT, bad))
-    return moved(pieces, ends)
+    return place_ends(pieces, ends)
 
 
-def moved(pieces: list[tuple[str, bytes]], ends: list[int]) -> tuple[str, list[int]]:
+def place_ends(pieces: list[tuple[str, bytes]], ends: list[int]) -> tuple[str, list[int]]:
     """Put a text together, and find places of the bytes that it replaces.
 
     Args:
