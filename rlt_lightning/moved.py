@@ -60,6 +60,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "modules.meter": ("modules.phases",),
     "modules.retold": ("modules.scorer",),
     "modules.scoring": ("modules.scorer",),
+    "modules.validated": ("modules.base",),
     "modules.students": ("modules.scorer",),
     "records.results": ("evaluation.results",),
     "run.results": ("evaluation.results",),

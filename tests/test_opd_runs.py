@@ -22,8 +22,8 @@ from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.modules import OPDModule, checked
+from rlt_lightning.modules.base import ValidatedBatch, average_batches
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.validated import ValidatedBatch, figures_of
 from rlt_lightning.numerics import Divergence, TruncatedImportanceSampling
 from rlt_lightning.types import InputError, Rollout
 
@@ -207,7 +207,7 @@ def test_a_compiled_head_is_checked_for_the_divergence(
 def test_validation_weighs_tokens_and_rows_by_themselves() -> None:
     # Rank 0 has two answers and six judged tokens, rank 1 two answers and two tokens.
     parts = [({"length": 4.0}, 2), ({"divergence": 1.0}, 6), ({"length": 2.0}, 2), ({"divergence": 5.0}, 2)]
-    found = figures_of([ValidatedBatch(means, count, {}) for means, count in parts])
+    found = average_batches([ValidatedBatch(means, count, {}) for means, count in parts])
     assert found == {"length": 3.0, "divergence": 2.0}
 
 
