@@ -20,7 +20,7 @@ from huggingface_hub.utils import close_session
 
 from rlt_lightning.checkpoints.card import inherited_header, write_model_card
 from rlt_lightning.cli.main import read_run
-from rlt_lightning.hub.cards import complete_model_card, without_places
+from rlt_lightning.hub.cards import complete_model_card, redact_paths
 from rlt_lightning.hub.client import PushError
 from rlt_lightning.hub.push import push
 from rlt_lightning.models.format import ModelFormat, write_format
@@ -286,8 +286,8 @@ def test_commands_are_those_of_what_the_model_is(tmp_path: Path) -> None:
 
 def test_places_on_this_machine_are_not_published() -> None:
     text = "from /home/alice/runs/warmup/model, ~/data/rows/a.jsonl and https://example.com/a/b/c"
-    assert without_places(text) == "from …/warmup/model, …/rows/a.jsonl and https://example.com/a/b/c"
-    assert without_places("a/b/c and runs/warmup/model, 1/2") == "a/b/c and runs/warmup/model, 1/2"
+    assert redact_paths(text) == "from …/warmup/model, …/rows/a.jsonl and https://example.com/a/b/c"
+    assert redact_paths("a/b/c and runs/warmup/model, 1/2") == "a/b/c and runs/warmup/model, 1/2"
 
 
 def test_rows_of_a_config_are_not_published(hub: FakeHub, model: Path) -> None:

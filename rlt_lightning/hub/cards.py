@@ -56,21 +56,21 @@ def complete_model_card(
         InputError: If one of the files is not as it was written.
     """
     card = read_card(folder / CARD)
-    header, settings = card.data, settings_of(run)
+    header, settings = card.data, read_run_settings(run)
     header.pipeline_tag = header.get("pipeline_tag", "text-generation")
-    header.datasets = header.get("datasets", [name for name, _ in hub_sources(settings)] or None)
+    header.datasets = header.get("datasets", [name for name, _ in list_hub_sources(settings)] or None)
     if header.base_model and not header.license:
         inherit_licence(header, header_of, as_list(header.base_model), folder / CARD)
     sections = [card.text.strip()]
-    if run is not None and (table := training_table(run / "metrics.csv")):
+    if run is not None and (table := format_training(run / "metrics.csv")):
         sections += ["## Training", "Means of the first and of the last tenth of the iterations.", table]
     if evaluations:
         summaries = [read_evaluation(path) for path in evaluations]
         header.model_name = repo_id.rpartition("/")[2]
-        header.eval_results = [result for summary in summaries for result in results(summary)]
-        sections += ["## Evaluation", *map(evaluation_table, summaries)]
-    sections += ["## Use", *commands(folder, repo_id, header), *repetition(run, repo_id, "fit")]
-    return published(card, sections)
+        header.eval_results = [result for summary in summaries for result in list_results(summary)]
+        sections += ["## Evaluation", *map(format_evaluation, summaries)]
+    sections += ["## Use", *list_commands(folder, repo_id, header), *list_repetition(run, repo_id, "fit")]
+    return finish_card(card, sections)
 
 
 def complete_data_card(run: Path, repo_id: str, header_of: HeaderOf) -> str:
@@ -86,35 +86,35 @@ def complete_data_card(run: Path, repo_id: str, header_of: HeaderOf) -> str:
     """
     card = read_card(run / CARD, "dataset")
     header = card.data
-    names = [name for name, _ in hub_sources(settings_of(run))]
+    names = [name for name, _ in list_hub_sources(read_run_settings(run))]
     header.task_categories = header.get("task_categories", ["text-generation"])
     header.source_datasets = header.get("source_datasets", names or None)
     if names and not header.get("license"):
         inherit_licence(header, header_of, names, run / CARD)
     code = f'import datasets\n\nrows = datasets.load_dataset("{repo_id}", split="train")'
     train = f"rlt fit --config student_sft --data.source {repo_id}"
-    sections = [card.text.strip(), "## Use", fenced("python", code), "Train a student on it:"]
-    sections += [fenced("sh", train), *repetition(run, repo_id, "predict")]
-    return published(card, sections)
+    sections = [card.text.strip(), "## Use", fence("python", code), "Train a student on it:"]
+    sections += [fence("sh", train), *list_repetition(run, repo_id, "predict")]
+    return finish_card(card, sections)
 
 
-def published(card: Any, sections: list[str]) -> str:
+def finish_card(card: Any, sections: list[str]) -> str:
     """Return the text of a card, without secrets and without the places of folders on this machine."""
-    card.text = "\n" + without_places(redact("\n\n".join(sections))) + "\n"
+    card.text = "\n" + redact_paths(redact("\n\n".join(sections))) + "\n"
     return str(card)
 
 
-def without_places(text: str) -> str:
+def redact_paths(text: str) -> str:
     """Return a text in which absolute paths keep only their last two parts: …/warmup/model."""
     return PLACE.sub(r"…/\1", text)
 
 
-def settings_of(run: Path | None) -> dict[str, Any]:
+def read_run_settings(run: Path | None) -> dict[str, Any]:
     """Return a run's settings; none for a model folder without its run."""
     return {} if run is None else read_settings(run)
 
 
-def settings_text(run: Path) -> str:
+def format_settings(run: Path) -> str:
     """Return a run's settings as YAML, without secrets and without the places of folders."""
     settings = redact(read_settings(run))
     if "export" in settings:
@@ -125,22 +125,22 @@ def settings_text(run: Path) -> str:
         # Rows are no settings; as in a proposed command, FILE stands for them.
         if any(isinstance(source, MemoryRows) for source in parse_sources(data.get(name))):
             data[name] = "FILE"
-    return without_places(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    return redact_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-def source_names(settings: dict[str, Any]) -> list[str]:
+def list_source_names(settings: dict[str, Any]) -> list[str]:
     """Return the names of the sources of a run's rows; rows that its config holds have none."""
     sources = parse_sources(((settings.get("data") or {}).get("init_args") or {}).get("source"))
     return [source for source in sources if isinstance(source, str)]
 
 
-def hub_sources(settings: dict[str, Any]) -> list[tuple[str, str | None]]:
+def list_hub_sources(settings: dict[str, Any]) -> list[tuple[str, str | None]]:
     """Return those sources of a run's rows that are data sets of the hub: id and configuration."""
-    found = [hub_source(source) for source in source_names(settings)]
+    found = [parse_hub_source(source) for source in list_source_names(settings)]
     return list(dict.fromkeys(source for source in found if source is not None))
 
 
-def hub_source(source: str) -> tuple[str, str | None] | None:
+def parse_hub_source(source: str) -> tuple[str, str | None] | None:
     """Return id and configuration of a source that is a data set of the hub; None for any other."""
     match = HUB_ID.fullmatch(source)
     if match is None or Path(source).suffix in READERS or Path(source).expanduser().exists():
@@ -164,12 +164,13 @@ def inherit_licence(header: Any, header_of: HeaderOf, names: list[str], card: Pa
     )
 
 
-def training_table(path: Path) -> str:
+def format_training(path: Path) -> str:
     """Return a Markdown table of what the training changed; empty if metrics.csv has nothing to show."""
     curves, _ = read_metrics(path)
     shown = {name: curve for name, curve in curves.items() if is_shown(name)}
     rows = [
-        (f"`{name}`", find_metric(training_name(name)).title, *ends(curve)) for name, curve in shown.items()
+        (f"`{name}`", find_metric(training_name(name)).title, *summarise_ends(curve))
+        for name, curve in shown.items()
     ]
     return render_table([("metric", "", "first", "last"), *rows]).strip() if rows else ""
 
@@ -180,14 +181,14 @@ def is_shown(name: str) -> bool:
     return bool(is_term) or training_name(name) in SHOWN or name.endswith("/pass_at_1")
 
 
-def ends(curve: Curve) -> tuple[str, str]:
+def summarise_ends(curve: Curve) -> tuple[str, str]:
     """Return the means of the first and of the last tenth of a curve, at least of one value each."""
     values = [value for value in curve[1] if value is not None]
     tenth = max(1, len(values) // 10)
     return f"{fmean(values[:tenth]):.4g}", f"{fmean(values[-tenth:]):.4g}"
 
 
-def evaluations_beside(run: Path | None, folder: Path) -> list[Path]:
+def find_evaluations(run: Path | None, folder: Path) -> list[Path]:
     """Return the results of `rlt test` of a model that lie in its run or beside it, the oldest first.
 
     Results that are older than the model are of one that lay there before: they are left out.
@@ -204,14 +205,14 @@ def evaluations_beside(run: Path | None, folder: Path) -> list[Path]:
             continue
         if model is None or Path(model).expanduser().resolve() != folder.resolve():
             continue
-        if path.stat().st_mtime < written_at(folder):
+        if path.stat().st_mtime < find_write_time(folder):
             announce(f"{path} is older than {folder}, so the card leaves it out")
         else:
             found.append(path)
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
-def written_at(folder: Path) -> float:
+def find_write_time(folder: Path) -> float:
     """Return when the newest weights of a model folder were written, in seconds as `os.stat` has them."""
     return max((file.stat().st_mtime for file in folder.glob("*.safetensors")), default=0.0)
 
@@ -233,7 +234,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return summary
 
 
-def results(summary: dict[str, Any]) -> list[Any]:
+def list_results(summary: dict[str, Any]) -> list[Any]:
     """Return pass@1 of each set, and with several responses pass@k and maj@k, as entries of `model-index`.
 
     Only figures, and the set's name and source: no text of any question.
@@ -242,7 +243,7 @@ def results(summary: dict[str, Any]) -> list[Any]:
 
     found = []
     for name, figures in summary["sets"].items():
-        identity = hub_source(figures.get("source") or "")
+        identity = parse_hub_source(figures.get("source") or "")
         num = figures["num_samples"]
         kinds = {"pass_at_1": "pass@1"}
         kinds |= {"pass_at_k": f"pass@{num}", "maj_at_k": f"maj@{num}"} if num > 1 else {}
@@ -264,7 +265,7 @@ def results(summary: dict[str, Any]) -> list[Any]:
     return found
 
 
-def evaluation_table(summary: dict[str, Any]) -> str:
+def format_evaluation(summary: dict[str, Any]) -> str:
     """Return the results of `rlt test` as a table, with the settings that they depend on most."""
     sets = summary["sets"]
     table = render_table([HEADER, *map(build_result_row, sets.values())])
@@ -277,23 +278,23 @@ def evaluation_table(summary: dict[str, Any]) -> str:
     return "\n".join([table, *notes]).strip()
 
 
-def commands(folder: Path, repo_id: str, header: Any) -> list[str]:
+def list_commands(folder: Path, repo_id: str, header: Any) -> list[str]:
     """Return how to use a model, which depends on what it was trained as."""
     trained = load_format(str(folder))
     install = "pip install rlt-lightning"
     if (folder / "adapter_config.json").exists():
         base_model, name = header.base_model or "BASE", repo_id.rpartition("/")[2]
-        return [fenced("sh", f"vllm serve {base_model} --enable-lora --lora-modules {name}={repo_id}")]
+        return [fence("sh", f"vllm serve {base_model} --enable-lora --lora-modules {name}={repo_id}")]
     if trained is not None and trained.role == "teacher":
         return [
             "This model explains given solutions:",
-            fenced("sh", f"{install}\nrlt teach {repo_id} --question '…' --solution '…'"),
+            fence("sh", f"{install}\nrlt teach {repo_id} --question '…' --solution '…'"),
         ]
     lines = [install, f"rlt chat --model.path {repo_id}", f"vllm serve {repo_id}  # for any OpenAI client"]
-    return ["This model answers questions:", fenced("sh", "\n".join(lines))]
+    return ["This model answers questions:", fence("sh", "\n".join(lines))]
 
 
-def repetition(run: Path | None, repo_id: str, verb: str) -> list[str]:
+def list_repetition(run: Path | None, repo_id: str, verb: str) -> list[str]:
     """Return how to repeat the run; nothing if its settings are not known."""
     if run is None or not (run / "config.yaml").exists():
         return []
@@ -302,9 +303,9 @@ def repetition(run: Path | None, repo_id: str, verb: str) -> list[str]:
         f"hf download {repo_id} {SETTINGS} {kind}--local-dir .",
         f"rlt {verb} --config {SETTINGS} --output_dir runs/again",
     ]
-    return [f"`{SETTINGS}` has all settings of the run. To repeat it:", fenced("sh", "\n".join(lines))]
+    return [f"`{SETTINGS}` has all settings of the run. To repeat it:", fence("sh", "\n".join(lines))]
 
 
-def fenced(language: str, code: str) -> str:
+def fence(language: str, code: str) -> str:
     """Return code as a Markdown block."""
     return f"```{language}\n{code}\n```"

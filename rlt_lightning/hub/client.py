@@ -88,7 +88,7 @@ def open_repository(repo_id: str, kind: Kind, private: bool) -> Repository:
         )
     api = HfApi(token=token, library_name="rlt_lightning", library_version=__version__)
     repository = Repository(api, repo_id, kind)
-    with explained(repository):
+    with explain_failures(repository):
         make_repository(repository, private)
         is_private = bool(api.repo_info(repo_id, repo_type=kind).private)
     if private and not is_private:
@@ -107,7 +107,7 @@ def make_repository(repository: Repository, private: bool) -> None:
     try:
         api.create_repo(repository.id, repo_type=repository.kind, private=private)
     except HfHubHTTPError as error:
-        status = status_of(error)
+        status = find_status(error)
         if status == 409:  # it exists, in a namespace where this token may make one
             return
         if status not in (401, 402, 403):
@@ -130,7 +130,7 @@ def commit(repository: Repository, files: dict[str, Path], texts: dict[str, str]
     api, kind = repository.api, repository.kind
     size = size_text(sum(path.stat().st_size for path in files.values()))
     what = f"{repository.url} to take {size}"
-    with explained(repository), bars_on_terminals(), waiting_for(what, on_terminal=False):
+    with explain_failures(repository), show_bars_on_terminals(), waiting_for(what, on_terminal=False):
         operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
         operations += [CommitOperationAdd(name, text.encode()) for name, text in texts.items()]
         if kind == "model":
@@ -141,7 +141,7 @@ def commit(repository: Repository, files: dict[str, Path], texts: dict[str, str]
 
 
 @contextmanager
-def bars_on_terminals() -> Iterator[None]:
+def show_bars_on_terminals() -> Iterator[None]:
     """Show the hub's bars of uploads only on a terminal: a log gets the lines of `waiting_for`."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -160,7 +160,7 @@ def is_replaced(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in REPLACED)
 
 
-def header_on_hub(repository: Repository, name: str) -> dict[str, Any]:
+def read_header_on_hub(repository: Repository, name: str) -> dict[str, Any]:
     """Return the header of a card on the hub, of the same kind as the repository; empty if it has none.
 
     It only adds to a card: what could not be read is said by who needs it, and no reason to fail a push.
@@ -175,7 +175,7 @@ def header_on_hub(repository: Repository, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def explained(repository: Repository) -> Iterator[None]:
+def explain_failures(repository: Repository) -> Iterator[None]:
     """Turn a failure of the block into one line that says what to do; the token is never part of it."""
     from huggingface_hub.errors import HTTPError
 
@@ -184,16 +184,16 @@ def explained(repository: Repository) -> Iterator[None]:
     # Uploads wrap a failure in a RuntimeError, and a refused header comes as a ValueError.
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise PushError(
-            f"{reason_of(error, repository)} Then push again: nothing here has changed."
+            f"{explain_failure(error, repository)} Then push again: nothing here has changed."
         ) from error
 
 
-def reason_of(error: BaseException, repository: Repository) -> str:
+def explain_failure(error: BaseException, repository: Repository) -> str:
     """Return why the hub did not take a push, and what to do."""
     cause: BaseException = error
-    while status_of(cause) is None and cause.__cause__ is not None:
+    while find_status(cause) is None and cause.__cause__ is not None:
         cause = cause.__cause__
-    hub, status = repository.api.endpoint, status_of(cause)
+    hub, status = repository.api.endpoint, find_status(cause)
     text = " ".join(str(cause if status else error).split()).partition(" For more information")[0]
     text = text.replace(repository.api.token, "***")[:300]
     if status == 401:
@@ -214,6 +214,6 @@ def reason_of(error: BaseException, repository: Repository) -> str:
     return f"The hub {hub} must be within reach, but is not ({text or type(error).__name__})."
 
 
-def status_of(error: BaseException) -> int | None:
+def find_status(error: BaseException) -> int | None:
     """Return the HTTP status that an error is about; None if no answer came."""
     return getattr(getattr(error, "response", None), "status_code", None)

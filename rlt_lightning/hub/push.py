@@ -9,9 +9,9 @@
 
 A push reads the run and changes nothing there, so that it can be repeated after any failure.
 
-    hub.py         what of a run is pushed, and what must never be
-    hub_cards.py   the card, completed by results, licence and commands
-    hub_client.py  the repository, the commit, and why one failed
+    push.py    what of a run is pushed, and what must never be
+    cards.py   the card, completed by results, licence and commands
+    client.py  the repository, the commit, and why one failed
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rlt_lightning.hub.cards import (
     SETTINGS,
     complete_data_card,
     complete_model_card,
-    evaluations_beside,
-    settings_text,
-    source_names,
+    find_evaluations,
+    format_settings,
+    list_source_names,
 )
-from rlt_lightning.hub.client import Repository, commit, header_on_hub, open_repository
+from rlt_lightning.hub.client import Repository, commit, open_repository, read_header_on_hub
 from rlt_lightning.run.data_card import TABLE
 from rlt_lightning.run.run_folder import read_settings
 from rlt_lightning.types import InputError, as_list
@@ -72,16 +72,16 @@ def push(
 
 def push_model(folder: Path, repo_id: str | None, private: bool, evaluations: list[str]) -> Repository:
     """Push the model of a run with its card and the run's settings; arguments as `push`."""
-    model, run = model_of(folder)
-    paths = [evaluation_file(name) for name in evaluations] or evaluations_beside(run, model)
+    model, run = find_model(folder)
+    paths = [find_evaluation(name) for name in evaluations] or find_evaluations(run, model)
     if repo_id is None and run is not None:
         repo_id = (read_settings(run).get("export") or {}).get("push_to_hub")
-    repository = open_repository(required_id(repo_id, f"rlt push {folder}"), "model", private)
-    card = complete_model_card(model, run, repository.id, paths, partial(header_on_hub, repository))
+    repository = open_repository(require_id(repo_id, f"rlt push {folder}"), "model", private)
+    card = complete_model_card(model, run, repository.id, paths, partial(read_header_on_hub, repository))
     names = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file()]
     # The card is pushed as a text. Hidden files are not the model's.
     files = {str(name): model / name for name in names if str(name) != CARD and is_visible(name)}
-    commit(repository, files, {CARD: card} | settings_of(run))
+    commit(repository, files, {CARD: card} | name_settings(run))
     print(f"Evaluations on the card: {', '.join(str(path.parent) for path in paths) or 'none'}")
     return repository
 
@@ -91,16 +91,16 @@ def push_data(folder: Path, repo_id: str | None, private: bool, evaluations: lis
     if evaluations:
         raise InputError("--evaluations are of a model, but --data pushes a data set. Drop one of them.")
     require_data(folder)
-    repository = open_repository(required_id(repo_id, f"rlt push {folder} --data"), "dataset", private)
-    card = complete_data_card(folder, repository.id, partial(header_on_hub, repository))
-    commit(repository, {TABLE: folder / TABLE}, {CARD: card} | settings_of(folder))
+    repository = open_repository(require_id(repo_id, f"rlt push {folder} --data"), "dataset", private)
+    card = complete_data_card(folder, repository.id, partial(read_header_on_hub, repository))
+    commit(repository, {TABLE: folder / TABLE}, {CARD: card} | name_settings(folder))
     return repository
 
 
 # What is pushed, and what is not
 
 
-def model_of(folder: Path) -> tuple[Path, Path | None]:
+def find_model(folder: Path) -> tuple[Path, Path | None]:
     """Return the model folder that a name stands for, and its run folder if it has one.
 
     Raises:
@@ -136,9 +136,9 @@ def is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MODEL_FILES)
 
 
-def settings_of(run: Path | None) -> dict[str, str]:
+def name_settings(run: Path | None) -> dict[str, str]:
     """Return the text of a run's settings by its name in a repository; nothing if they are not known."""
-    return {} if run is None or not (run / "config.yaml").exists() else {SETTINGS: settings_text(run)}
+    return {} if run is None or not (run / "config.yaml").exists() else {SETTINGS: format_settings(run)}
 
 
 def require_data(folder: Path) -> None:
@@ -167,7 +167,7 @@ def require_public(folder: Path) -> None:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     private = [name.rpartition("/")[2].lower() for name in PRIVATE_SOURCES]
-    sources = origins(folder)
+    sources = list_origins(folder)
     named = [s for s in sources if any(name in s.rpartition("/")[2].lower() for name in private)]
     columns = set(pyarrow.parquet.read_schema(folder / TABLE).names)
     if named or columns >= set(CHOICE_COLUMNS):
@@ -178,7 +178,7 @@ def require_public(folder: Path) -> None:
         )
 
 
-def origins(folder: Path) -> list[str]:
+def list_origins(folder: Path) -> list[str]:
     """Return the names of a set's sources; of one that another run here has made, its sources too.
 
     A script writes no config.yaml, but the data card of its set names the sources too.
@@ -186,7 +186,7 @@ def origins(folder: Path) -> list[str]:
     found: list[str] = []
     folders = [folder.resolve()]
     for place in folders:  # which grows
-        names = source_names(read_settings(place))
+        names = list_source_names(read_settings(place))
         if (place / CARD).is_file():
             recipe = SOURCES.findall((place / CARD).read_text(encoding="utf-8", errors="replace"))
             names += [name for line in recipe for name in line.split(", ")]
@@ -197,7 +197,7 @@ def origins(folder: Path) -> list[str]:
     return found
 
 
-def evaluation_file(name: str) -> Path:
+def find_evaluation(name: str) -> Path:
     """Return the results in a folder of `rlt test`.
 
     Raises:
@@ -217,7 +217,7 @@ def is_visible(name: Path) -> bool:
     return not any(part.startswith(".") for part in name.parts)
 
 
-def required_id(repo_id: str | None, command: str) -> str:
+def require_id(repo_id: str | None, command: str) -> str:
     """Return the repository that was named.
 
     Raises:
