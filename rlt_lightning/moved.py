@@ -77,6 +77,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "records.catalogue.registry": ("run.metrics",),
     "records.group_plot": ("run.ranking",),
     "records.rows": ("run.rollout_rows",),
+    "records.run_folder": ("run.folder",),
     "loggers.hub": ("hub.push",),
     "loggers.hub_cards": ("hub.cards",),
     "loggers.hub_client": ("hub.client",),

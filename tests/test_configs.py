@@ -22,7 +22,7 @@ from tiny import TINY, generates, tiny_options
 from rlt_lightning.cli.configs import copy_config, read_launch_line
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
-from rlt_lightning.run.shipped import find_config, shipped
+from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -73,7 +73,7 @@ def launch_words(config: Path) -> list[str]:
 
 
 def test_every_config_is_found_by_its_name() -> None:
-    assert shipped() == {name_of(path): path for path in (*CONFIGS, *OVERLAYS)}
+    assert list_shipped_configs() == {name_of(path): path for path in (*CONFIGS, *OVERLAYS)}
     assert find_config("overlays/vllm") == ROOT / "configs" / "overlays" / "vllm.yaml"
 
 

@@ -12,7 +12,7 @@ import pytest
 from commands import ROOT
 from wheel import READS, build_wheel, fresh_environment
 
-from rlt_lightning.run.shipped import shipped
+from rlt_lightning.run.shipped import list_shipped_configs
 
 Rlt = Callable[..., subprocess.CompletedProcess[str]]
 # What makes a proposed command tiny, by verb.
@@ -102,8 +102,8 @@ def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
 
 def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
     table = rlt("configs").stdout
-    assert all(f" {name} " in table for name in shipped())
-    assert rlt("configs", "overlays/lora").stdout == shipped()["overlays/lora"].read_text()
+    assert all(f" {name} " in table for name in list_shipped_configs())
+    assert rlt("configs", "overlays/lora").stdout == list_shipped_configs()["overlays/lora"].read_text()
     command = shlex.split(rlt("configs", "overlays/lora", "--copy", "mine").stdout.splitlines()[-1])
     files = ["mine/quickstart.yaml", "mine/overlays/lora.yaml"]
     assert command == ["Run:", "rlt", "fit", "--config", files[0], "--config", files[1]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlt_lightning.run.jsonl import append_rows, rewrite, whole_rows
+from rlt_lightning.run.jsonl import append_rows, read_whole_rows, rewrite
 from rlt_lightning.types import InputError
 
 
@@ -18,8 +18,8 @@ def test_rows_with_unicode_separators_survive_a_resume(tmp_path: Path) -> None:
     append_rows(path, rows)
     with open(path, "a") as file:
         file.write('{"step": 4, "te')  # torn by a kill
-    assert [row for _, row in whole_rows(path)] == rows
-    rewrite(path, (line for line, row in whole_rows(path) if row["step"] <= 2))
+    assert [row for _, row in read_whole_rows(path)] == rows
+    rewrite(path, (line for line, row in read_whole_rows(path) if row["step"] <= 2))
     assert [json.loads(line) for line in path.open()] == rows[:2]
 
 
@@ -33,4 +33,4 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     path.write_bytes(b'{"a": 1}\n\x00\x00\x00\n{"a": 2}\n')
     with pytest.raises(InputError, match=r"Every line of .*scores.jsonl must be JSON, but line 2 is not"):
-        list(whole_rows(path))
+        list(read_whole_rows(path))

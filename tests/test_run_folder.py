@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from rlt_lightning.checkpoints.folder import write_best
-from rlt_lightning.run import run_folder
-from rlt_lightning.run.run_folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
+from rlt_lightning.run import folder as run_folder
+from rlt_lightning.run.folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
 LAST, BEST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
@@ -214,7 +214,7 @@ def test_overwriting_keeps_the_given_config(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from rlt_lightning.run.run_folder import lock_folder; "
+    code = "import sys; from pathlib import Path; from rlt_lightning.run.folder import lock_folder; "
     code += "lock_folder(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

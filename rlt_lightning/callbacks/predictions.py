@@ -28,7 +28,7 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward, CorrectnessTerms
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
-from rlt_lightning.run.jsonl import Row, append_rows, rewrite, rows_in, to_line
+from rlt_lightning.run.jsonl import Row, append_rows, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
 from rlt_lightning.run.rollout_rows import completion_columns, pair_with_scores, resume_rows, token_columns
 from rlt_lightning.types import InputError, Problem, PromptBatch
@@ -102,7 +102,7 @@ class ScoreWriter(Callback):
         data = stratos_of(trainer)
         if stage != "predict" or data.task != "score":
             return
-        rows, folder = list(rows_in(self._path(trainer))), self._path(trainer).parent
+        rows, folder = list(read_json_rows(self._path(trainer))), self._path(trainer).parent
         terms = list_columns(pl_module)
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             write_groups(rows, self.rank_groups, terms, folder)
@@ -214,7 +214,7 @@ class DistillationWriter(Callback):
         if stage != "predict" or data.task not in ("rlt", "student_rl"):
             return
         folder, is_answers = self._folder(trainer), data.task == "student_rl"
-        rows = list(rows_in(folder / TRACES))
+        rows = list(read_json_rows(folder / TRACES))
         candidates = [row for row in rows if is_usable(row)] if is_answers else rows
         if not candidates:
             reasons = [f"{number} {what}" for what, number in count_answers(rows, 0).items() if number]
@@ -224,7 +224,7 @@ class DistillationWriter(Callback):
                 "rollouts.num_traces or max_completion_length, or take a better model."
             )
         selected = list(self.select_traces(candidates))
-        rewrite(folder / SELECTED, map(to_line, selected))
+        rewrite(folder / SELECTED, map(format_line, selected))
         write_parquet(selected, folder / TABLE)
         usable = {row["row"] for row in candidates if row["fits"]}
         if unusable := sorted({row["row"] for row in rows} - usable):

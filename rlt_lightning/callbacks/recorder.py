@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, rows_in
+from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, read_json_rows
 from rlt_lightning.run.rollout_rows import (
     gather_rows,
     rollout_rows,
@@ -110,7 +110,7 @@ class CompletionsTable(Callback):
         if not (trainer.is_global_zero and self._wandb(trainer) and path.exists()):
             return
         keep_rows(path, lambda row: row["iteration"] <= trainer.global_step)
-        self.rows = list(rows_in(path))
+        self.rows = list(read_json_rows(path))
 
     @override
     def on_train_batch_end(

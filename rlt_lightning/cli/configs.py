@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from rlt_lightning.run.shipped import find_config, shipped
+from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
 RUN = "# Run: "
@@ -50,7 +50,7 @@ def list_configs() -> str:
         "overlays": "Overlays, on top of an experiment: rlt VERB --config NAME --config OVERLAY",
     }
     groups = {group: [title] for group, title in titles.items()}
-    for name, path in shipped().items():
+    for name, path in list_shipped_configs().items():
         text = path.read_text()
         group = "overlays" if "/" in name else "on a CPU" if ON_A_CPU.search(text) else "on GPUs"
         first_line = text.partition("\n")[0].removeprefix("# ")
@@ -76,7 +76,7 @@ def copy_config(name: str, folder: Path) -> str:
     Raises:
         InputError: If there is no config of that name, a file is in the way, or the folder cannot be written.
     """
-    files = shipped()
+    files = list_shipped_configs()
     if name not in files:
         find_config(name)
         raise InputError(f"--copy takes the name of a config of the package, but {name} is a file. Copy it.")

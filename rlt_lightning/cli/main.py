@@ -36,7 +36,7 @@ from rlt_lightning.python.environment import (
     quiet_third_parties,
 )
 from rlt_lightning.report import report
-from rlt_lightning.run.run_folder import FINISHED_ROWS, remove_empty_folders
+from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.run.wandb_logger import dashboard
 from rlt_lightning.types import InputError
 

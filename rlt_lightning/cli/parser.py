@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
 from rlt_lightning.engines import Engine
-from rlt_lightning.run.run_folder import remove_empty_folders
+from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.run.shipped import find_config
 from rlt_lightning.types import InputError
 

@@ -68,7 +68,7 @@ from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.hub.client import PushError
 from rlt_lightning.models.announce import announce
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.run.run_folder import remove_empty_folders
+from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
 # The message of these says what to do in one line; a traceback would say nothing more.

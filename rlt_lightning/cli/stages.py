@@ -1,7 +1,7 @@
 """The life of `rlt fit|validate|predict|test`, in Lightning's command line.
 
 parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
-before_instantiate_classes    choose and make the run folder (run/run_folder.py)
+before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (python/trainer.py); watch the other processes (ranks.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
 after_fit, after_predict      say where everything is and what to do next (next_steps.py)
@@ -34,9 +34,9 @@ from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.environment import find_global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
+from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.run_folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
 from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package
 from rlt_lightning.version import __version__

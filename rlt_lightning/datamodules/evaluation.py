@@ -31,7 +31,7 @@ from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import find_models
 from rlt_lightning.models.announce import announce
-from rlt_lightning.run.jsonl import Row, whole_rows
+from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import BadRowError, FinishReason, InputError
 
@@ -233,7 +233,7 @@ class EvaluationDataModule(LightningDataModule):
         if self.output_dir is None:
             return []
         records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
-        for _, record in whole_rows(Path(self.output_dir) / "responses.jsonl"):
+        for _, record in read_whole_rows(Path(self.output_dir) / "responses.jsonl"):
             if record["id"] in records:
                 records[record["id"]].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]

@@ -39,7 +39,7 @@ from rlt_lightning.engines.threads import in_background
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import full_shape, gather_in_groups
-from rlt_lightning.run.run_folder import VERSION_FOLDER
+from rlt_lightning.run.folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 Failures = dict[str, Exception]  # URL of a worker -> what went wrong there

@@ -24,10 +24,10 @@ from rlt_lightning.datamodules.sources import READERS, MemoryRows, parse_sources
 from rlt_lightning.evaluation.results import HEADER, build_result_row, render_table
 from rlt_lightning.models.announce import announce
 from rlt_lightning.pretrained import load_format
+from rlt_lightning.run.folder import read_settings
 from rlt_lightning.run.metrics import find_metric, training_name
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.run_folder import read_settings
 from rlt_lightning.types import InputError, as_list
 
 # Metrics on a card beside the terms of the reward.

@@ -33,7 +33,7 @@ from rlt_lightning.hub.cards import (
 )
 from rlt_lightning.hub.client import Repository, commit, open_repository, read_header_on_hub
 from rlt_lightning.run.data_card import TABLE
-from rlt_lightning.run.run_folder import read_settings
+from rlt_lightning.run.folder import read_settings
 from rlt_lightning.types import InputError, as_list
 
 # The row of a data card that names the sources of its rows.

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.run.shipped import shipped
+from rlt_lightning.run.shipped import list_shipped_configs
 from rlt_lightning.strategies.sharding import blocks
 from rlt_lightning.types import InputError
 
@@ -138,7 +138,7 @@ def find_trained_model(name: str) -> str | None:
     `runs/quickstart_smollm2_warmup/model` is smollm2-135m: the config quickstart_smollm2_warmup names it.
     """
     folder = Path(name)
-    config = shipped().get(folder.parent.name)
+    config = list_shipped_configs().get(folder.parent.name)
     if folder.name != "model" or config is None:
         return None
     settings = yaml.safe_load(config.read_text()).get("model", {}).get("init_args", {})

@@ -36,15 +36,15 @@ from rlt_lightning.python.environment import (
     quiet_third_parties,
     require_known_strategy,
 )
-from rlt_lightning.run.metrics import write_entries
-from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.run.run_folder import (
+from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,
     lock_folder,
     open_run_folder,
     remove_empty_folders,
 )
+from rlt_lightning.run.metrics import write_entries
+from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: those of `rlt test`, and those of other verbs.

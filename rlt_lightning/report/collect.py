@@ -20,11 +20,11 @@ from typing import Any
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.models.waiting import waiting_for
-from rlt_lightning.run.jsonl import Row, rows_in
+from rlt_lightning.run.folder import flatten, read_settings
+from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.metrics import COLUMNS, label_columns, read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.rollout_rows import spread_evenly
-from rlt_lightning.run.run_folder import flat, read_settings
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import BadRowError, InputError
 
@@ -153,7 +153,7 @@ def collect(folder: Path, bounds: Bounds) -> Run:
     for name in COMPLETION_FILES:
         if not completions.total:
             with waiting_for(f"{folder / name} to be read"):
-                completions = read_completions(partial(rows_in, folder / name), name, bounds)
+                completions = read_completions(partial(read_json_rows, folder / name), name, bounds)
     groups = read_json(folder / "groups.json", list) or []
     for row in groups:
         require_keys(row, GROUP, folder / "groups.json")
@@ -171,7 +171,7 @@ def collect(folder: Path, bounds: Bounds) -> Run:
             "problem's best, worst, first, last and most improved, as far as there is room, then evenly over "
             "iterations. Curves and their spreads count all. More: --max_completions, --max_text_mib."
         )
-    return Run(folder, metrics, completions, groups, evaluation, flat(read_settings(folder)), notes)
+    return Run(folder, metrics, completions, groups, evaluation, flatten(read_settings(folder)), notes)
 
 
 def read_json(path: Path, kind: type) -> Any:

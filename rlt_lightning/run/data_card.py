@@ -63,11 +63,11 @@ def write_data_card(
         "",
         "## Recipe",
         "",
-        *table({**recipe, "made with": f"rlt_lightning {__version__}"}),
+        *write_table({**recipe, "made with": f"rlt_lightning {__version__}"}),
         "",
         "## Counts",
         "",
-        *table(counts),
+        *write_table(counts),
         "",
         "## Figures of this set",
         "",
@@ -79,16 +79,16 @@ def write_data_card(
         figures = fmean(values), pstdev(values), min(values), median(values), max(values)
         lines.append(f"| `{name}` | " + " | ".join(f"{value:.4g}" for value in figures) + " |")
     for name, heading in {**histograms, "student_tokens": "Length for the student, tokens"}.items():
-        lines += ["", f"## {heading}", "", "```text", *histogram([row[name] for row in selected]), "```"]
+        lines += ["", f"## {heading}", "", "```text", *draw_histogram([row[name] for row in selected]), "```"]
     return "\n".join(lines) + "\n"
 
 
-def table(entries: dict[str, Any]) -> list[str]:
+def write_table(entries: dict[str, Any]) -> list[str]:
     """Return the lines of a Markdown table with two columns."""
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in entries.items())]
 
 
-def histogram(values: list[float]) -> list[str]:
+def draw_histogram(values: list[float]) -> list[str]:
     """Return a line for each of equal bins from the least to the largest value: lower bound, bar, count."""
     least, width = min(values), (max(values) - min(values)) / BINS or 1.0
     counts = [0] * BINS

@@ -15,15 +15,15 @@ Row = dict[str, Any]
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append rows in one write, so that a kill leaves at most one torn last line."""
     with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(map(to_line, rows)))
+        file.write("".join(map(format_line, rows)))
 
 
-def to_line(row: Row) -> str:
+def format_line(row: Row) -> str:
     """Return a row as a line; values that JSON does not know become text."""
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
-def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def read_whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield every complete line and its row; nothing if there is no file.
 
     Raises:
@@ -46,13 +46,13 @@ def whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
             yield line, row
 
 
-def rows_in(path: Path) -> Iterator[Row]:
+def read_json_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file, one at a time.
 
     Raises:
         InputError: If a row is no JSON object.
     """
-    for _, row in whole_rows(path):
+    for _, row in read_whole_rows(path):
         if not isinstance(row, dict):
             raise InputError(
                 f"Every line of {path} must be a JSON object, but one is {row!r:.40}. Delete it."
@@ -63,7 +63,7 @@ def rows_in(path: Path) -> Iterator[Row]:
 def keep_rows(path: Path, is_kept: Callable[[Row], bool]) -> None:
     """Drop rows that a resumed run makes again, and an incomplete last line; do nothing without a file."""
     if path.exists():
-        rewrite(path, (line for line, row in whole_rows(path) if is_kept(row)))
+        rewrite(path, (line for line, row in read_whole_rows(path) if is_kept(row)))
 
 
 def rewrite(path: Path, lines: Iterable[str]) -> None:

@@ -109,13 +109,13 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
         return {}, []
     whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # a kill may tear the last line
     for row in csv.DictReader(StringIO(whole)):
-        step = number_in(row.pop("step", None), path, "step")
+        step = parse_number(row.pop("step", None), path, "step")
         if not math.isfinite(step):
             raise InputError(f"Steps in {path} must be whole numbers, but one is {step}. Correct it.")
         for name, cell in row.items():
             if not cell:
                 continue
-            value = number_in(cell, path, name)
+            value = parse_number(cell, path, name)
             if not math.isfinite(value):
                 odd[name].append(int(step))
             steps, values = curves.setdefault(name, ([], []))
@@ -129,7 +129,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
     return curves, notes
 
 
-def number_in(cell: Any, path: Path, name: str | None) -> float:
+def parse_number(cell: Any, path: Path, name: str | None) -> float:
     """Return the number in a cell."""
     try:
         return float(cell)

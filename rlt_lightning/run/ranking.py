@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlt_lightning.run.jsonl import Row, rewrite, to_line
+from rlt_lightning.run.jsonl import Row, format_line, rewrite
 from rlt_lightning.types import InputError, Rollout
 
 SHOWN = 5  # problems for each side of a comparison
@@ -59,7 +59,7 @@ def write_groups(rows: list[Row], num_groups: int, terms: Sequence[str], folder:
     figures = []
     for number, group in enumerate(groups, start=1):
         name = f"groups/group-{number:02d}.jsonl"
-        rewrite(folder / name, map(to_line, group))
+        rewrite(folder / name, map(format_line, group))
         means = {name: fmean(row[name] for row in group) for name in terms}
         own = [row["reward"] for row in group]
         bounds = {"reward_min": min(own), "reward_max": max(own)}
@@ -91,7 +91,7 @@ def write_comparison(
             pair[column] = {name: row[name] for name in terms} | {"trace": rollout.text}
         pairs.append(pair)
     pairs.sort(key=lambda pair: -pair["difference"])
-    rewrite(folder / "comparison.jsonl", map(to_line, pairs))
+    rewrite(folder / "comparison.jsonl", map(format_line, pairs))
     (folder / "comparison.md").write_text(write_comparison_page(pairs, columns, terms))
 
 

@@ -32,21 +32,21 @@ def redact(value: Any) -> Any:
     This hides texts under the name of a secret, all values of an `environment`, credentials in URLs and
     command lines, texts that look like a well-known key, and the values of secret environment variables.
     """
-    return cleaned(value, secret_variables())
+    return redact_known(value, list_secret_values())
 
 
-def cleaned(value: Any, known: list[str]) -> Any:
+def redact_known(value: Any, known: list[str]) -> Any:
     """Return a copy without secrets, see `redact`; `known` are secret texts."""
     if isinstance(value, dict):
         return {
-            name: hidden(item) if is_secret(name, item) else cleaned(item, known)
+            name: hide_values(item) if is_secret(name, item) else redact_known(item, known)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
         flags = [isinstance(word, str) and word.startswith("-") and is_secret(word, "") for word in value]
         after_flag = [False, *flags]  # the word after --api-key
         words = zip(value, after_flag, strict=False)
-        return [HIDDEN if secret else cleaned(item, known) for item, secret in words]
+        return [HIDDEN if secret else redact_known(item, known) for item, secret in words]
     if not isinstance(value, str):
         return value
     for text in known:
@@ -64,12 +64,12 @@ def is_secret(name: Any, value: Any) -> bool:
     return named or (name in ("environment", "env") and bool(value))
 
 
-def hidden(value: Any) -> Any:
+def hide_values(value: Any) -> Any:
     """Return a secret setting with its names but without its values."""
     return dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
 
 
-def secret_variables() -> list[str]:
+def list_secret_values() -> list[str]:
     """Return the values of environment variables with the name of a secret, the longest first."""
     found = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
     return sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True)

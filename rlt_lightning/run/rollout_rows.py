@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.run.jsonl import Row, rewrite, whole_rows
+from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.run.metrics import OF_STUDENT, OURS
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, ModelView, Problem, PromptBatch, Rollout, Scores
@@ -146,7 +146,7 @@ def resume_rows(
     """
     lines: list[str] = []
     belongs: list[bool] = []
-    for line, row in whole_rows(path):
+    for line, row in read_whole_rows(path):
         position = len(lines) // rows_per_problem
         belongs.append(position < len(problems) and is_of(row, problems[position]))
         lines.append(line)

@@ -17,7 +17,7 @@ from rlt_lightning.types import InputError
 PLACES = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 
 
-def shipped() -> dict[str, Path]:
+def list_shipped_configs() -> dict[str, Path]:
     """Return the shipped configs: file by name, experiments first; the name of an overlay has its folder."""
     folder = next(place for place in PLACES if place.is_dir())
     files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*/*.yaml"))]
@@ -37,16 +37,16 @@ def find_config(name: str) -> Path:
     # Not is_file(): a pipe of the shell is a file too.
     if path.exists() and not path.is_dir():
         return path
-    files = shipped()
+    files = list_shipped_configs()
     if name in files:
         return files[name]
     raise InputError(
         f"A config must be a file or the name of one of the package, but '{name}' is neither."
-        f"{similar(name, files)} `rlt configs` lists the package's."
+        f"{suggest_names(name, files)} `rlt configs` lists the package's."
     )
 
 
-def similar(name: str, names: Iterable[str]) -> str:
+def suggest_names(name: str, names: Iterable[str]) -> str:
     """Return a sentence with the names that a wrong one may mean; nothing if there are none."""
     ends = {known: known.rpartition("/")[2] for known in names}
     end = Path(name).stem

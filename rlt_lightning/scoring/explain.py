@@ -13,7 +13,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
-from rlt_lightning.run.jsonl import Row, rows_in
+from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.rollout_rows import choose_student, rollout_rows, score_rows, token_columns
 from rlt_lightning.scoring.one_problem import score_problems
 from rlt_lightning.scoring.text import (
@@ -163,7 +163,7 @@ def find_completion(options: ExplainOptions) -> Row:
     path = Path(str(options.rollouts))
     if not path.is_file():
         raise InputError(f"explain.rollouts must be a rollouts.jsonl, but {path} is no file. Correct it.")
-    of_row = [row for row in rows_in(path) if row.get("row") == options.row and "step" in row]
+    of_row = [row for row in read_json_rows(path) if row.get("row") == options.row and "step" in row]
     step = options.step if options.step is not None else max((row["step"] for row in of_row), default=None)
     for row in of_row:
         if (row["step"], row.get("completion")) == (step, options.completion):

@@ -28,7 +28,7 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
-from rlt_lightning.run.jsonl import Row, append_rows, to_line
+from rlt_lightning.run.jsonl import Row, append_rows, format_line
 from rlt_lightning.run.metrics import COLUMNS
 from rlt_lightning.run.rollout_rows import choose_student, rollout_rows, score_rows, token_columns
 from rlt_lightning.scoring.explain import read_row
@@ -199,7 +199,7 @@ def teach(
     explained = ExplainedProblem.from_scores(module, scored, data)
     rows = explained.build_rows(build_trace_rows(scored.batch, data, module.pretrained))
     if options.json is True:
-        print("".join(map(to_line, rows)), end="", flush=True)
+        print("".join(map(format_line, rows)), end="", flush=True)
     else:
         print("\n".join(describe_problem(explained, options.top, find_terminal())), flush=True)
     if cut := [row["num_tokens"] for row in rows if row["finish_reason"] == "length"]:

@@ -174,12 +174,12 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
         )
     before = yaml.safe_load(path.read_text())
 
-    def that_count(settings: dict[str, Any]) -> dict[str, Any]:
-        found = flat({name: settings.get(name) for name in ("model", "data", "rollouts")})
-        found |= flat((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
+    def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
+        found = flatten({name: settings.get(name) for name in ("model", "data", "rollouts")})
+        found |= flatten((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 
-    old, new = that_count(before), that_count(config)
+    old, new = select_fixed(before), select_fixed(config)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise InputError(
@@ -209,11 +209,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
     """Return nested settings by their dotted names, which begin with a dot, without those that are None."""
     if not isinstance(value, dict):
         return {} if value is None else {name: value}
-    return {k: v for key, item in value.items() for k, v in flat(item, f"{name}.{key}").items()}
+    return {k: v for key, item in value.items() for k, v in flatten(item, f"{name}.{key}").items()}
 
 
 def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
@@ -303,10 +303,10 @@ def is_resolved_config(path: Path, anywhere: bool) -> bool:
         return False
     if not isinstance(settings, dict) or not settings.keys() >= RUN_SETTINGS:
         return False
-    return anywhere or is_name_of(Path(str(settings["output_dir"])), path.parent)
+    return anywhere or names_folder(Path(str(settings["output_dir"])), path.parent)
 
 
-def is_name_of(name: Path, folder: Path) -> bool:
+def names_folder(name: Path, folder: Path) -> bool:
     """Return whether a path named a folder, perhaps from another working directory."""
     if name.is_absolute() or name.resolve() == folder.resolve():
         return name.resolve() == folder.resolve()
