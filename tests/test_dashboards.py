@@ -492,7 +492,7 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def titles(alarms: Alarms, *iterations: dict[str, float]) -> list[list[str]]:
-    return [[title for title, _ in alarms.found(metrics)] for metrics in iterations]
+    return [[title for title, _ in alarms.find_alarms(metrics)] for metrics in iterations]
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,12 @@ class Alarms(Callback):
         if not self.enabled or not trainer.is_global_zero:
             return
         step, metrics = trainer.global_step, {n: float(v) for n, v in trainer.callback_metrics.items()}
-        for title, text in self.found(metrics):
+        for title, text in self.find_alarms(metrics):
             if step - self.sent_at.get(title, -self.quiet_steps) >= self.quiet_steps:
                 self.sent_at[title] = step
-                send(trainer, title, f"Iteration {step}: {text}")
+                send_alarm(trainer, title, f"Iteration {step}: {text}")
 
-    def found(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
+    def find_alarms(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
         """Record an iteration's metrics; yield title and text of every alarm."""
         if broken := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
             yield "Not finite", f"{', '.join(broken)} must be finite. Lower the learning rate, or use fp32."
@@ -149,10 +149,12 @@ class Alarms(Callback):
         """Send an alarm for an error that ends the run. The terminal shows the error anyway."""
         if self.enabled and self.begun and trainer.is_global_zero and isinstance(exception, Exception):
             reason = " ".join(f"{type(exception).__name__}: {exception}".split())
-            send(trainer, "The run has failed", f"Iteration {trainer.global_step}: {reason}", is_error=True)
+            send_alarm(
+                trainer, "The run has failed", f"Iteration {trainer.global_step}: {reason}", is_error=True
+            )
 
 
-def send(trainer: Trainer, title: str, text: str, is_error: bool = False) -> None:
+def send_alarm(trainer: Trainer, title: str, text: str, is_error: bool = False) -> None:
     """Send an alarm to the run's dashboards and, unless it is an error, to the terminal."""
     if not is_error:
         tqdm.write(f"rlt: alarm: {title}. {text}", file=sys.stderr)

@@ -143,7 +143,7 @@ class EvaluateEvery(Callback):
                 f"EvaluateEvery evaluates every {self.every_n_steps} optimizer steps, but the run has only "
                 f"{module.total_steps()}. Lower its every_n_steps."
             )
-        if known := num_known(self.questions, data):
+        if known := count_known_problems(self.questions, data):
             rank_zero_warn(
                 f"EvaluateEvery should ask what training does not show, but {known} of its "
                 f"{len(self.questions.problems)} problems are in the training rows, word for word. Remove "
@@ -266,7 +266,7 @@ class EvaluateEvery(Callback):
                 self.sets, max_rows=self.max_rows, seed=self.seed, num_samples=self.num_samples
             )
             if data is not None:
-                questions.format = asked_format(data)
+                questions.format = build_asked_format(data)
                 questions.setup("test")
         except InputError as error:
             raise InputError(f"EvaluateEvery takes its settings as `rlt test` does: {error}") from error
@@ -279,7 +279,7 @@ def rollouts_of(trainer: Trainer) -> RolloutCallback | None:
     return next(found, None)
 
 
-def asked_format(data: StratosDataModule) -> ChatFormat:
+def build_asked_format(data: StratosDataModule) -> ChatFormat:
     """Return the format in which `rlt test` asks the model that this run exports: the one that it trains."""
     trained = data.trained_format()
     tokenizer = data.format.tokenizer
@@ -302,7 +302,7 @@ def require_student_task(task: str) -> None:
         )
 
 
-def num_known(questions: EvaluationDataModule, data: StratosDataModule) -> int:
+def count_known_problems(questions: EvaluationDataModule, data: StratosDataModule) -> int:
     """Return the number of problems whose prompt, system prompt included, is a training row's."""
     shown: set[tuple[int, ...]] = set()
     for item in data.items:

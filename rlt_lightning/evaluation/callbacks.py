@@ -105,7 +105,7 @@ class ResponseCallback(Callback):
         pl_module.needs_model = bool(data.left)
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
         if self.fit_context:
-            self._fit(trainer, context)
+            self._fit_context(trainer, context)
             return
         advice = "Lower rollouts.sampling.max_completion_length, or set rollouts.fit_context."
         require_responses_fit(data.problems, self._num_opening(trainer), self.sampling, context, advice)
@@ -117,7 +117,7 @@ class ResponseCallback(Callback):
             return
         self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
         if self.fit_context:
-            self._fit(trainer, self.engine.max_model_len)
+            self._fit_context(trainer, self.engine.max_model_len)
             self._announce_limits(trainer)
         else:
             longest = max(len(problem.prompt) for problem in data.problems) + self._num_opening(trainer)
@@ -159,7 +159,7 @@ class ResponseCallback(Callback):
         """Return the number of tokens that a budget adds to the prompt: the opened thought."""
         return len(evaluation_of(trainer).chat_format.thought_opening) if self.budget else 0
 
-    def _fit(self, trainer: Trainer, context: int) -> None:
+    def _fit_context(self, trainer: Trainer, context: int) -> None:
         """Take over a context, in tokens, of the model or its workers.
 
         Raises:

@@ -222,7 +222,7 @@ class Judge:
             nonlocal pool, future
             for _ in range(MAX_POOLS):
                 try:
-                    return result_of(pool, future), False
+                    return wait_for_result(pool, future), False
                 except (TimeoutError, ProcessExpired, MemoryError, RecursionError):
                     return fallback, True
                 except BrokenProcessPool:
@@ -254,7 +254,7 @@ class Judge:
             return
         self.close()
         try:
-            result_of(*self._schedule(os.getpid))
+            wait_for_result(*self._schedule(os.getpid))
         except BrokenProcessPool as error:
             raise InputError(
                 "The processes that judge answers must start, but end at once. Give them more memory than "
@@ -291,7 +291,7 @@ def refuse_while_imported() -> None:
         raise InputError(GUARD_MISSING)
 
 
-def result_of(pool: ProcessPool, future: Future[Any]) -> Any:
+def wait_for_result(pool: ProcessPool, future: Future[Any]) -> Any:
     """Wait for the result of a task. A broken pool may never report it, so the pool is checked, too."""
     while not wait([future], timeout=POLL_S).done:
         if not pool.active:
