@@ -299,7 +299,6 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: P
         fit(tiny_model, tmp_path / "run", evaluations(max_rows=3, engine=engine), Checkpoint(), steps=4)
         # 3 problems, 3 times, each completion a request of its own.
         assert len(worker.bodies) == 18
-        assert {body["n"] for body in worker.bodies} == {1}
         assert worker.folder is not None
         pushed = load_file(next(Path(worker.folder).glob("*.safetensors")))
     trained = load_file(
