@@ -19,7 +19,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     └── PushError *           hub/client.py    the hub refused a push or could not be reached
     Exception
     ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
-    └── Refused               models/checks.py         a kernel is missing, or computes something else
+    └── Refused               models/kernels.py        a kernel is missing, or computes something else
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ from torch.nn.attention import _registry, current_flash_attention_impl, restore_
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlt_lightning.models import attention_choice
-from rlt_lightning.models.attention_choice import LOOP, choose_attention
-from rlt_lightning.models.layouts import verified_layout
-from rlt_lightning.models.packed import log_probs_of
+from rlt_lightning.models import kernels
+from rlt_lightning.models.kernels import LOOP, choose_attention
+from rlt_lightning.models.packed import log_probs_of, verified_layout
 from rlt_lightning.numerics import Segments
 from rlt_lightning.numerics.attention import KERNELS, MergedAttention, looped_attention, segment_attention
 from rlt_lightning.numerics.varlen import FlashAttnKernel, PackedKernel, TorchKernel, varlen_limits
@@ -138,7 +137,7 @@ OWN = "PyTorch's variable-length flash attention"
 @pytest.fixture(autouse=True)
 def fresh_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test is a process in which nothing has been chosen yet."""
-    monkeypatch.setattr(attention_choice, "SERVED", {})
+    monkeypatch.setattr(kernels, "SERVED", {})
     for device_type in ("cpu", "cuda"):
         monkeypatch.setitem(KERNELS, device_type, KERNELS[device_type])
     yield
@@ -164,13 +163,13 @@ def own_kernels() -> Iterator[None]:
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels are checked on the CPU, where PyTorch's own does not run."""
-    plain_check = attention_choice.attention_fault
+    plain_check = kernels.attention_fault
 
-    def check_on_cpu(heads: attention_choice.Heads, device: torch.device) -> str | None:
+    def check_on_cpu(heads: kernels.Heads, device: torch.device) -> str | None:
         KERNELS["cpu"] = KERNELS["cuda"]
         return plain_check(heads, CPU)
 
-    monkeypatch.setattr(attention_choice, "attention_fault", check_on_cpu)
+    monkeypatch.setattr(kernels, "attention_fault", check_on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 

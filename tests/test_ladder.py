@@ -20,8 +20,7 @@ from commands import ROOT
 from slow_kernels import CPU, AnyType, SlowFlashAttn, install, liger
 from transformers.models.qwen2 import modeling_qwen2
 
-from rlt_lightning.models.fused import use_liger
-from rlt_lightning.models.kernels import Kernels
+from rlt_lightning.models.kernels import Kernels, use_liger
 from rlt_lightning.numerics.attention import KERNELS
 from rlt_lightning.numerics.varlen import TorchKernel
 

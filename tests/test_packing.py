@@ -32,8 +32,7 @@ from transformers import (
 )
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
-from rlt_lightning.models.layouts import verified_layout
-from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, log_probs_of, verified_layout
 from rlt_lightning.numerics import (
     Extent,
     MicroBatch,

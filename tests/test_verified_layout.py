@@ -13,7 +13,7 @@ from tiny import StrictEntry
 from torch import Tensor
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.models.layouts import Differences, verified_layout
+from rlt_lightning.models.packed import Differences, verified_layout
 from rlt_lightning.modules import SFTModule, checked
 from rlt_lightning.numerics import Segments
 from rlt_lightning.numerics.attention import looped_attention

@@ -21,16 +21,14 @@ from numerics import attention as exact_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlt_lightning.models.attention_choice import (
+from rlt_lightning.models.kernels import (
     ATTENTION_KERNELS,
     AttentionKernel,
-    attention_kernel,
-    missing,
-)
-from rlt_lightning.models.fused import compile_blocks
-from rlt_lightning.models.kernels import (
     Kernels,
+    attention_kernel,
     checked_liger,
+    compile_blocks,
+    missing,
 )
 from rlt_lightning.models.packed import HeadOptions, scored_hidden_states
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule

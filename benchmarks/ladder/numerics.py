@@ -12,8 +12,7 @@ from common import DEVICE, HALF, TINY, Finding, attempt, distance
 from torch import Tensor
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.layouts import layout_fault
-from rlt_lightning.models.packed import log_probs_of
+from rlt_lightning.models.packed import layout_fault, log_probs_of
 from rlt_lightning.numerics import (
     Divergence,
     Head,

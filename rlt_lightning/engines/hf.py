@@ -37,7 +37,7 @@ from rlt_lightning.engines.slots import (
     find_device,
     find_slot_fault,
 )
-from rlt_lightning.models.cpu_linear import packed_weights, packing_pays
+from rlt_lightning.models.kernels import packed_weights, packing_pays
 from rlt_lightning.types import Completion, FinishReason
 
 # Tokens of prompts that are run at once, unless a single prompt has more.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.models.attention import PackedRow
-from rlt_lightning.models.layouts import FORWARD_ERRORS, known_fault
+from rlt_lightning.models.packed import FORWARD_ERRORS, known_fault
 from rlt_lightning.numerics.attention import Segments, merge_
 
 # Runs the model with these keyword arguments.

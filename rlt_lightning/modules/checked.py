@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlt_lightning.models.kernels import fuse_blocks, prepare_model, steps_fused
-from rlt_lightning.models.layouts import verified_layout
+from rlt_lightning.models.packed import verified_layout
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.numerics.divergence import Divergence
 

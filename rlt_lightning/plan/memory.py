@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from rlt_lightning.models.cpu_linear import packing_pays
+from rlt_lightning.models.kernels import packing_pays
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup

@@ -27,8 +27,7 @@ from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.datamodules.tokenise import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
-from rlt_lightning.models.layouts import verified_layout
-from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.models.packed import HeadOptions, verified_layout
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.frozen import FrozenModel, Run
 from rlt_lightning.modules.rlt import RLTModule

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rlt_lightning.models.fused import blocks
+from rlt_lightning.models.kernels import blocks
 from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
 
 
