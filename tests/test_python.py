@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from commands import ROOT, python, rlt
 from lightning.pytorch.cli import SaveConfigCallback
-from rlt_lightning.run.run_folder import RunFolder
 
 import rlt_lightning
 from rlt_lightning import RLTModule, RLTReward, Sampling, StratosDataModule, Teacher, Trainer, score
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
 from rlt_lightning.datamodules.sources import MemoryRows, parse_sources, read_rows
 from rlt_lightning.modules import SFTModule
+from rlt_lightning.run.folder import RunFolder
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
