@@ -5,10 +5,10 @@ What a script needs is here; it is imported at its first use, so that `import rl
 
 import os
 import warnings
-from collections.abc import MutableMapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlt_lightning.allocator import grow_segments
 from rlt_lightning.moved import install
 from rlt_lightning.version import __version__ as __version__
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
     from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
-
-# Sets how PyTorch takes memory of a GPU: in the trainer's processes, not in workers (`LocalServer`).
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
 __all__ = [
     "EvaluationDataModule",
@@ -57,18 +54,6 @@ PLACES = {
     "numerics": ("RLTReward",),
     "python": ("Explanation", "Score", "Teacher", "Trainer", "score"),
 }
-
-
-def grow_segments(environment: MutableMapping[str, str]) -> None:
-    """Let PyTorch's memory on a GPU grow in place, unless the user has set its allocator.
-
-    Rows and caches have other sizes in every step, and fixed segments leave gaps that nothing fits into.
-    PyTorch reads the variable once per process, under its older name too, so call this before torch is
-    imported. Processes that are started later inherit it. Step 1 of the GPU ladder notes what PyTorch has
-    made of it.
-    """
-    if not {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
-        environment[ALLOCATOR] = "expandable_segments:True"
 
 
 def __getattr__(name: str) -> Any:

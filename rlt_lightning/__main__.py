@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from rlt_lightning import grow_segments
+from rlt_lightning.allocator import grow_segments
 from rlt_lightning.cli.configs import run_configs
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__

@@ -13,8 +13,7 @@ import torch
 from commands import rlt
 from fake_worker import fake_vllm
 
-from rlt_lightning import ALLOCATOR
-from rlt_lightning.__main__ import grow_segments
+from rlt_lightning.allocator import ALLOCATOR, grow_segments
 from rlt_lightning.engines import Launch, VLLMEngine
 from rlt_lightning.engines.fleet import build_server
 from rlt_lightning.engines.launch import LocalServer, choose_trainer_devices, choose_worker_gpus

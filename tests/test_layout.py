@@ -2,7 +2,7 @@
 
 The layers, from low to high; a module may import its own layer and those below:
 
-    moved types gloo version → tags numerics → models → pretrained judging → checkpoints strategies
+    moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
     → run → datamodules tasks engines → evaluation → hub → modules → callbacks → plan report chat
     → scoring → python → cli → __main__ and __init__, which hands out what scripts use
 """
@@ -23,7 +23,7 @@ from commands import ROOT
 
 PACKAGE = ROOT / "rlt_lightning"
 LAYERS = [
-    {"moved", "types", "gloo", "version"},
+    {"moved", "types", "gloo", "version", "allocator"},
     {"tags", "numerics"},
     {"models"},
     {"pretrained", "judging"},

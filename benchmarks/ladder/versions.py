@@ -17,7 +17,7 @@ from rlt_lightning.modules.phases import matmul_rate
 # What `rlt` does first, in a process that has not imported torch, and what PyTorch makes of it.
 ALLOCATOR = """
 import json, os
-from rlt_lightning.__main__ import grow_segments
+from rlt_lightning.allocator import grow_segments
 grow_segments(os.environ)
 import torch
 torch.zeros(1, device="cuda")

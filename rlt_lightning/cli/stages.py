@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from rlt_lightning import callbacks
+from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.cli import next_steps, ranks
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
@@ -222,7 +222,7 @@ class RLTCommandLine(LightningCLI):
         """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
-        of_every_run = (callbacks.RolloutCallback, callbacks.ResponseCallback)
+        of_every_run = (RolloutCallback, ResponseCallback)
         for other in (callback for callback in named if isinstance(callback, of_every_run)):
             raise InputError(
                 f"Every run has one {type(other).__name__}, but trainer.callbacks names another. Remove it "

@@ -28,8 +28,7 @@ from shutil import which
 
 import torch
 
-import rlt_lightning
-from rlt_lightning import ALLOCATOR
+from rlt_lightning.allocator import ALLOCATOR
 from rlt_lightning.engines import guard
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.waiting import waiting_for
@@ -165,7 +164,7 @@ class LocalServer:
         self.log_begin = 0  # bytes in the log before the last start
         # The worker must find this package, and nothing else of this environment.
         self.import_folder = tempfile.TemporaryDirectory(prefix="rlt-worker-")
-        package = Path(rlt_lightning.__file__).parent
+        package = Path(__file__).parents[1]
         (Path(self.import_folder.name) / package.name).symlink_to(package)
         atexit.register(self.stop)
 

@@ -25,7 +25,18 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from rlt_lightning import callbacks as ours
+from rlt_lightning.callbacks import (
+    Alarms,
+    Checkpoint,
+    CompletionsTable,
+    DistillationWriter,
+    EvaluationWriter,
+    ModelExporter,
+    ResponseCallback,
+    RolloutCallback,
+    RolloutRecorder,
+    ScoreWriter,
+)
 from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
@@ -48,16 +59,16 @@ from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: those of `rlt test`, and those of other verbs.
-TESTING: dict[str, type[Callback]] = {"rollouts": ours.ResponseCallback, "records": ours.EvaluationWriter}
+TESTING: dict[str, type[Callback]] = {"rollouts": ResponseCallback, "records": EvaluationWriter}
 TRAINING: dict[str, type[Callback]] = {
-    "rollouts": ours.RolloutCallback,
-    "checkpoint": ours.Checkpoint,
-    "export": ours.ModelExporter,
-    "recorder": ours.RolloutRecorder,
-    "completions": ours.CompletionsTable,
-    "alarms": ours.Alarms,
-    "scores": ours.ScoreWriter,
-    "distillation": ours.DistillationWriter,
+    "rollouts": RolloutCallback,
+    "checkpoint": Checkpoint,
+    "export": ModelExporter,
+    "recorder": RolloutRecorder,
+    "completions": CompletionsTable,
+    "alarms": Alarms,
+    "scores": ScoreWriter,
+    "distillation": DistillationWriter,
 }
 
 
@@ -187,7 +198,7 @@ class Trainer(lightning.pytorch.Trainer):
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
         self.callbacks = sorted([*others, *own], key=place_in_order)
         if isinstance(data, EvaluationDataModule) and data.responses is None:
-            data.num_samples = next(p.num_samples for p in own if isinstance(p, ours.ResponseCallback))
+            data.num_samples = next(p.num_samples for p in own if isinstance(p, ResponseCallback))
         lends = getattr(data, "output_dir", "") is None
         if lends:
             data.output_dir = self.default_root_dir

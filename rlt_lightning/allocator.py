@@ -1,0 +1,20 @@
+"""How PyTorch takes memory of a GPU, which must be said before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+# Sets how PyTorch takes memory of a GPU: in the trainer's processes, not in workers (`LocalServer`).
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+
+
+def grow_segments(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch's memory on a GPU grow in place, unless the user has set its allocator.
+
+    Rows and caches have other sizes in every step, and fixed segments leave gaps that nothing fits into.
+    PyTorch reads the variable once per process, under its older name too, so call this before torch is
+    imported. Processes that are started later inherit it. Step 1 of the GPU ladder notes what PyTorch has
+    made of it.
+    """
+    if not {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment[ALLOCATOR] = "expandable_segments:True"
