@@ -30,7 +30,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def views_of(tokenizer: Any, tags: str | TagStyle, kind: Any = "explanation") -> TeacherViews:
+def build_views(tokenizer: Any, tags: str | TagStyle, kind: Any = "explanation") -> TeacherViews:
     chat = ChatFormat(tokenizer, tags, "", "")
     return TeacherViews(chat, chat, ViewOptions(kind))
 
@@ -45,7 +45,7 @@ def turn(style: TagStyle, thought: str) -> str:
 def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
     tags: str, thought: str, tokenizer: Any
 ) -> None:
-    made, style = views_of(tokenizer, tags), TAG_STYLES[tags]
+    made, style = build_views(tokenizer, tags), TAG_STYLES[tags]
     row = answered(made, turn(style, thought))
     ids, [view] = row.completion.token_ids, row.views
     assert made.closing is not None
@@ -67,7 +67,7 @@ def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
 @pytest.mark.parametrize("thought", THOUGHTS)
 def test_an_open_thought_is_judged_to_its_end_without_eos(thought: str, tokenizer: Any) -> None:
     for closed in (True, False):  # the student ended its turn, or had no room left
-        row = answered(views_of(tokenizer, "r1"), "<think>\n" + thought, closed)
+        row = answered(build_views(tokenizer, "r1"), "<think>\n" + thought, closed)
         [view] = row.views
         assert decode(tokenizer, view.token_ids) == thought
         assert view.num_tokens == len(view.token_ids)
@@ -75,25 +75,25 @@ def test_an_open_thought_is_judged_to_its_end_without_eos(thought: str, tokenize
 
 
 def test_an_empty_thought_leaves_its_end_to_be_judged(tokenizer: Any) -> None:
-    row = answered(views_of(tokenizer, "r1"), "<think>\n</think>\n\n<solution>\n7\n</solution>")
+    row = answered(build_views(tokenizer, "r1"), "<think>\n</think>\n\n<solution>\n7\n</solution>")
     [view] = row.views
     assert view.num_tokens == 1
 
 
 @pytest.mark.parametrize("text", ["7", "<think>", "<thinking>\n7", " <think>\n7\n</think>", "</think>\n"])
 def test_what_does_not_begin_with_a_thought_is_not_judged(text: str, tokenizer: Any) -> None:
-    assert answered(views_of(tokenizer, "r1"), text).views == ()
+    assert answered(build_views(tokenizer, "r1"), text).views == ()
 
 
 def test_a_separator_in_one_token_with_the_thought_is_not_judged(shared: Path) -> None:
     qwen = AutoTokenizer.from_pretrained(shared / "data" / "tokenizers" / "Qwen2.5-Instruct")
     assert [decode(qwen, [i]) for i in qwen.encode("<think>\n\n7")][-2:] == [">\n\n", "7"]
-    assert answered(views_of(qwen, "r1"), "<think>\n\n7\n</think>").views == ()
+    assert answered(build_views(qwen, "r1"), "<think>\n\n7\n</think>").views == ()
 
 
 def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MINIATURES["miniature"])
-    made = views_of(tokenizer, "r1")
+    made = build_views(tokenizer, "r1")
     begun = tokenizer.encode("<think>\n7\n", add_special_tokens=False)
     letters = [word for c in "</think>" for word in tokenizer.encode(c, add_special_tokens=False)]
     problem = answered(made, "7").problem
@@ -106,7 +106,7 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
 
 
 def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
-    made = views_of(tokenizer, "r1", "hint")
+    made = build_views(tokenizer, "r1", "hint")
     row = answered(made, turn(TAG_STYLES["r1"], "数学"))
     [view] = row.views
     assert view.token_ids == row.completion.token_ids

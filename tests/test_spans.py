@@ -10,7 +10,7 @@ import torch
 
 from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.rewards import student_kl_penalty
-from rlt_lightning.numerics.spans import Span, shared_spans, span_kl, span_sums
+from rlt_lightning.numerics.spans import Span, span_kl, span_sums, split_spans
 
 
 def slow_spans(teacher: list[bytes], student: list[bytes]) -> list[Span]:
@@ -33,18 +33,18 @@ def test_spans_end_where_both_tokenisations_end() -> None:
     teacher = [b"The", b" cat", b" costs", b" 123", b"45", b" \xe2\x82\xac"]
     student = [b"The", b" cat", b" costs", b" 1", b"23", b"45", b" \xe2", b"\x82\xac"]
     spans = [(1, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 2)]
-    assert shared_spans(ends(teacher), ends(student)) == spans == slow_spans(teacher, student)
+    assert split_spans(ends(teacher), ends(student)) == spans == slow_spans(teacher, student)
 
 
 def test_tokens_after_the_last_common_end_are_in_no_span() -> None:
     # The student's text ends with "a"; the teacher's " \xe2" holds the beginning of a character.
-    assert shared_spans([1, 3], [1, 2]) == [(1, 1)]
-    assert shared_spans([2], [1]) == shared_spans([], []) == shared_spans([], [1]) == []
+    assert split_spans([1, 3], [1, 2]) == [(1, 1)]
+    assert split_spans([2], [1]) == split_spans([], []) == split_spans([], [1]) == []
 
 
 def test_a_token_without_bytes_belongs_to_the_span_that_ends_there() -> None:
     # Bytes: 0 | 2 | 2 | 3 against 2 | 3.
-    assert shared_spans([0, 2, 2, 3], [2, 3]) == [(3, 1), (1, 1)]
+    assert split_spans([0, 2, 2, 3], [2, 3]) == [(3, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -57,7 +57,7 @@ def test_shared_spans_equal_the_slow_version(seed: int) -> None:
         return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
     teacher, student = cut(), cut()
-    spans = shared_spans(ends(teacher), ends(student))
+    spans = split_spans(ends(teacher), ends(student))
     assert spans == slow_spans(teacher, student)
     assert [sum(side) for side in zip(*spans, strict=True)] == [len(teacher), len(student)]
 

@@ -32,7 +32,7 @@ from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
-from rlt_lightning.numerics.students import combined_terms
+from rlt_lightning.numerics.students import combine_terms
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.scoring.one_problem import ExplanationScorer
@@ -86,8 +86,8 @@ def test_mean_weighted_mean_and_min_by_hand() -> None:
     both = [terms_of([-1, -3], [0.2, 0.4], False), terms_of([-0.5, -1, -1.5], [0.5, 1.5], False)]
     assert [one.reward.item() for one in both] == pytest.approx([-3.942, -5.06])
     # mean: (-3.942 - 5.06)/2; with weights 1 and 0.5: (-3.942 - 2.53)/1.5; min: student b's.
-    found = [combined_terms(both, [1, 1], "mean"), combined_terms(both, [1, 0.5], "mean")]
-    found.append(combined_terms(both, [1, 1], "min"))
+    found = [combine_terms(both, [1, 1], "mean"), combine_terms(both, [1, 0.5], "mean")]
+    found.append(combine_terms(both, [1, 1], "min"))
     assert [one.reward.item() for one in found] == pytest.approx([-4.501, -4.314666, -5.06])
     # The terms add up, with the format term once: (-2.03 - 1.015)/2, -3 * (0.304 + 1.015)/2, -1.
     parts = [{name: value.item() for name, value in one.parts().items()} for one in found]
@@ -105,7 +105,7 @@ def test_the_smallest_reward_is_found_for_each_completion() -> None:
         replace(one, **{name: torch.full((3,), value) for name in NAMES})
         for one, value in ((a, 1.0), (b, 2.0))
     )
-    found = combined_terms([a, b], [1, 1], "min")
+    found = combine_terms([a, b], [1, 1], "min")
     assert found.reward.tolist() == [-3.0, -5.0, -2.0]
     assert found.kl_mean.tolist() == [2.0, 1.0, 1.0]
 

@@ -1,7 +1,7 @@
 """A student with another tokenizer: it reads the teacher's explanation as text, in tokens of its own.
 
     teacher's tokens ─▶ bytes ─▶ text ─▶ student's tokens          ByteExactTokenizer
-           └──────────── ends ───────────── ends ────▶ spans       shared_spans (numerics/spans.py)
+           └──────────── ends ───────────── ends ────▶ spans       split_spans (numerics/spans.py)
 
 Its question and solution are tokenised by its own tokenizer too, in its own chat format.
 
@@ -27,7 +27,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rlt_lightning.datamodules.formats import SENTINEL, ChatFormat, encode_pieces
-from rlt_lightning.numerics.spans import Span, shared_spans
+from rlt_lightning.numerics.spans import Span, split_spans
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, SFTExample
@@ -133,7 +133,7 @@ class CrossTokenizerFormat(ChatFormat):
         token_ids, student_ends = self.students_text.encode(text, self.after_explanation)
         spans: list[Span] = []
         num_tokens = 0
-        for span in shared_spans(ends, student_ends):
+        for span in split_spans(ends, student_ends):
             if num_tokens >= own.num_tokens:
                 break
             spans.append(span)

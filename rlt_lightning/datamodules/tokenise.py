@@ -48,7 +48,7 @@ from rlt_lightning.datamodules.rows import (
 )
 from rlt_lightning.datamodules.sources import Source, SourceReader
 from rlt_lightning.datamodules.tokenised import Item, MadeItem, describe_format, hash_code, hash_value
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, views_of, with_other_solutions
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, build_views, with_other_solutions
 from rlt_lightning.models.announce import counted
 from rlt_lightning.models.format import Role
 from rlt_lightning.types import (
@@ -412,7 +412,7 @@ class StudentOPDTask(Task):
         chosen = choose_format(options, explainer, model)
         task = cls(Readers([chosen], model, (), trust_remote_code), trace_columns, limits)
         _, teacher_tokenizer = load_tokenizers(model, teacher, trust_remote_code)
-        task.views = views_of(chosen, task.format, teacher_tokenizer, view)
+        task.views = build_views(chosen, task.format, teacher_tokenizer, view)
         return task
 
     @override

@@ -19,7 +19,7 @@ from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.numerics.spans import shared_spans
+from rlt_lightning.numerics.spans import split_spans
 from rlt_lightning.tags import decode, decode_each
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
 
@@ -83,7 +83,7 @@ class TeacherViews:
         # The first tokens of the tags that end a thought, of the student and of the teacher.
         self.closing: tuple[int, int] | None = None
         if options.kind == "explanation" and self.byte_tokenizers is None:
-            self.closing = closing_tokens(student)
+            self.closing = find_closing_tokens(student)
 
     @property
     def exchanged(self) -> tuple[int, int] | None:
@@ -114,7 +114,7 @@ class TeacherViews:
             # A tokenizer that is not the teacher's has no token for its end of a turn.
             end = len(ids) if self.byte_tokenizers is None else num_body
             view = self._build_view(problem, completion, 0, end, closes=False)
-        elif (found := thought_of(self.student, ids[:num_body])) is not None:
+        elif (found := find_thought(self.student, ids[:num_body])) is not None:
             view = self._build_view(problem, completion, *found)
         else:
             return rollout
@@ -133,7 +133,7 @@ class TeacherViews:
             students, teachers = self.byte_tokenizers
             text, ends = teachers.spellable(*students.text_of(read))
             token_ids, teacher_ends = teachers.encode(text)
-            spans = shared_spans(teacher_ends, ends)
+            spans = split_spans(teacher_ends, ends)
             num_teacher, num_student = (sum(span[side] for span in spans) for side in (0, 1))
             if not spans:
                 return None
@@ -147,7 +147,7 @@ class TeacherViews:
         return ModelView(problem, completion, read, end - start, end - start, start) if read else None
 
 
-def thought_of(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, bool] | None:
+def find_thought(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, bool] | None:
     """Find the thought in a student's answer.
 
     Returns:
@@ -169,7 +169,7 @@ def thought_of(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, bool]
     return begins, end, bool(ends) and starts[end] == close_at
 
 
-def closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
+def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
     """Return the first tokens of the student's and of the teacher's closing tag, after the separator.
 
     Returns:
@@ -216,7 +216,9 @@ def with_other_solutions(rows: Iterator[Row]) -> Iterator[Row]:
         )
 
 
-def views_of(chosen: ChosenFormat, student: ChatFormat, tokenizer: Any, options: ViewOptions) -> TeacherViews:
+def build_views(
+    chosen: ChosenFormat, student: ChatFormat, tokenizer: Any, options: ViewOptions
+) -> TeacherViews:
     """Return the views for a student's format; `tokenizer` is the teacher's, None if the student's."""
     teacher = student if tokenizer is None else chosen.build_format(tokenizer)
     return TeacherViews(student, teacher, options)

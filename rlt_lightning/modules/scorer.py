@@ -59,7 +59,7 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms, require_finite
 from rlt_lightning.numerics.spans import Span, span_kl
-from rlt_lightning.numerics.students import Reduction, combined_terms
+from rlt_lightning.numerics.students import Reduction, combine_terms
 from rlt_lightning.run.metrics import build_student_metrics, register
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, Scores
 
@@ -213,7 +213,7 @@ class Students:
         return f"the mean of {', '.join(weighed)}"
 
 
-def one_or_several(student: str | Named | None) -> tuple[str | None, Named | None]:
+def split_student_setting(student: str | Named | None) -> tuple[str | None, Named | None]:
     """Return `model.student` and `model.students` of an argument that may be either."""
     return (student, None) if student is None or isinstance(student, str) else (None, student)
 
@@ -349,7 +349,7 @@ class Scorer:
         if len(by_student) == 1:
             return by_student[0]
         each = [scores.terms for scores in by_student if isinstance(scores.terms, RLTRewardTerms)]
-        combined = combined_terms(each, self.students.weights, self.students.reduction)
+        combined = combine_terms(each, self.students.weights, self.students.reduction)
         labels = self.students.labels
         return replace(by_student[0], terms=combined, by_student=dict(zip(labels, by_student, strict=True)))
 
@@ -492,7 +492,7 @@ class Scorer:
                     else torch.cat([teacher_log_probs[i] for i in micro_batch.indices])
                 )
                 spans = [views[i].spans for i in micro_batch.indices]
-                values = sampled_kl(reward.token_kl, teacher_values, torch.cat(pieces[::2]), spans)
+                values = estimate_kl(reward.token_kl, teacher_values, torch.cat(pieces[::2]), spans)
             kl_rows = values.split([num_think[i] for i in micro_batch.indices])
             require_finite_rows(kl_rows, "KL of the explanation", numbers)
             for place, i in enumerate(micro_batch.indices):
@@ -569,7 +569,7 @@ class Scorer:
         prompts = list({p.row: p for p in problems if p.think_prefix}.values())
         found = {p.row: torch.empty(0, device=self.device) for p in problems}
         sequences = [
-            ScoredSequence([], p.teacher_prompt, scored_end(len(p.teacher_prefix), len(p.think_prefix)))
+            ScoredSequence([], p.teacher_prompt, mask_scored(len(p.teacher_prefix), len(p.think_prefix)))
             for p in prompts
         ]
         extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in prompts]
@@ -668,8 +668,8 @@ def student_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
     rest = view.token_ids + problem.student_suffix + problem.solution_ids
     num_given = len(problem.think_prefix) if score_given else 0
     num_between = len(view.token_ids) - view.num_own + len(problem.student_suffix)
-    scored = scored_end(len(prefix) - num_given, num_given + view.num_own)
-    scored += scored_end(num_between, len(problem.solution_ids))
+    scored = mask_scored(len(prefix) - num_given, num_given + view.num_own)
+    scored += mask_scored(num_between, len(problem.solution_ids))
     return ScoredSequence(prefix, rest, scored)
 
 
@@ -677,14 +677,14 @@ def teacher_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
     """Return the explanation in the teacher's context; the same think tokens are scored."""
     prompt, explanation = view.problem.teacher_prompt, view.compared
     num_given = len(view.problem.think_prefix) if score_given else 0
-    scored = scored_end(len(prompt) - num_given, num_given + len(explanation))
+    scored = mask_scored(len(prompt) - num_given, num_given + len(explanation))
     return ScoredSequence(prompt, explanation, scored)
 
 
 def sampled_sequence(rollout: Rollout) -> ScoredSequence:
     """Return prompt and completion; every sampled token is scored, the end tag included."""
     prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
-    return ScoredSequence(prompt, completion, scored_end(len(prompt), len(completion)))
+    return ScoredSequence(prompt, completion, mask_scored(len(prompt), len(completion)))
 
 
 def sampled_extents(rows: list[Rollout]) -> list[Extent]:
@@ -738,7 +738,7 @@ def build_empty_view(problem: Problem, chat_format: ChatFormat) -> ModelView:
     return view
 
 
-def sampled_kl(
+def estimate_kl(
     estimate: Callable[[Tensor, Tensor], Tensor],
     teacher_log_probs: Tensor,
     student_log_probs: Tensor,
@@ -761,7 +761,7 @@ def sampled_kl(
     return span_kl(estimate, teacher_log_probs, student_log_probs, joined)
 
 
-def scored_end(num_given: int, num_scored: int) -> list[bool]:
+def mask_scored(num_given: int, num_scored: int) -> list[bool]:
     """Return a mask of tokens that are given, followed by tokens that are scored."""
     return [False] * num_given + [True] * num_scored
 

@@ -22,7 +22,7 @@ from rlt_lightning.numerics.packing import to_padded
 Span = tuple[int, int]
 
 
-def shared_spans(teacher_ends: Sequence[int], student_ends: Sequence[int]) -> list[Span]:
+def split_spans(teacher_ends: Sequence[int], student_ends: Sequence[int]) -> list[Span]:
     """Divide a text into spans that end where a token of both tokenisations ends.
 
     Args:

@@ -16,7 +16,7 @@ Reduction = Literal["mean", "min"]
 OF_TEXT = ("format_reward", "extra")
 
 
-def combined_terms(
+def combine_terms(
     found: Sequence[RLTRewardTerms], weights: Sequence[float], reduction: Reduction
 ) -> RLTRewardTerms:
     """Return the reward of several students, and the terms that add up to it.
@@ -35,7 +35,7 @@ def combined_terms(
     Returns:
         The terms of the completions, each (N,).
     """
-    combine = chosen_of(found) if reduction == "min" else mean_of(weights)
+    combine = build_choice(found) if reduction == "min" else build_mean(weights)
     # A baseline is None where the reward has none.
     names = [field.name for field in fields(found[0]) if field.name not in OF_TEXT]
     names = [name for name in names if getattr(found[0], name) is not None]
@@ -43,7 +43,7 @@ def combined_terms(
     return replace(found[0], **terms)
 
 
-def mean_of(weights: Sequence[float]) -> Callable[[list[Tensor]], Tensor]:
+def build_mean(weights: Sequence[float]) -> Callable[[list[Tensor]], Tensor]:
     """Return a function that takes the weighted mean of tensors of one shape."""
 
     def combine(values: list[Tensor]) -> Tensor:
@@ -55,7 +55,7 @@ def mean_of(weights: Sequence[float]) -> Callable[[list[Tensor]], Tensor]:
     return combine
 
 
-def chosen_of(found: Sequence[RLTRewardTerms]) -> Callable[[list[Tensor]], Tensor]:
+def build_choice(found: Sequence[RLTRewardTerms]) -> Callable[[list[Tensor]], Tensor]:
     """Return a function that takes, of tensors (N,), the values of the student with the smallest reward."""
     lowest = torch.stack([one.reward for one in found]).argmin(dim=0, keepdim=True)  # (1, N)
 

@@ -21,7 +21,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import Named, one_or_several
+from rlt_lightning.modules.scorer import Named, split_student_setting
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
@@ -194,7 +194,7 @@ class Teacher:
             "trust_remote_code": trust_remote_code,
         }
         of_run = Path(teacher).expanduser() / "model"
-        one, several = one_or_several(student)
+        one, several = split_student_setting(student)
         self.module = RLTModule(
             str(of_run if of_run.is_dir() else teacher),
             one,

@@ -31,7 +31,7 @@ from rlt_lightning.models.packed import HeadOptions, verified_layout
 from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.frozen import FrozenModel, Run
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import Named, Scorer, Students, one_or_several, require_scorable
+from rlt_lightning.modules.scorer import Named, Scorer, Students, require_scorable, split_student_setting
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
@@ -242,7 +242,7 @@ class ExplanationScorer:
     ) -> None:
         prompts = teacher_system_prompt, student_system_prompt
         options = FormatOptions(tags, *prompts, force_format=force_format, group="")
-        self.students = Students.of(*one_or_several(student), student_reduction)
+        self.students = Students.of(*split_student_setting(student), student_reduction)
         names = self.students.names
         chosen = choose_formats(options, teacher, names)
         self.readers = Readers(chosen, teacher, names, trust_remote_code)
