@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/baseline.py
 
 A step like the released recipe's (balance.py), with prompts of 800 tokens and solutions of 400. The real
-scorer packs and counts the tokens; the student computes nothing. Read at once, in waves as completions end,
+scorer packs and counts the tokens; the student computes nothing. Read at once, in chunks as completions end,
 without shared prompts, and with one explanation of a problem, as `rlt predict --config rank` has it.
 """
 
@@ -48,18 +48,18 @@ def step_of(lengths: list[list[int]]) -> list[Rollout]:
     return [rollout_of(problems[i], length) for i, group in enumerate(lengths) for length in group]
 
 
-def waves_of(rows: list[Rollout]) -> list[list[Rollout]]:
-    """Return the rows in the waves in which they end, if all are sampled at the same speed."""
-    waves: list[list[Rollout]] = [[]]
+def split_into_chunks(rows: list[Rollout]) -> list[list[Rollout]]:
+    """Return the rows in the chunks in which they end, if all are sampled at the same speed."""
+    chunks: list[list[Rollout]] = [[]]
     for row in sorted(rows, key=lambda row: len(row.completion.token_ids)):
-        if sum(len(r.completion.token_ids) for r in waves[-1]) >= ROW:
-            waves.append([])
-        waves[-1].append(row)
-    return waves
+        if sum(len(r.completion.token_ids) for r in chunks[-1]) >= ROW:
+            chunks.append([])
+        chunks[-1].append(row)
+    return chunks
 
 
-def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
-    """Return the tokens that the student computes for a step that is read in these waves."""
+def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
+    """Return the tokens that the student computes for a step that is read in these chunks."""
     stats = PhaseStats()
     known: dict[int, Any] = {}
     # The separator and the closing tag, as a format makes of an empty trace.
@@ -77,7 +77,7 @@ def tokens_of(waves: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
     models, students = [ReadModel(nothing)], Students.of("student", None)
     reward = RLTReward(baseline=baseline)
     scorer = Scorer(reward, students, models, nothing, plan, CPU, readers=readers)
-    for rows in waves:
+    for rows in chunks:
         known |= known_empty(rows, scorer.score(rows, 0.7, known, stats))
     return stats.tokens
 
@@ -91,7 +91,7 @@ def main() -> None:
         rows = step_of(lengths_of_step(seed))
         ways: dict[str, tuple[list[list[Rollout]], Layout]] = {
             "at once": ([rows], "auto"),
-            "in waves": (waves_of(rows), "auto"),
+            "in chunks": (split_into_chunks(rows), "auto"),
             "without shared prompts": ([rows], "packed"),
             "one explanation of a problem": ([rows[::GROUP_SIZE]], "auto"),
         }
@@ -103,7 +103,7 @@ def main() -> None:
         print(f"{name}: {mean:.4f} times the tokens")
     sizes = {"prompt": PROMPT, "solution": SOLUTION, "suffix": SUFFIX, "group_size": GROUP_SIZE}
     finish(
-        options.output, sizes | {"ratios": means}, ratio=means["at once"], waves=means["in waves"], goal=GOAL
+        options.output, sizes | {"ratios": means}, ratio=means["at once"], waves=means["in chunks"], goal=GOAL
     )
 
 

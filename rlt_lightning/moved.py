@@ -17,6 +17,7 @@ from typing import Any
 
 # Old module → the modules that have its public names now. Without the package's name.
 MOVED: dict[str, tuple[str, ...]] = {
+    "callbacks.dynamic_sampling": ("rollouts.dynamic_sampling",),
     "checkpoints.choices": ("checkpoints.folder",),
     "checkpoints.named": ("checkpoints.io",),
     "datamodules.arithmetic": ("tasks.arithmetic",),

@@ -265,13 +265,11 @@ class Scores:
 
 @dataclass
 class PromptBatch:
-    """One RL iteration of one rank. RolloutCallback attaches the rollouts, the module their scores.
-
-    With dynamic sampling RolloutCallback lets the module score first, and may put other problems in place.
+    """One RL iteration of one rank: the loader brings the problems, the module sets the rest for callbacks.
 
     Attributes:
-        problems: The problems.
-        rollouts: Their completions.
+        problems: The problems of this rank; dynamic sampling may put others in place.
+        rollouts: Their completions; `rlt predict` may read them from the data.
         scores: The scores of the completions.
         counts: What dynamic sampling has cost, by the names of its metrics; empty without it.
     """

@@ -17,7 +17,6 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
-from rlt_lightning.callbacks.order import Order
 from rlt_lightning.checkpoints.folder import read_state
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
@@ -26,6 +25,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -201,21 +201,41 @@ def test_settings_that_would_bias_are_refused(
     assert worker.calls == []  # before anything is asked for
 
 
-def test_an_order_survives_a_checkpoint(tmp_path: Path) -> None:
-    done = {1: [Completion([3, 4], [-0.1, -0.25], "stop", seed=2**62 + 1, worker="http://w")]}
-    order = Order([5, 6], [[1, 2], [3]], [2**63 - 1, 8], 4, SAMPLING, 1, "</end>", done)
+def test_a_request_survives_a_checkpoint(tmp_path: Path) -> None:
+    done = {1: Completion([3, 4], [-0.1, -0.25], "stop", seed=2**62 + 1, worker="http://w")}
+    request = RolloutRequest([5, 6], [[1, 2], [3]], [2**63 - 1, 8], 4, SAMPLING, 1, "</end>", done)
     callback, other = (RolloutCallback(VLLMEngine(["http://w"]), asynchronous=True) for _ in range(2))
-    callback.order = order
+    callback.sampler.pending = request
     torch.save(callback.state_dict(), tmp_path / "state.pt")
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert other.order is not None
-    [[completion]] = other.order.finished.values()
+    found = other.sampler.pending
+    assert found is not None
+    [completion] = found.completions.values()
     assert completion.log_probs == pytest.approx([-0.1, -0.25], abs=1e-7)
-    other.order.finished = done
-    assert other.order == order
-    callback.order = None
+    found.completions = done
+    assert found == request
+    callback.sampler.pending = None
     other.load_state_dict(callback.state_dict())
-    assert other.order is None
+    assert other.sampler.pending is None
+
+
+def test_a_checkpoint_of_the_release_before_is_read() -> None:
+    tensors = {"token_ids": torch.tensor([3, 4], dtype=torch.int32), "log_probs": torch.tensor([-0.5, -0.25])}
+    entry = {**tensors, "finish_reason": "stop", "seed": 7, "worker": "http://w"}
+    state = {
+        **{"rows": [5, 6], "prompts": [[1, 2], [3]], "seeds": [9, 8], "stop": "</end>"},
+        **{
+            "policy_version": 4,
+            "num_completions": 2,
+            "sampling": vars(SAMPLING),
+            "finished": {1: [entry] * 2},
+        },
+    }
+    request = RolloutRequest.from_plain(state)
+    completion = Completion([3, 4], [-0.5, -0.25], "stop", seed=7, worker="http://w")
+    assert request.completions == {2: completion, 3: completion}
+    assert request.missing == [0]
+    assert request.to_plain().keys() == state.keys()
 
 
 def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(

@@ -37,9 +37,9 @@ def test_what_ranks_have_already_counts() -> None:
     assert loads_of(parts, [2, 2, 2, 2]) == [2, 6]
 
 
-def test_the_heaviest_rank_may_get_nothing_of_a_wave() -> None:
+def test_the_heaviest_rank_may_get_nothing_of_a_chunk() -> None:
     assert divide([[0]], [10], 2, loads=[100, 0]) == [[], [0]]
-    assert divide([], [], 2, loads=[5, 3]) == [[], []]  # the last wave may be empty
+    assert divide([], [], 2, loads=[5, 3]) == [[], []]  # the last chunk may be empty
     # The two others share it; then the idle rank gets one of two.
     assert divide([[0, 1, 2]], [6, 3, 3], 3, loads=[100, 0, 1]) == [[1], [0], [2]]
 
@@ -61,7 +61,7 @@ def test_no_rank_has_five_per_cent_more_than_the_mean(world_size: int) -> None:
     assert imbalance([sum(by_problem[i : i + count]) for i in range(0, 16, count)]) > 1.05
 
 
-def test_waves_divided_one_after_another_end_balanced() -> None:
+def test_chunks_divided_one_after_another_end_balanced() -> None:
     families, tokens = lognormal_step(0)
     loads = [0] * 8
     for family in sorted(families, key=lambda family: min(tokens[i] for i in family)):

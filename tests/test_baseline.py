@@ -23,8 +23,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import scorer
-from rlt_lightning.modules.reading import Reading
-from rlt_lightning.modules.scorer import CompletionScores, Students, build_empty_view
+from rlt_lightning.modules.scorer import CompletionScores, Students, build_empty_view, known_empty
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
@@ -144,22 +143,25 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     ]
     assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
 
-    # In waves: the second and third bring nothing of a problem that the first did not have.
+    # In chunks: the second and third bring nothing of a problem that the first did not have.
     read.clear()
-    reading = Reading.of(rlt, batch.rollouts, len(rows))
+    known: dict[int, Any] = {}
+    scored: dict[int, CompletionScores] = {}
     for places in ([6, 1], [0, 4, 5], [2, 3, 7]):
-        reading.add({place: rows[place] for place in places})
+        chunk = [rows[place] for place in places]
+        found = [CompletionScores(one) for one in rlt.scorer.score_students(chunk, 0.7, known)]
+        known |= known_empty(chunk, found)
+        scored |= dict(zip(places, found, strict=True))
     assert sorted(read) == [rows[0].problem.row, rows[4].problem.row]
-    found = [CompletionScores(one) for one in reading.in_order().scores]
-    waves = rlt.scorer.rewards(rows, found).terms
-    torch.testing.assert_close(waves.baseline, terms.baseline, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
+    chunks = rlt.scorer.rewards(rows, [scored[place] for place in range(len(rows))]).terms
+    torch.testing.assert_close(chunks.baseline, terms.baseline, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
 def test_ranks_train_with_it_as_one_process_without_it(
     strategy: str, tiny_model: str, tmp_path: Path
 ) -> None:
-    # Uneven completions travel between ranks, and each step is scored in two waves, the second of one.
+    # Uneven completions travel between ranks, and each step is scored in two chunks, the second of one.
     options: dict[str, Any] = {"uneven": True, "tokens": 100, "steps": 2}
     run(tiny_model, tmp_path / "single", "single", **options)
     run(tiny_model, tmp_path / "ranks", strategy, early=True, baseline="empty", **options)

@@ -26,12 +26,12 @@ from test_turns import turns
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
-from rlt_lightning.callbacks.dynamic_sampling import assigned, chosen, with_new
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.scored import choose_rows, replace_groups
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms
@@ -44,19 +44,10 @@ GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
 # The arithmetic
 
 
-def test_problems_go_to_the_places_of_equal_rewards_in_order() -> None:
-    yes, no = True, False
-    assert assigned([[no, yes, no, yes]], 2) == [{1: 0, 3: 1}]
-    assert assigned([[no, yes], [no, yes]], 2) == [{1: 0}, {1: 1}]  # the same problems on two ranks
-    assert assigned([[no, no], [yes, yes]], 2) == [{}, {0: 0, 1: 1}]  # a rank may get none
-    assert assigned([[yes, yes], [yes, no]], 2) == [{0: 0, 1: 1}, {}]  # fewer problems than places
-    assert assigned([[no], [no]], 0) == [{}, {}]
-
-
 def test_new_groups_stand_where_the_old_ones_stood() -> None:
     # Old completions 0 to 5 in groups of two, new ones from 6 on: the first replaces the last group.
-    assert with_new(3, [2, 0], size=2) == [8, 9, 2, 3, 6, 7]
-    assert with_new(3, [], size=2) == [0, 1, 2, 3, 4, 5]
+    assert replace_groups(3, [2, 0], size=2) == [8, 9, 2, 3, 6, 7]
+    assert replace_groups(3, [], size=2) == [0, 1, 2, 3, 4, 5]
 
 
 def test_every_part_of_the_scores_is_replaced() -> None:
@@ -69,8 +60,8 @@ def test_every_part_of_the_scores_is_replaced() -> None:
         lists = [[numbers(v)] for v in values], [[int(v)] for v in values], [[numbers(-v)] for v in values]
         return Scores(RLTRewardTerms(**terms, extra={"own": numbers(*values)}), *lists)
 
-    rows = with_new(2, [1], size=2)
-    found = chosen(rlt_scores(1, 2, 3, 4), rlt_scores(8, 9), rows)
+    rows = replace_groups(2, [1], size=2)
+    found = choose_rows(rlt_scores(1, 2, 3, 4), rlt_scores(8, 9), rows)
     expected = rlt_scores(1, 2, 8, 9)
     assert {n: v.tolist() for n, v in found.terms.recorded().items()} == {
         n: v.tolist() for n, v in expected.terms.recorded().items()
@@ -81,7 +72,7 @@ def test_every_part_of_the_scores_is_replaced() -> None:
 
     old = CorrectnessTerms(numbers(1, 1), numbers(1, 1), numbers(1, 1), numbers(0, 0), ["a", "b"])
     new = CorrectnessTerms(numbers(0, 1), numbers(0, 1), numbers(1, 1), numbers(0, 0), ["c", None])
-    found = chosen(Scores(old, [], [], []), Scores(new, [], [], []), with_new(1, [0], size=2))
+    found = choose_rows(Scores(old, [], [], []), Scores(new, [], [], []), replace_groups(1, [0], size=2))
     assert found.terms.correct.tolist() == [0, 1]
     assert found.terms.answers == ["c", None]
     assert found.kl == []  # no model was asked

@@ -3,8 +3,8 @@
 The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
-    → run → datamodules tasks engines → evaluation → hub → modules → callbacks → plan report chat
-    → scoring → python → cli → __main__ and __init__, which hands out what scripts use
+    → run → datamodules tasks engines → evaluation → hub → rollouts → modules → callbacks
+    → plan report chat → scoring → python → cli → __main__ and __init__, which hands out what scripts use
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LAYERS = [
     {"datamodules", "tasks", "engines", "vllm_worker"},
     {"evaluation"},
     {"hub"},
+    {"rollouts"},
     {"modules"},
     {"callbacks"},
     {"plan", "report", "chat"},

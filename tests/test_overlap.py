@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
@@ -27,8 +28,6 @@ from test_vllm_engine import (
 from test_vllm_engine import token_ids as ids
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.callbacks.order import Order
-from rlt_lightning.callbacks.waves import hidden_seconds
 from rlt_lightning.engines import (
     EngineError,
     HFEngine,
@@ -38,8 +37,10 @@ from rlt_lightning.engines import (
     build_requests,
 )
 from rlt_lightning.engines.threads import in_background
-from rlt_lightning.modules.reading import Reading
+from rlt_lightning.modules.scored import ScoredCompletions
 from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import hidden_seconds
 from rlt_lightning.types import Completion
 
 __all__ = ["start"]  # a fixture
@@ -83,7 +84,7 @@ def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
     def train(engine: HFEngine, precision: Any = "32-true", **options: Any) -> tuple[Any, Witness]:
         witness = Witness()
         callback = RolloutCallback(engine, TEN, **options)
-        # A wave of one group is enough: 4 completions of at most 10 tokens.
+        # A chunk of one group is enough: 4 completions of at most 10 tokens.
         rlt = module(tiny_model, micro_batch_tokens=16)
         run = trainer(tmp_path, callback, witness, steps=2, precision=precision)
         run.fit(rlt, datamodule=data(tiny_model, tmp_path))
@@ -94,16 +95,16 @@ def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
 
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Waiting], None]:
-    """Lets an engine continue when a wave has been scored."""
+    """Lets an engine continue when a chunk has been scored."""
 
     def watch(engine: Waiting) -> None:
-        read = Reading.add
+        keep = ScoredCompletions.add
 
-        def add(self: Reading, arrived: Any) -> None:
-            read(self, arrived)
+        def add(self: ScoredCompletions, *arguments: Any) -> None:
+            keep(self, *arguments)
             engine.go.set()
 
-        monkeypatch.setattr(Reading, "add", add)
+        monkeypatch.setattr(ScoredCompletions, "add", add)
 
     return watch
 
@@ -149,10 +150,10 @@ def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
 ) -> None:
     engine = Waiting(patience_s=60)
 
-    def spoilt(self: Reading, arrived: Any) -> None:
+    def spoilt(self: ScoredCompletions, *arguments: Any) -> None:
         raise NonFiniteError("Every reward must be finite, but one is not.")
 
-    monkeypatch.setattr(Reading, "add", spoilt)
+    monkeypatch.setattr(ScoredCompletions, "add", spoilt)
     with pytest.raises(NonFiniteError):
         fit(engine)
     assert not engine.go.is_set()
@@ -160,69 +161,102 @@ def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
     engine.go.set()
 
 
-def order(num_prompts: int = 2) -> Order:
-    return Order([5, 6][:num_prompts], [[1], [2]][:num_prompts], [0, 0], 0, SAMPLING, 2, END)
+def build_request(num_prompts: int = 2) -> RolloutRequest:
+    return RolloutRequest([5, 6][:num_prompts], [[1], [2]][:num_prompts], [0, 0], 0, SAMPLING, 2, END)
 
 
 def completion(*token_ids: int) -> Completion:
     return Completion(list(token_ids), None, "length")
 
 
-def test_a_wave_has_at_least_its_tokens_and_all_that_is_there() -> None:
-    asked = order()
-    asked.expect()
-    future: Future[None] = Future()
-    asked.follow(future)
-    for position, number in ((1, 0), (0, 1), (0, 0)):
-        asked.arrive(position, number, completion(7, 8))
-    wave = asked.next_wave(min_tokens=4)
-    assert sorted(wave.completions) == [(0, 0), (0, 1), (1, 0)]
-    assert not wave.complete
-    assert wave.sampling
-    asked.arrive(1, 1, completion(7, 8))
-    future.set_result(None)
-    wave = asked.next_wave(min_tokens=4)
-    assert (list(wave.completions), wave.complete, wave.sampling) == ([(1, 1)], True, False)
-    assert asked.next_wave(4)[:2] == ({}, True)
+class Asked:
+    """A request that an engine samples in the background: it yields what `bring` is told, until `end`."""
+
+    def __init__(self, request: RolloutRequest) -> None:
+        self.request = request
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        samples, numbers = request.open()
+        self.seen = Event()
+        self.prompts = [sample.prompt for sample in samples]
+        self.done = in_background(lambda: request.receive(self.samples(), numbers))
+
+    def samples(self) -> Iterator[tuple[int, Completion]]:
+        while (arrival := self.queue.get()) is not None:
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival == "all came":
+                self.seen.set()
+            else:
+                yield arrival
+
+    def bring(self, *completions: tuple[int, Completion]) -> None:
+        """Let the engine yield these, and wait until it has."""
+        self.seen.clear()
+        for pair in completions:
+            self.queue.put(pair)
+        self.queue.put("all came")
+        assert self.seen.wait(60)
+
+    def end(self, error: Exception | None = None) -> None:
+        self.queue.put(error)
+        self.done.result(timeout=60)
+
+
+def test_a_chunk_has_at_least_its_tokens_and_all_that_is_there() -> None:
+    request = build_request()
+    asked = Asked(request)
+    asked.bring((2, completion(7, 8)), (1, completion(7, 8)), (0, completion(7, 8)))
+    chunk = request.next_chunk(min_tokens=4)
+    assert (sorted(chunk.completions), chunk.complete, chunk.sampling) == ([0, 1, 2], False, True)
+    request.deliver(chunk)
+    asked.bring((3, completion(7, 8)))
+    asked.end()
+    chunk = request.next_chunk(min_tokens=4)
+    assert (list(chunk.completions), chunk.complete, chunk.sampling) == ([3], True, False)
+    request.deliver(chunk)
+    assert request.next_chunk(4)[:2] == ({}, True)
 
 
 def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
-    asked = order()
-    asked.expect()
-    future: Future[None] = Future()
-    asked.follow(future)
-    for position, number, token in ((1, 0, 3), (0, 0, 1), (0, 1, 2)):
-        asked.arrive(position, number, completion(token))
-    future.set_exception(WorkersLost("lost"))
-    wave = asked.next_wave(100)
-    assert (sorted(wave.completions), wave.complete, wave.sampling) == (
-        [(0, 0), (0, 1), (1, 0)],
-        False,
-        False,
-    )
-    assert asked.expect() == [1]  # only the group that is not whole is asked for again
-    again: Future[None] = Future()
-    asked.follow(again)
-    asked.arrive(0, 0, completion(99))
-    asked.arrive(0, 1, completion(4))
-    again.set_result(None)
-    wave = asked.next_wave(100)
-    assert (list(wave.completions), wave.complete) == ([(1, 1)], True)
-    assert asked.finished[1] == [completion(3), completion(4)]  # the first version, which was scored
+    request = build_request()
+    asked = Asked(request)
+    asked.bring((2, completion(3)), (0, completion(1)), (1, completion(2)))
+    asked.end(WorkersLost("lost"))
+    chunk = request.next_chunk(100)
+    assert (sorted(chunk.completions), chunk.complete, chunk.sampling) == ([0, 1, 2], False, False)
+    request.deliver(chunk)
+    again = Asked(request)
+    assert again.prompts == [[2]]  # only the group that is not whole is asked for again
+    again.bring((0, completion(99)), (1, completion(4)))
+    again.end()
+    chunk = request.next_chunk(100)
+    assert (list(chunk.completions), chunk.complete) == ([3], True)
+    request.deliver(chunk)
+    assert request.completions[2] == completion(3)  # the first version, which was scored
+
+
+def test_all_at_once_waits_for_what_lost_workers_have_left() -> None:
+    request = build_request()
+    asked = Asked(request)
+    asked.bring((0, completion(1)))
+    asked.end(WorkersLost("lost"))
+    assert request.next_chunk(math.inf)[:3] == ({}, False, False)
+    again = Asked(request)
+    again.bring(*((number, completion(number)) for number in range(4)))
+    again.end()
+    assert sorted(request.next_chunk(math.inf).completions) == [0, 1, 2, 3]
 
 
 def test_a_failure_is_told_once_and_then_asked_for_again() -> None:
-    asked = order()
-    asked.expect()
-    future: Future[None] = Future()
-    asked.follow(future)
-    asked.arrive(0, 0, completion(3))
-    future.set_exception(EngineError("broken"))
+    request = build_request()
+    asked = Asked(request)
+    asked.bring((0, completion(3)))
+    asked.end(EngineError("broken"))
     with pytest.raises(EngineError, match="broken"):
-        asked.next_wave(100)
-    wave = in_background(lambda: asked.next_wave(100)).result(timeout=10)
-    assert (wave.complete, wave.sampling) == (False, False)
-    assert asked.expect() == [0, 1]
+        request.next_chunk(100)
+    chunk = in_background(lambda: request.next_chunk(100)).result(timeout=10)
+    assert (chunk.complete, chunk.sampling) == (False, False)
+    assert Asked(request).prompts == [[1], [2]]
 
 
 class Failing(Outside):
@@ -252,14 +286,11 @@ def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Pat
 def test_a_checkpoint_waits_only_for_what_it_keeps() -> None:
     for asynchronous in (False, True):
         callback = RolloutCallback(Outside(), asynchronous=asynchronous)
-        callback.order = order(1)
-        callback.order.expect()
-        future: Future[None] = Future()
-        callback.order.follow(future)
+        request = callback.sampler.pending = build_request(1)
+        asked = Asked(request)
         if asynchronous:
-            for number in range(2):
-                callback.order.arrive(0, number, completion(number))
-            future.set_result(None)
+            asked.bring((0, completion(0)), (1, completion(1)))
+            asked.end()
         assert list(callback.state_dict()) == (["order"] if asynchronous else [])
 
 

@@ -439,11 +439,10 @@ def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path
 
 def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
     class Late(RolloutCallback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            if args[1].global_step == 0:
-                super().on_train_batch_start(*args)
-                self.kept = args[2].rollouts
-            args[2].rollouts = self.kept
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            request = self.sampler.request
+            self.kept = request(batch.problems) if pl_module.global_step == 0 else self.kept
+            self.sampler.request = lambda problems: self.kept  # type: ignore[method-assign]
 
     late = Late(sampling=Sampling(max_completion_length=4))
     with pytest.raises(RuntimeError, match=r"max_staleness=0 .* version 0 at step 1"):

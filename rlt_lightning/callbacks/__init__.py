@@ -6,7 +6,6 @@ only observe, `EvaluateEvery` with answers of its own.
 
 from rlt_lightning.callbacks.alarms import Alarms
 from rlt_lightning.callbacks.checkpoint import Checkpoint
-from rlt_lightning.callbacks.dynamic_sampling import DynamicSampling
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
 from rlt_lightning.callbacks.export import ModelExporter
 from rlt_lightning.callbacks.predictions import DistillationWriter, ScoreWriter
@@ -14,6 +13,7 @@ from rlt_lightning.callbacks.recorder import CompletionsTable, RolloutRecorder
 from rlt_lightning.callbacks.reference import ReferenceSync
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.evaluation.callbacks import EvaluationWriter, ResponseCallback
+from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 
 # A logger: whoever builds a Trainer needs it together with the callbacks.
 from rlt_lightning.run.metrics_csv import MetricsCSV

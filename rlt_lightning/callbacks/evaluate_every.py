@@ -3,7 +3,7 @@
 One evaluation, after the optimizer step and before the step's checkpoint:
 
     EvaluateEvery (every rank)           engine of the run, or its own         rank 0
-      one order of all problems, prompts and seeds as in `rlt test`
+      one request for all problems, prompts and seeds as in `rlt test`
       wait for completions in flight
       weights, if they changed ────────▶ hold them, be verified
       prompts, seeds ──────────────────▶ generate
@@ -12,7 +12,7 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
       metrics.csv and the other loggers
 
-The room `evaluation` has what this shares with `rlt test`; `engine_link.py` has how ranks share an engine.
+The room `evaluation` has what this shares with `rlt test`; `rollouts/dispatcher.py` how ranks share an engine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.callbacks.engine_link import EngineLink, make_link
-from rlt_lightning.callbacks.order import Order
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
-from rlt_lightning.callbacks.together import Together
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
@@ -52,6 +49,9 @@ from rlt_lightning.evaluation.results import format_accuracy
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.pretrained import context_length
+from rlt_lightning.rollouts.collectives import Collectives
+from rlt_lightning.rollouts.dispatcher import Dispatcher
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.run.metrics import EVALUATION, OVERALL_FIGURES
 from rlt_lightning.types import InputError, Problem, SFTExample
 
@@ -104,11 +104,11 @@ class EvaluateEvery(Callback):
         self.engine = engine
         self.judge_deadline_s = judge_deadline_s
         self.deadline_s = deadline_s
-        self.together = Together(deadline_s)
+        self.collectives = Collectives(deadline_s)
         # Each fit sets these four.
         self.questions = self._questions()
-        self.own_link: EngineLink | None = None
-        self.link: EngineLink | None = None
+        self.own_dispatcher: Dispatcher | None = None
+        self.dispatcher: Dispatcher | None = None
         self.judge: Judge | None = None
 
     @property
@@ -134,10 +134,10 @@ class EvaluateEvery(Callback):
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
-        self.link = self.own_link = None
+        self.dispatcher = self.own_dispatcher = None
         if self.engine is not None or rollouts_of(trainer) is None:
-            self.own_link = make_link(self.engine or HFEngine(), 1, self.deadline_s)
-            require_gathering(self.own_link.engine, trainer)
+            self.own_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)
+            require_gathering(self.own_dispatcher.engine, trainer)
         if self.every_n_steps > module.total_steps():
             rank_zero_warn(
                 f"EvaluateEvery evaluates every {self.every_n_steps} optimizer steps, but the run has only "
@@ -183,9 +183,9 @@ class EvaluateEvery(Callback):
         """End the judge's processes, and close an engine that nobody else uses; safe to call twice."""
         if self.judge is not None:
             self.judge.close()
-        if self.link is not None and self.link is self.own_link:
-            self.link.close()
-        self.link = self.judge = None
+        if self.dispatcher is not None and self.dispatcher is self.own_dispatcher:
+            self.dispatcher.close()
+        self.dispatcher = self.judge = None
 
     # Evaluation
 
@@ -195,10 +195,8 @@ class EvaluateEvery(Callback):
         bar = trainer.progress_bar_callback
         what = f"the evaluation after iteration {trainer.global_step}"
         with isolate_rng(), bar.doing(what) if isinstance(bar, IterationBar) else nullcontext():
-            own = self._responses(trainer, module)
-            parts = self.together.gather(trainer, own, "all ranks to answer their problems")
-            responses = {number: found for part in parts for number, found in part.items()}
-            figures = self.together.on_rank_zero(
+            responses = self._responses(trainer, module)
+            figures = self.collectives.on_rank_zero(
                 trainer,
                 lambda: self._judged(responses) | {SECONDS: time.monotonic() - begin},
                 "rank 0, which judges the answers",
@@ -208,29 +206,46 @@ class EvaluateEvery(Callback):
         return figures
 
     def _responses(self, trainer: Trainer, module: PolicyModule) -> dict[int, list[Response]]:
-        """Sample this rank's part of all answers; return them by the number of their problem."""
+        """Sample all answers; return them by the number of their problem, on every rank."""
         problems, tokenizer = self.questions.problems, self.questions.chat_format.tokenizer
-        prompts = [problem.prompt for problem in problems]
-        seeds = [response_seed(self.seed, problem) for problem in problems]
-        link = self._ready_link(trainer, module, prompts)
-        rows, step = list(range(len(problems))), module.global_step
-        order = Order(rows, prompts, seeds, step, self.sampling, self.num_samples, stop="")
-        return {
-            number: [build_response(tokenizer, c.token_ids, c.finish_reason) for c in group]
-            for number, group in link.completions_of(trainer, module, order).items()
-        }
+        dispatcher = self._ready_dispatcher(trainer, module, [problem.prompt for problem in problems])
+        # In process each rank samples a block: of these, so that no rank gets all of the hardest set.
+        size = trainer.world_size
+        rows = [number for rank in range(size) for number in range(rank, len(problems), size)]
+        request = RolloutRequest(
+            rows,
+            [problems[number].prompt for number in rows],
+            [response_seed(self.seed, problems[number]) for number in rows],
+            module.global_step,
+            self.sampling,
+            self.num_samples,
+            stop="",
+        )
+        request.asked = dispatcher.divide(len(rows))
+        dispatcher.complete(request)
+        completions = request.completions
+        if dispatcher.engine.in_process:
+            parts = self.collectives.gather(trainer, completions, "all ranks to answer their problems")
+            completions = {number: completion for part in parts for number, completion in part.items()}
+        found: dict[int, list[Response]] = {number: [] for number in rows}
+        for number, completion in sorted(completions.items()):
+            response = build_response(tokenizer, completion.token_ids, completion.finish_reason)
+            found[rows[number // self.num_samples]].append(response)
+        return found
 
-    def _ready_link(self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]) -> EngineLink:
-        """Return the link to the engine, which is started and samples nothing else."""
+    def _ready_dispatcher(
+        self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
+    ) -> Dispatcher:
+        """Return what asks the engine, which is started and samples nothing else."""
         rollouts = rollouts_of(trainer)
-        if self.link is None:
-            assert self.own_link is not None or rollouts is not None
-            self.link = self.own_link or rollouts.link  # type: ignore[union-attr]
+        if self.dispatcher is None:
+            assert self.own_dispatcher is not None or rollouts is not None
+            self.dispatcher = self.own_dispatcher or rollouts.dispatcher  # type: ignore[union-attr]
             longest = max(map(len, prompts)) + self.sampling.max_completion_length
-            self.link.start(trainer, module, prompts[0], longest)
-        if rollouts is not None and self.link is rollouts.link:
-            rollouts.wait_for_engine(trainer)
-        return self.link
+            self.dispatcher.start(trainer, module, prompts[0], longest)
+        if rollouts is not None and self.dispatcher is rollouts.dispatcher:
+            rollouts.sampler.wait()
+        return self.dispatcher
 
     def _judged(self, responses: dict[int, list[Response]]) -> dict[str, float]:
         """Judge all answers and return their figures by name, except figures that are not finite."""

@@ -9,7 +9,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
@@ -126,6 +126,22 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
             f"With weights in shards on {trainer.world_size} processes, an engine outside the process must "
             f"gather them on every rank, but {type(engine).__name__} does not write gather_weights. Write it "
             "as in rlt_lightning.engines.VLLMEngine, or use a strategy that keeps weights whole."
+        )
+
+
+def require_even(engine: Engine, trainer: Trainer) -> None:
+    """Check that all ranks have equally many held-out rows in every batch, if one engine samples for all.
+
+    Raises:
+        InputError: If they have not.
+    """
+    data = stratos_of(trainer)
+    sizes = (len(data.val_items), data.val_batch_size)
+    if not engine.in_process and any(size % trainer.world_size for size in sizes):
+        raise InputError(
+            f"With one engine for {trainer.world_size} processes, the held-out rows and val_batch_size "
+            f"must be multiples of that, but are {sizes[0]} and {sizes[1]}. Change data.val_rows or "
+            "data.val_batch_size."
         )
 
 

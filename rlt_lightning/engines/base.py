@@ -14,9 +14,9 @@ engine says that it is `unverified`. put_to_sleep is called if the engine `takes
 completion as soon as it is finished, so that completions are scored while others are sampled; `sample_all`
 collects those of callers that need all of them.
 
-callbacks/engine_link.py makes the calls from start on; callbacks/rollout.py calls it from Lightning's hooks
-of training, validation and prediction, callbacks/evaluate_every.py while a student trains, and
-evaluation/callbacks.py for `rlt test`.
+rollouts/dispatcher.py makes these calls, from start on: for RolloutCallback and the sampler of its module in
+training, validation and prediction, and for callbacks/evaluate_every.py while a student trains.
+evaluation/callbacks.py makes them for `rlt test`.
 
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -

@@ -1,11 +1,11 @@
 """On-policy distillation: a student learns on its own answers from a teacher that sees the solution.
 
-    RolloutCallback    batch.rollouts: the student's answers; each with the view of the teacher
     training_step
-      ├ Share*         divide all ranks' answers by their tokens (`shares.py`)
-      ├ update         `update` in sampled.py; for each micro-batch:
-      │   ├ teacher*   its states before each judged token, without gradient
-      │   └ student*   its states there; the divergence of both next-token distributions, summed → backward
+      ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
+      ├ divide              over ranks, by tokens: a rank's shard is a list of numbers (rollouts/shards.py)
+      ├ update_policy       the shard's micro-batches (`pack` in sampled.py); for each:
+      │   ├ teacher*        its states before each judged token, without gradient
+      │   └ student*        its states there; the divergence of both distributions, summed → backward
       └ log_step*
 
 In what is marked * ranks meet: in the first always, in the others with sharded weights.
@@ -13,9 +13,8 @@ In what is marked * ranks meet: in the first always, in the others with sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,9 +47,8 @@ from rlt_lightning.modules.judged import (
 )
 from rlt_lightning.modules.logged import rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.sampled import SampledModule
-from rlt_lightning.modules.shares import Share, StepTotals
-from rlt_lightning.numerics.balance import imbalance
+from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.sampled import SampledModule, UpdateSums
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
@@ -216,51 +214,85 @@ class OPDModule(SampledModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one iteration: the teacher judges the student's answers, and the student steps towards it."""
-        rollouts = self.require_rollouts(batch)
-        share = Share.of(self, len(rollouts.rollouts), self.group_size)
-        share.add(dict(enumerate(rollouts.rollouts)))
-        read = replace(rollouts, rollouts=share.rollouts)
-        found: list[Tensor] = [torch.empty(0)] * len(share.rollouts)
-        with self.phase("train") as cost, self.asked() as ask:
-            sequences, extents = [student_part(row) for row in share.rollouts], judged_extents(share.rollouts)
-            loss_of = partial(self.micro_batch_loss, read, ask, found)
-            metrics = self.update(sequences, extents, loss_of, cost)
-        num_judged = torch.tensor([float(len(values)) for values in found], device=self.device)
-        sums = torch.stack([values.to(self.device).sum() for values in found])
-        terms = JudgedTerms(
-            share.of_own(-sums / num_judged.clamp(min=1)), judged_tokens=share.of_own(num_judged)
-        )
+        sampler = self.require_sampler()
+        request = sampler.request(batch.problems)
+        sampler.complete(request)
+        self.require_fresh(request.policy_version)
+        sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
+        shards = self.build_shards()
+        shard = shards.divide({number: request.lengths(number) for number in request.completions})
+        rollouts = request.choose(shard)
+        with self.phase("train") as stats:
+            metrics, found = self.update_policy(rollouts, stats)
+        # Of each answer how much was judged, and the sum of its divergence.
+        judged = {
+            number: (len(values), float(values.sum())) for number, values in zip(shard, found, strict=True)
+        }
+        judged = self.gather(judged, "what the teacher judges on all ranks")
+        own = request.own_numbers
+        counts = torch.tensor([float(judged[number][0]) for number in own], device=self.device)
+        sums = torch.tensor([judged[number][1] for number in own], device=self.device)
+        terms = JudgedTerms(-sums / counts.clamp(min=1), judged_tokens=counts)
+        rollouts = batch.rollouts = request.choose(own)
         batch.scores = Scores(terms, [], [], [])
         metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
-        metrics["perf/rank_imbalance"] = imbalance(share.loads)
+        metrics["perf/rank_imbalance"] = shards.imbalance
         self.log_step(metrics, len(rollouts.rollouts))
+
+    def update_policy(self, rollouts: Rollouts, stats: PhaseStats) -> tuple[dict[str, Any], list[Tensor]]:
+        """Take one optimizer step towards the teacher.
+
+        Args:
+            rollouts: The N answers of this rank's shard.
+            stats: Counts the tokens that the student computes.
+
+        Returns:
+            Metrics, and the divergence at each answer's judged tokens, N of (T,), nats.
+        """
+        rows = rollouts.rollouts
+        sequences = [student_part(row) for row in rows]
+        _, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        sums = UpdateSums()
+        with self.asked() as ask:
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+            for micro_batch in self.pack(sequences, judged_extents(rows), stats):
+                loss, values, metrics, mismatch = self.micro_batch_loss(
+                    rollouts, ask, micro_batch.planned, micro_batch.packed, num_tokens
+                )
+                self.manual_backward(micro_batch.scale * loss)
+                sums.add(micro_batch, metrics, mismatch)
+                for i, own in zip(micro_batch.indices, values, strict=True):
+                    found[i] = own
+            return self.finish_update(sums), found
 
     def micro_batch_loss(
         self,
         rollouts: Rollouts,
         ask: Asked,
-        found: list[Tensor],
         micro_batch: MicroBatch,
         packed: PackedSequences,
-        totals: StepTotals,
-    ) -> tuple[Tensor, dict[str, Tensor], Mismatch]:
-        """Return the loss of one micro-batch of n answers, its metrics, and the engine's mismatch.
+        num_tokens: float,
+    ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor], Mismatch]:
+        """Judge n answers.
 
         Args:
-            rollouts: All N answers of this rank's step.
+            rollouts: N answers.
             ask: Calls the teacher.
-            found: Gets the divergence at each answer's judged tokens, (T,), nats.
             micro_batch: Which n of them are meant.
             packed: What the student reads of them, in one row.
-            totals: Answers and judged tokens of the whole step.
+            num_tokens: Judged tokens of the whole step.
+
+        Returns:
+            The loss, the divergence at each answer's judged tokens, n of (T,), nats, metrics, and the
+            engine's mismatch.
         """
         rows = rollouts.rollouts
-        views = [teacher_part(row) for row in rows]
-        teachers = self.packed(views, micro_batch)
+        teachers = self.packed([teacher_part(row) for row in rows], micro_batch)
         temperature = self.temperature or rollouts.temperature
-        metrics, mismatch, num_tokens = {}, Mismatch(), max(1.0, totals.num_tokens)
+        metrics, mismatch, num_tokens = {}, Mismatch(), max(1.0, num_tokens)
         if self.estimator == "full":
             values = self.divergences(packed, teachers, temperature, ask)  # (M,)
             loss = values.sum() / num_tokens
@@ -278,10 +310,8 @@ class OPDModule(SampledModule):
             rows[i].problem.row for i, n in zip(micro_batch.indices, lengths, strict=True) for _ in range(n)
         ]
         require_finite(values, "divergence of student and teacher", numbers)
-        for i, own in zip(micro_batch.indices, values.split(lengths), strict=True):
-            found[i] = own
         metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / num_tokens}
-        return loss, metrics, mismatch
+        return loss, values.split(lengths), metrics, mismatch
 
     def divergences(
         self, packed: PackedSequences, teachers: PackedSequences, temperature: float, ask: Asked
@@ -377,15 +407,18 @@ class OPDModule(SampledModule):
     @torch.no_grad()
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the divergence on held-out problems, answer length and the fraction of closed answers."""
-        rollouts = self.require_rollouts(batch)
+        rollouts = batch.rollouts = self.require_sampler().sample_held_out(batch.problems)
+        self.require_fresh(rollouts.policy_version)
         rows = rollouts.rollouts
         found: list[Tensor] = [torch.empty(0)] * len(rows)
-        totals = StepTotals(len(rows), sum(map(num_judged, rows)))
         sequences = [student_part(row) for row in rows]
         with self.phase("score"), self.asked() as ask:
             for micro_batch, _ in self.plan_forward(judged_extents(rows)):
                 packed = self.packed(sequences, micro_batch)
-                self.micro_batch_loss(rollouts, ask, found, micro_batch, packed, totals)
+                num_tokens = sum(map(num_judged, rows))
+                _, values, _, _ = self.micro_batch_loss(rollouts, ask, micro_batch, packed, num_tokens)
+                for i, own in zip(micro_batch.indices, values, strict=True):
+                    found[i] = own
         lengths = rollout_metrics(rollouts)
         figures = {
             "rollout/val_length_mean": lengths["rollout/length_mean"],

@@ -2,31 +2,28 @@
 
 The life of a step, on every rank; the steps marked * wait for the other ranks:
 
-    StratosDataModule        batch.problems: this rank's part of the step (`collate` in stratos.py, loader.py)
-    RolloutCallback          batch.rollouts: group_size completions per problem, with their policy_version;
-                             with dynamic sampling batch.scores too, and other problems where they are equal
-    Reading*                 in waves while others are sampled, or all at once in training_step (`reading.py`)
-      ├ Share*               divide all ranks' rollouts by their tokens (`shares.py`)
-      └ Scorer               student and teacher read this rank's share; the reference too (`scorer.py`)
+    StratosDataModule         batch.problems: this rank's part of the step (`collate` in stratos.py)
     training_step
-      ├ require_rollouts     refuse missing or stale rollouts
-      ├ rewards*             what the student said, of whole groups, becomes batch.scores
-      ├ advantages*          compare within each group → (N,), then those of the share
-      ├ update_policy        `update` in sampled.py:
-      │   ├ sum_over_ranks*  sequences and tokens of the whole step, which the loss divides by
-      │   ├ plan*            divide the share into micro-batches, equally many on all ranks
-      │   ├ for each of them micro_batch_loss → manual_backward; the last backward sums gradients*
-      │   └ optimizer step*  `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
-      └ log_step*            means over ranks → metrics.csv, W&B; callbacks read batch.scores
+      ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
+      ├ sample_and_score      for each chunk of completions, alike on every rank:
+      │   ├ sampler.stream*   what has come from the engine
+      │   ├ divide            over ranks, by tokens: a rank's shard is a list of numbers (rollouts/shards.py)
+      │   ├ scorer            students, teacher and reference read the shard (scorer.py)
+      │   └ reward_groups*    once all are there: each rank rewards its own problems → rewards (N,), on all
+      ├ request_others        dynamic sampling: again, for groups of equal rewards
+      ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
+      ├ advantages            compare within each group → (N,)
+      ├ update_policy         the shard's micro-batches, equally many on all ranks (`pack` in sampled.py):
+      │   ├ for each of them log_probs → policy_loss → manual_backward; the last backward sums gradients*
+      │   └ optimizer step*   `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
+      └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.scores
 
-With sharded weights, each forward and backward waits for the other ranks too. To follow a batch, open
-`datamodules/stratos.py`, `callbacks/rollout.py`, this file, `scorer.py` (reward) and `base.py` (optimizer
-step). `models/packed.py` runs a micro-batch through a model; `numerics/` computes, `logged.py` counts.
+With sharded weights, each forward and backward waits for the other ranks too. `models/packed.py` runs a
+micro-batch through a model; `numerics/` computes, `logged.py` counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -42,9 +39,10 @@ from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.logged import held_out_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.reading import read_all
-from rlt_lightning.modules.sampled import SampledModule
+from rlt_lightning.modules.sampled import SampledModule, UpdateSums, require_group
+from rlt_lightning.modules.scored import ScoredCompletions
 from rlt_lightning.modules.scorer import (
+    CompletionScores,
     Named,
     Scorer,
     Students,
@@ -52,16 +50,15 @@ from rlt_lightning.modules.scorer import (
     sampled_extents,
     sampled_sequence,
 )
-from rlt_lightning.modules.shares import StepTotals, require_group
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
-from rlt_lightning.numerics.balance import imbalance
-from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
+from rlt_lightning.numerics.packing import Layout, to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
@@ -217,80 +214,122 @@ class RLTModule(SampledModule):
     # Training
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Run one RLT iteration: score with the student, compare within groups, step the teacher."""
-        rollouts = self.require_rollouts(batch)
-        unscored = batch.scores is None  # dynamic sampling has scored them to decide which to keep
-        reading, self.reading = (self.reading or read_all(self, rollouts, unscored)).in_order(), None
-        share = reading.share
-        if batch.scores is None:
-            with self.phase("score"):
-                own = share.scores_of_own(reading.scores)
-                batch.scores = self.scorer.rewards(rollouts.rollouts, own)
-        rewards = batch.scores.terms.reward  # (N,)
-        with self.phase("train") as cost:
-            advantages = share.of_share(self.advantages(rewards, self.group_size))  # (share,)
-            read = replace(rollouts, rollouts=share.rollouts)
-            metrics = self.update_policy(read, advantages, reading.references, cost)
+        """Run one RL iteration: sample, score with the student, compare within groups, step the teacher."""
+        sampler = self.require_sampler()
+        scored = self.sample_and_score(sampler.request(batch.problems))
+        for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
+            others = sampler.request_others(scored.find_equal_groups())
+            if others is None:
+                break
+            scored.replace(self.sample_and_score(others))
+        sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
+        if sampler.max_rounds:
+            self.divide_again(scored)
+        with self.phase("train") as stats:
+            advantages = self.advantages(scored.rewards, self.group_size)  # (N,), alike on every rank
+            metrics = self.update_policy(scored, advantages, stats)
+        self.log_iteration(batch, scored, metrics)
+
+    def sample_and_score(self, request: RolloutRequest) -> ScoredCompletions:
+        """Wait for completions and score them as they come; all ranks get all rewards.
+
+        Each rank lets the models read its shard, then rewards its own problems: a judge is asked once.
+        """
+        sampler = self.require_sampler()
+        scored = ScoredCompletions(request, self.build_shards())
+        for chunk in sampler.stream(request):  # numbers of completions, alike on every rank
+            with self.phase("score") as stats:
+                part = scored.divide(chunk)
+                # A rank without a part reads a dummy, since with sharded weights all ranks run a forward.
+                rows = scored.rollouts(part or chunk[:1])
+                options = rows, request.sampling.temperature
+                students = self.scorer.score_students(*options, scored.known_empty(), stats)
+                # What dynamic sampling drops needs no reference.
+                references = [] if sampler.max_rounds else self.scorer.reference_log_probs(*options, stats)
+                scored.add(part, students, references)
+        self.require_fresh(request.policy_version)
+        with self.phase("score"):
+            self.reward_groups(scored)
+        return scored
+
+    def reward_groups(self, scored: ScoredCompletions) -> None:
+        """Reward this rank's problems from what models computed on any rank; all ranks get all rewards."""
+        if self.trainer.world_size > 1:
+            cpu = torch.device("cpu")
+            own = {n: CompletionScores(one).to(cpu, copy=True).students for n, one in scored.students.items()}
+            scored.students = self.gather(own, "what models compute on all ranks")
+        own_rewards: dict[int, float] = {}
+        dtype = torch.float32
+        if scored.own:
+            found = [CompletionScores(scored.students[number]) for number in scored.own]
+            scored.scores = self.scorer.rewards(scored.rollouts(scored.own), found)
+            values = scored.scores.terms.reward
+            own_rewards, dtype = dict(zip(scored.own, values.tolist(), strict=True)), values.dtype
+        rewards = self.gather(own_rewards, "the rewards of all ranks")
+        values_of_all = [rewards[number] for number in range(len(scored.sources))]
+        scored.rewards = torch.tensor(values_of_all, dtype=dtype, device=self.device)  # (N,)
+
+    def divide_again(self, scored: ScoredCompletions) -> None:
+        """Divide the completions that dynamic sampling has left over ranks; let the reference read them."""
+        with self.phase("score") as stats:
+            rows = scored.rollouts(scored.divide_again(self.build_shards()))
+            references = self.scorer.reference_log_probs(rows, scored.request.sampling.temperature, stats)
+            scored.references = dict(zip(scored.shard, references, strict=bool(references)))
+
+    def update_policy(
+        self, scored: ScoredCompletions, advantages: Tensor, stats: PhaseStats
+    ) -> dict[str, Any]:
+        """Take one optimizer step on the policy loss of this rank's shard, and return its metrics.
+
+        Args:
+            scored: The step's completions.
+            advantages: Their advantages, (N,).
+            stats: Counts the tokens that the policy computes.
+        """
+        rows, temperature = scored.rollouts(scored.shard), scored.request.sampling.temperature
+        stale = scored.request.policy_version < self.global_step
+        sequences = [sampled_sequence(row) for row in rows]
+        # What the loss divides by, so that micro-batches of all ranks add up.
+        num_sequences, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
+        sums = UpdateSums()
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        for micro_batch in self.pack(sequences, sampled_extents(rows), stats):
+            numbers = [scored.shard[i] for i in micro_batch.indices]
+            chosen = [rows[i] for i in micro_batch.indices]
+            lengths = [len(row.completion.token_ids) for row in chosen]
+            flat, entropy = self.run(log_probs_of, micro_batch.packed, temperature, self.head, True)  # (M,)
+            log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
+            require_finite(log_probs, "policy log-prob", [row.problem.row for row in chosen])
+            old_log_probs, weights, mismatch = self.engine_weights(chosen, log_probs, token_mask, stale)
+            loss, metrics = self.policy_loss(
+                log_probs=log_probs,
+                old_log_probs=old_log_probs,
+                ref_log_probs=scored.reference_log_probs(numbers),
+                importance_weights=weights,
+                advantages=advantages[torch.tensor(numbers, device=self.device)],
+                token_mask=token_mask,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+            )
+            self.manual_backward(micro_batch.scale * loss)
+            entropy_share = entropy.detach().sum() / num_tokens
+            metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
+            sums.add(micro_batch, metrics, mismatch)
+        return self.finish_update(sums)
+
+    def log_iteration(self, batch: PromptBatch, scored: ScoredCompletions, metrics: dict[str, Any]) -> None:
+        """Log a step's metrics, and give callbacks the scored completions of this rank's problems."""
+        rollouts = scored.own_rollouts()
+        batch.rollouts, batch.scores = rollouts, scored.scores
+        batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
+        if self.require_sampler().max_rounds:
+            batch.counts = scored.counts.metrics(len(scored.find_equal_groups()))
+        assert batch.scores is not None
         metrics |= reward_metrics(batch.scores, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
-        metrics["perf/rank_imbalance"] = imbalance(share.loads)
+        metrics["perf/rank_imbalance"] = scored.shards.imbalance
         self.log_step(metrics | batch.counts, len(rollouts.rollouts))
-
-    def update_policy(
-        self, rollouts: Rollouts, advantages: Tensor, references: list[Tensor], cost: PhaseStats
-    ) -> dict[str, Any]:
-        """Take one optimizer step on the policy loss.
-
-        Args:
-            rollouts: This rank's share, N completions.
-            advantages: Their advantages, (N,).
-            references: The reference's log-probs of their tokens, N of (T,); empty without a KL penalty.
-            cost: Counts the tokens that the policy computes.
-        """
-        own = rollouts.rollouts
-        loss_of = partial(self.micro_batch_loss, rollouts, advantages, references)
-        return self.update([sampled_sequence(row) for row in own], sampled_extents(own), loss_of, cost)
-
-    def micro_batch_loss(
-        self,
-        rollouts: Rollouts,
-        advantages: Tensor,
-        references: list[Tensor],
-        micro_batch: MicroBatch,
-        packed: PackedSequences,
-        totals: StepTotals,
-    ) -> tuple[Tensor, dict[str, Tensor], Mismatch]:
-        """Return the loss of one micro-batch of n rollouts, its metrics, and the engine's mismatch.
-
-        Args:
-            rollouts: All N rollouts of this rank's step.
-            advantages: Their advantages, (N,).
-            references: The reference's log-probs of their tokens, N of (T,); empty without a KL penalty.
-            micro_batch: Which n of them are meant.
-            packed: Their tokens in one row.
-            totals: Sequences and tokens of the whole step.
-        """
-        rows = [rollouts.rollouts[i] for i in micro_batch.indices]
-        lengths = [len(row.completion.token_ids) for row in rows]
-        flat, entropy = self.run(log_probs_of, packed, rollouts.temperature, self.head, True)  # (M,)
-        log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-        require_finite(log_probs, "policy log-prob", [row.problem.row for row in rows])
-        stale = rollouts.policy_version < self.global_step
-        old_log_probs, weights, mismatch = self.engine_weights(rows, log_probs, token_mask, stale)
-        reference = torch.cat([references[i] for i in micro_batch.indices]) if references else None
-        loss, metrics = self.policy_loss(
-            log_probs=log_probs,
-            old_log_probs=old_log_probs,
-            ref_log_probs=None if reference is None else to_padded(reference, lengths)[0],
-            importance_weights=weights,
-            advantages=advantages[torch.tensor(micro_batch.indices, device=self.device)],
-            token_mask=token_mask,
-            num_tokens=totals.num_tokens,
-            num_sequences=totals.num_sequences,
-        )
-        entropy_share = entropy.detach().sum() / totals.num_tokens
-        return loss, metrics | {"policy/loss": loss.detach(), "policy/entropy": entropy_share}, mismatch
 
     @property
     def scorer(self) -> Scorer:
@@ -326,7 +365,8 @@ class RLTModule(SampledModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
-        rollouts = self.require_rollouts(batch)
+        rollouts = batch.rollouts = self.require_sampler().sample_held_out(batch.problems)
+        self.require_fresh(rollouts.policy_version)
         with self.phase("score"):
             scores = self.score(rollouts)
             mismatch = self.scorer.engine_mismatch(rollouts.rollouts, rollouts.temperature)
@@ -334,6 +374,9 @@ class RLTModule(SampledModule):
         self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Score the rollouts, which may come with the data; a callback writes the batch's scores."""
+        """Score completions, which may come with the data; a callback writes the batch's scores."""
+        if batch.rollouts is None:
+            batch.rollouts = self.require_sampler().sample_traces(batch.problems)
+        self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
-            batch.scores = self.score(self.require_rollouts(batch))
+            batch.scores = self.score(batch.rollouts)

@@ -1,10 +1,11 @@
-"""What training on sampled completions shares: the batch's rollouts, their losses, and one optimizer step."""
+"""What training on sampled completions shares: who brings them, and an update's micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,22 +15,61 @@ from rlt_lightning.modules.checked import get_frozen_ready
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.logged import mismatch_metrics
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
-from rlt_lightning.modules.reading import Reading
 from rlt_lightning.modules.scorer import sampled_log_probs
-from rlt_lightning.modules.shares import StepTotals
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
+from rlt_lightning.rollouts.collectives import gather_from_ranks
+from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.rollouts.shards import Shards
+from rlt_lightning.types import InputError, Rollout
 
-# loss_of(micro_batch, packed, totals) returns a micro-batch's loss, its metrics, and the engine's mismatch.
-MicroBatchLoss = Callable[
-    [MicroBatch, PackedSequences, StepTotals], tuple[Tensor, dict[str, Tensor], Mismatch]
-]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """A micro-batch of a policy update.
+
+    Attributes:
+        planned: Which of the rank's sequences are in it.
+        packed: Their tokens in one row.
+        scale: What its loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
+            counts world_size times. 0: computed only because other ranks compute one.
+    """
+
+    planned: MicroBatch
+    packed: PackedSequences
+    scale: float
+
+    @property
+    def indices(self) -> list[int]:
+        """Return which of the rank's sequences are in it, in the order of their tokens."""
+        return self.planned.indices
+
+
+@dataclass
+class UpdateSums:
+    """Metrics of an update, added up over its micro-batches.
+
+    Attributes:
+        metrics: Sums of each metric.
+        mismatch: How far engine and trainer differ.
+    """
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+
+    def add(self, micro_batch: UpdateBatch, metrics: dict[str, Tensor], mismatch: Mismatch) -> None:
+        """Add a micro-batch's part of each metric."""
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + micro_batch.scale * value
+        if micro_batch.scale:
+            self.mismatch += mismatch
 
 
 class SampledModule(PolicyModule):
-    """A model that trains on completions which RolloutCallback attaches to the batch.
+    """A model that trains on completions, which it asks the sampler of RolloutCallback for.
 
     Args:
         group_size: Completions per problem.
@@ -61,7 +101,8 @@ class SampledModule(PolicyModule):
         # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
         self.reference: FrozenModel | None = None
         self.reference_moves = False
-        self.reading: Reading | None = None  # of the step that begins; None: training_step reads all
+        # RolloutCallback sets it.
+        self.sampler: Sampler | None = None
 
     def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
         """Return the frozen models that read completions, with their names."""
@@ -96,60 +137,71 @@ class SampledModule(PolicyModule):
             metadata["training"]["importance sampling"] = str(self.importance_weights)
         return metadata
 
-    def require_rollouts(self, batch: PromptBatch) -> Rollouts:
-        """Return the batch's rollouts, or say which callback should have brought them."""
-        rollouts = batch.rollouts
-        if rollouts is None:
+    # Completions
+
+    def require_sampler(self) -> Sampler:
+        """Return what brings completions, or say which callback should have handed it over."""
+        if self.sampler is None:
             raise InputError(
-                "Every batch needs rollouts, but this one has none. Add "
+                "Every batch needs rollouts, but nothing brings them. Add "
                 "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
             )
-        staleness = self.global_step - rollouts.policy_version
+        return self.sampler
+
+    def require_fresh(self, policy_version: int) -> None:
+        """Check that completions are not staler than allowed.
+
+        Args:
+            policy_version: Optimizer steps that the weights had taken which sampled them.
+        """
+        staleness = self.global_step - policy_version
         if not 0 <= staleness <= self.max_staleness:
             raise RuntimeError(
                 f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
-                f"RolloutCallback brought some of version {rollouts.policy_version} at step "
-                f"{self.global_step}."
+                f"RolloutCallback brought some of version {policy_version} at step {self.global_step}."
             )
-        return rollouts
 
-    def update(
-        self,
-        sequences: list[ScoredSequence],
-        extents: list[Extent],
-        loss_of: MicroBatchLoss,
-        cost: PhaseStats,
-    ) -> dict[str, Any]:
-        """Accumulate a loss over packed micro-batches and take one optimizer step.
+    def build_shards(self) -> Shards:
+        """Return what divides a step's completions over ranks; nothing is divided yet."""
+        shares_prefix = self.layout in ("auto", "shared_prefix")
+        trainer = self.trainer
+        return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
+
+    def gather(self, own: dict[int, T], what: str) -> dict[int, T]:
+        """Return what all ranks have, by the number of the completion; `what` is waited for.
+
+        It is pickled, so tensors must be on the CPU.
+        """
+        parts = gather_from_ranks(self.trainer, own, what)
+        return {number: value for part in parts for number, value in part.items()}
+
+    # The policy update
+
+    def pack(
+        self, sequences: list[ScoredSequence], extents: list[Extent], stats: PhaseStats
+    ) -> Iterator[UpdateBatch]:
+        """Yield the micro-batches of an update, each inside the strategy's context for its backward.
+
+        All ranks get equally many: the last backward of a step sums gradients over ranks.
 
         Args:
-            sequences: What the policy computes for each completion of this rank's share; scored tokens enter
-                the loss.
+            sequences: What the policy computes for each completion of this rank's shard.
             extents: Their lengths.
-            loss_of: Returns the loss of one micro-batch, such that those of a step add up.
-            cost: Counts the tokens that the policy computes.
+            stats: Counts the tokens that the policy computes.
         """
-        totals = StepTotals(*self.sum_over_ranks(len(sequences), sum(sum(s.scored) for s in sequences)))
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
-        plan = self.plan(extents, meeting=True)
-        metrics: dict[str, Any] = {}
-        mismatch = Mismatch()
-        for number, (micro_batch, weight) in enumerate(plan):
-            # The strategy averages gradients over ranks, so a rank's share counts world_size times.
-            share = weight * self.trainer.world_size
+        planned = self.plan(extents, meeting=True)
+        for number, (micro_batch, weight) in enumerate(planned):
             packed = self.packed(sequences, micro_batch)
             flops = self.forwards_per_step * forward_flops(self.policy, packed)
-            cost.count(packed, sequences, micro_batch, weight, flops)
-            with self.sharding.micro_batch(last=number == len(plan) - 1):
-                loss, loss_metrics, row_mismatch = loss_of(micro_batch, packed, totals)
-                self.manual_backward(share * loss)
-            for name, value in loss_metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + share * value
-            # A row of weight 0 is computed only because other ranks compute one.
-            if weight:
-                mismatch += row_mismatch
-        metrics |= self.optimizer_step_now()
-        mismatch = Mismatch(self.max_over_ranks(mismatch.largest), *self.sum_over_ranks(*mismatch.sums()))
+            stats.count(packed, sequences, micro_batch, weight, flops)
+            with self.sharding.micro_batch(last=number == len(planned) - 1):
+                yield UpdateBatch(micro_batch, packed, weight * self.trainer.world_size)
+
+    def finish_update(self, sums: UpdateSums) -> dict[str, Any]:
+        """Step the optimizer; return the metrics of the update over all ranks."""
+        metrics = sums.metrics | self.optimizer_step_now()
+        own = sums.mismatch
+        mismatch = Mismatch(self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step)
 
     def engine_weights(
@@ -175,3 +227,12 @@ class SampledModule(PolicyModule):
         if self.importance_weights is not None:
             weights = self.importance_weights(log_probs, engine_log_probs, token_mask)
         return engine_log_probs if stale and weights is None else None, weights, mismatch
+
+
+def require_group(group_size: int) -> None:
+    """Check that a group has more than one completion."""
+    if group_size < 2:
+        raise InputError(
+            f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
+            "so every advantage would be zero. Raise it; the paper uses 64."
+        )

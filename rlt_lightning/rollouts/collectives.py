@@ -17,8 +17,8 @@ from rlt_lightning.types import InputError
 T = TypeVar("T")
 
 
-class Together:
-    """Lets ranks wait for each other, without the strategy's own group, which would give up earlier.
+class Collectives:
+    """Lets ranks wait for each other in a process group of its own; the strategy's would give up earlier.
 
     Args:
         deadline_s: How long a rank waits for the others.
@@ -61,18 +61,31 @@ class Together:
 
     def gather(self, trainer: Trainer, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank; `what` is waited for."""
-        if trainer.world_size == 1:
-            return [value]
-        self._open()
-        parts: list[Any] = [None] * trainer.world_size
-        with waiting_for_ranks(trainer, what):
-            torch.distributed.all_gather_object(parts, value, group=self.group)
-        return parts
+        if trainer.world_size > 1:
+            self._open()
+        return gather_from_ranks(trainer, value, what, self.group)
 
     def _open(self) -> None:
         if self.group is None:
             timeout = timedelta(seconds=self.deadline_s)
             self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+
+
+def gather_from_ranks(trainer: Trainer, value: T, what: str, group: Any = None) -> list[T]:
+    """Return the values of all ranks, in rank order, on every rank; all ranks call this together.
+
+    Args:
+        trainer: Knows the ranks.
+        value: What this rank gives; it is pickled, so tensors must be on the CPU.
+        what: What is waited for, as a message shows it.
+        group: The process group; None: the strategy's.
+    """
+    if trainer.world_size == 1:
+        return [value]
+    parts: list[Any] = [None] * trainer.world_size
+    with waiting_for_ranks(trainer, what):
+        torch.distributed.all_gather_object(parts, value, group=group)
+    return parts
 
 
 def waiting_for_ranks(

@@ -1,0 +1,318 @@
+"""The only thing through which a module asks for completions; RolloutCallback makes it and hands it over.
+
+A step of training, as `RLTModule.training_step` calls it:
+
+    request          what the step asks for, or what was submitted one step ahead
+    stream           its completions in chunks, alike on every rank, until all are there
+    request_others   dynamic sampling: other problems in place of some
+    submit_next      asynchronous: the next step's request, so that the engine samples while this step trains
+
+        engine      sample 0 │ sample 1 │ sample 2 │ ...
+        module               │ train 0  │ train 1  │ ...
+
+An engine outside the process, on GPUs of its own, leaves the trainer's GPUs idle while it samples. So its
+completions come in several chunks, and each is scored at once. Each ═ is a collective: all ranks wait there.
+
+    engine   ─── sample ─────────────────────────────────────────────┐
+    rank 0       chunk 1 ═▶ score ═ chunk 2 ═▶ score ═ ...  last chunk ═▶ score ─▶ update
+    rank 1               ═▶ score ═         ═▶ score ═ ...             ═▶ score ─▶ update
+
+No weight moves before the last chunk is scored, so the rewards equal those of scoring all at the end, up to
+rounding, since micro-batches differ. Any other engine brings all completions in one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from lightning.pytorch import Trainer
+
+from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.engines.base import Sampling
+from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.rollouts.collectives import gather_from_ranks
+from rlt_lightning.rollouts.dispatcher import Dispatcher, Policy
+from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
+from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.types import Completion, Problem, Rollouts
+
+# In seeds these stand in place of the optimizer step.
+VALIDATION, PREDICTION = -1, -2
+# Sampled tokens of a chunk, in full forwards of each rank: a smaller chunk would fill no forward, a larger
+# one would leave more to score after the last completion (benchmarks/overlap.py).
+CHUNK_FORWARDS = 1
+
+
+class SampledPolicy(Policy, Protocol):
+    """The module that trains on completions, a SampledModule: what is used of it here."""
+
+    group_size: int
+    micro_batch_tokens: int
+
+    def total_steps(self) -> int:
+        """Return the optimizer steps of the whole run."""
+
+
+class Settings(Protocol):
+    """The settings of RolloutCallback, which documents them."""
+
+    sampling: Sampling
+    val_sampling: Sampling
+    val_completions: int
+    num_traces: int
+    max_resamples: int
+    asynchronous: bool
+    score_early: bool
+    dynamic_sampling: DynamicSampling | None
+    seed: int
+
+    def sampling_at(self, step: int) -> Sampling:
+        """Return the sampling of the completions that a step, from 0, trains on."""
+
+
+class Sampler:
+    """Brings completions to a module.
+
+    Args:
+        dispatcher: Asks the engine.
+        settings: How completions are sampled.
+    """
+
+    trainer: Trainer
+    module: SampledPolicy
+
+    def __init__(self, dispatcher: Dispatcher, settings: Settings) -> None:
+        self.dispatcher = dispatcher
+        self.settings = settings
+        # What a checkpoint keeps: the request of this step or, once it was submitted, of the next.
+        self.pending: RolloutRequest | None = None
+        self.num_own = 0  # problems that the loader gave this rank in this step
+
+    def bind(self, trainer: Trainer, module: SampledPolicy) -> None:
+        """Bring completions to this module from now on; a request that an earlier run left is dropped."""
+        self.trainer, self.module, self.pending = trainer, module, None
+
+    @property
+    def max_rounds(self) -> int:
+        """Return how often a step may replace groups of equal rewards; 0 without dynamic sampling."""
+        dynamic = self.settings.dynamic_sampling
+        return 0 if dynamic is None else dynamic.max_rounds
+
+    # Training
+
+    def request(self, problems: list[Problem]) -> RolloutRequest:
+        """Return what this step asks for: G completions of each problem of all ranks.
+
+        It may have been submitted already, and some of it may have come.
+
+        Args:
+            problems: Those of this rank.
+        """
+        step, group_size = self.module.global_step, self.module.group_size
+        request, expected = self.pending, (group_size, self.settings.sampling_at(step))
+        # A request from a checkpoint may be of other settings.
+        if request is None or (request.num_completions, request.sampling) != expected:
+            request = self._build_step(problems, step)
+        elif not request.problems:
+            self._attach(request, self._gather(problems), len(problems))
+        self._require_rows(request, problems)
+        self.pending, self.num_own = request, len(problems)
+        return request
+
+    def stream(self, request: RolloutRequest) -> Iterator[list[int]]:
+        """Yield the numbers of completions that have come, chunk by chunk, until all of a request are there.
+
+        All ranks get the same chunks. What happens between two of them counts as hidden behind sampling,
+        as far as the engine samples meanwhile.
+        """
+        min_tokens: float = math.inf
+        if self.settings.score_early:
+            min_tokens = CHUNK_FORWARDS * self.module.micro_batch_tokens * self.trainer.world_size
+        spans: list[tuple[float, float]] = []
+        while True:
+            with self.module.phase("generate") as cost:
+                chunk = self.dispatcher.next_chunk(request, min_tokens)
+                ended_at = time.perf_counter() - chunk.waited_s
+                cost.tokens += self.dispatcher.count_tokens(chunk)
+                numbers = sorted(chunk.completions)
+                if chunk.complete and self.dispatcher.engine.in_process:
+                    numbers = self._share_completions(request)
+            if numbers:
+                start = time.perf_counter()
+                yield numbers
+                spans.append((start, time.perf_counter()))
+            if chunk.complete:
+                break
+            if not chunk.sampling:
+                self.dispatcher.submit(request)
+        with self.module.phase("score") as cost:
+            cost.hidden_s += hidden_seconds(spans, ended_at)
+
+    def request_others(self, places: Sequence[int]) -> RolloutRequest | None:
+        """Return a request for other problems, the next of the training order, in these places of the step.
+
+        Problems may be fewer than places. None: there are no places, or no problems.
+        """
+        loader: Any = self.trainer.train_dataloader
+        problems: list[Problem] = loader.more(len(places)) if places else []
+        if not problems:
+            return None
+        request = self._build_training(problems, self.module.global_step, 0)
+        request.places = list(places[: len(problems)])
+        rank = self.trainer.global_rank
+        request.own = [i for i, place in enumerate(request.places) if place // self.num_own == rank]
+        return request
+
+    def submit_next(self) -> None:
+        """Submit the request of the next step, if rollouts are asynchronous and there is a next step."""
+        following, step = None, self.module.global_step + 1
+        # Every step logs the same metrics, also the last of an asynchronous run, which pushes nothing.
+        with self.module.phase("push"):
+            pass
+        if self.settings.asynchronous and step < self.module.total_steps():
+            loader: Any = self.trainer.train_dataloader
+            following = self._build_step(loader.peek().problems, step)
+            # Before self.pending changes: if this fails, a checkpoint must find this step's request.
+            self.dispatcher.submit(following)
+        self.pending = following
+
+    def complete(self, request: RolloutRequest) -> None:
+        """Wait for all completions of a request at once; all ranks get all of them."""
+        self.dispatcher.complete(request)
+        if self.dispatcher.engine.in_process:
+            self._share_completions(request)
+
+    # Validation and prediction
+
+    def sample_held_out(self, problems: list[Problem]) -> Rollouts:
+        """Sample completions of this rank's held-out problems, the same in every validation."""
+        self.wait()
+        request = self._build_own(
+            problems, VALIDATION, self.settings.val_sampling, self.settings.val_completions
+        )
+        return self._finish(request)
+
+    def sample_traces(self, problems: list[Problem]) -> Rollouts:
+        """Sample the traces of a prediction; they depend only on seed and row, however rows are batched."""
+        request = self._build_own(problems, PREDICTION, self.settings.sampling, self.settings.num_traces)
+        found = self._finish(request)
+        data, rollouts = stratos_of(self.trainer), found.rollouts
+        for attempt in range(1, self.settings.max_resamples + 1):
+            misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
+            if not misfits:
+                break
+            again = [rollouts[i].problem for i in misfits]
+            request = self._build_own(again, PREDICTION, self.settings.sampling, 1)
+            traces = [i % self.settings.num_traces for i in misfits]
+            request.seeds = [
+                mix_seed(seed, attempt, trace) for seed, trace in zip(request.seeds, traces, strict=True)
+            ]
+            resampled = self._finish(request).rollouts
+            for i, rollout in zip(misfits, resampled, strict=True):
+                rollouts[i] = rollout
+        return found
+
+    def _finish(self, request: RolloutRequest) -> Rollouts:
+        """Wait for a request of `_build_own`, and return the completions of this rank's problems."""
+        self.dispatcher.complete(request)
+        return request.choose(request.own_numbers)
+
+    def wait(self) -> None:
+        """Wait until nothing is sampled any more, since an engine does one thing at a time."""
+        if self.pending is not None:
+            self.dispatcher.call(self.pending.wait)
+
+    # Requests
+
+    def _build_step(self, problems: list[Problem], step: int) -> RolloutRequest:
+        """Return the request of a step, of whose problems each rank has its own; nothing is sampled yet."""
+        return self._build_training(self._gather(problems), step, len(problems))
+
+    def _build_training(self, problems: list[Problem], step: int, num_own: int) -> RolloutRequest:
+        """Return a request for problems that all ranks have alike."""
+        request = self._build(
+            problems, step, self.settings.sampling_at(step), self.module.group_size, num_own
+        )
+        request.asked = self.dispatcher.divide(len(problems))
+        return request
+
+    def _build_own(
+        self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int
+    ) -> RolloutRequest:
+        """Return a request outside of training; in process ranks do not meet, since their numbers differ."""
+        if self.dispatcher.engine.in_process:
+            request = self._build(problems, step, sampling, num_completions, len(problems))
+            request.own = range(len(problems))
+            return request
+        return self._build(self._gather(problems), step, sampling, num_completions, len(problems))
+
+    def _build(
+        self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int, num_own: int
+    ) -> RolloutRequest:
+        request = RolloutRequest(
+            rows=[problem.row for problem in problems],
+            prompts=[problem.teacher_prompt for problem in problems],
+            seeds=[mix_seed(self.settings.seed, step, problem.row) for problem in problems],
+            policy_version=self.module.global_step,
+            sampling=sampling,
+            num_completions=num_completions,
+            stop=stratos_of(self.trainer).stop,
+        )
+        self._attach(request, problems, num_own)
+        return request
+
+    def _attach(self, request: RolloutRequest, problems: list[Problem], num_own: int) -> None:
+        """Give a request its problems: those of all ranks in rank order, `num_own` of each."""
+        first = self.trainer.global_rank * num_own
+        request.problems, request.places = problems, range(len(problems))
+        request.own = range(first, first + num_own)
+        request.build = stratos_of(self.trainer).rollout
+
+    def _gather(self, problems: list[Problem]) -> list[Problem]:
+        """Return the problems of all ranks, in rank order."""
+        parts = gather_from_ranks(self.trainer, problems, "all ranks to announce their problems")
+        return [problem for part in parts for problem in part]
+
+    def _require_rows(self, request: RolloutRequest, problems: list[Problem]) -> None:
+        first, rows = self.trainer.global_rank * len(problems), [problem.row for problem in problems]
+        if request.rows[first : first + len(rows)] != rows:
+            raise RuntimeError(
+                f"Completions were sampled for rows {request.rows}, but this batch has rows {rows}. The "
+                "loader did not bring what it had announced."
+            )
+
+    def _share_completions(self, request: RolloutRequest) -> list[int]:
+        """Give all ranks what each has sampled in process; return the numbers of all completions."""
+        if self.trainer.world_size == 1:
+            return sorted(request.completions)
+        packed = {number: pack_completion(one) for number, one in request.completions.items()}
+        parts = gather_from_ranks(self.trainer, packed, "the completions of all ranks")
+        request.completions = {
+            number: unpack_completion(one) for part in parts for number, one in part.items()
+        }
+        return sorted(request.completions)
+
+
+def pack_completion(completion: Completion) -> Completion:
+    """Store a completion's numbers in arrays, which travel faster than lists."""
+    log_probs = completion.log_probs
+    arrays: dict[str, Any] = {"token_ids": np.array(completion.token_ids, dtype=np.int32)}
+    arrays["log_probs"] = None if log_probs is None else np.array(log_probs, dtype=np.float64)
+    return replace(completion, **arrays)
+
+
+def unpack_completion(completion: Completion) -> Completion:
+    """Undo `pack_completion`."""
+    arrays: dict[str, Any] = vars(completion)
+    lists: Any = {name: array.tolist() for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    return replace(completion, **lists)
+
+
+def hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:
+    """Return how long the spans, from start to end, lasted before `ended_at`."""
+    return sum(max(0.0, min(end, ended_at) - start) for start, end in spans)
