@@ -12,7 +12,8 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
       metrics.csv and the other loggers
 
-The room `evaluation` has what this shares with `rlt test`; `rollouts/dispatcher.py` how ranks share an engine.
+The room `evaluation` has what this shares with `rlt test`; how ranks share an engine is in
+`rollouts/dispatcher.py`.
 """
 
 from __future__ import annotations
