@@ -84,7 +84,7 @@ class Group:
         if checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         name = f"{shape['hidden_size']} x {shape['num_hidden_layers']}"
-        # As at the start of a run: modules/checked.py.
+        # As at the start of a run: check_model in modules/base.py.
         self.head = prepare_model(partial(call, self.policy), name, kernels, head, device)
         self.kernels: dict[str, Any] = {
             "attention": KERNELS[device.type].name,

@@ -58,6 +58,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "datamodules.token_bytes": ("datamodules.cross_tokenizer",),
     "modules.baseline": ("modules.scorer",),
     "modules.evaluation": ("evaluation.module",),
+    "modules.checked": ("modules.base", "modules.sampled"),
+    "modules.judged": ("modules.opd",),
     "modules.meter": ("modules.phases",),
     "modules.retold": ("modules.scorer",),
     "modules.scoring": ("modules.scorer",),

@@ -28,9 +28,10 @@ from rlt_lightning.models.kernels import (
     steps_fused,
 )
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
-from rlt_lightning.modules.checked import check_model, get_frozen_ready
+from rlt_lightning.modules.base import check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.sampled import get_frozen_ready
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Whole

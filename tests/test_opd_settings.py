@@ -10,7 +10,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.modules import OPDModule
-from rlt_lightning.modules.judged import per_token, with_exchange
+from rlt_lightning.modules.opd import exchange_targets, per_token
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.divergence import divergence, sampled_advantages
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
@@ -46,7 +46,7 @@ def test_mean_sampled_gradient_is_that_of_reverse_kl_with_an_exchange() -> None:
     student, log_q = logits.log_softmax(1)[0], teacher.log_softmax(1)[0]
     # Every word as the sampled token; the teacher reads its own tag in place of word 4.
     rows = [ScoredSequence([0], [1 if word == 4 else word], [False, True]) for word in range(6)]
-    packed = with_exchange(PackedSequences.from_sequences(rows), torch.arange(6), (4, 1))
+    packed = exchange_targets(PackedSequences.from_sequences(rows), torch.arange(6), (4, 1))
     losses = -sampled_advantages(student, log_q[packed.targets]) * student
     found = torch.autograd.grad(losses @ student.detach().exp(), logits)
     torch.testing.assert_close(found, expected)

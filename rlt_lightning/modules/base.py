@@ -14,15 +14,16 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.models.announce import announce_model, announce_slow_bfloat16
-from rlt_lightning.models.kernels import Kernels
+from rlt_lightning.models.kernels import Kernels, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.models.packed import HeadOptions, disable_dropout
+from rlt_lightning.models.packed import HeadOptions, disable_dropout, verified_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import trained_parameters
-from rlt_lightning.modules.checked import check_model, fused_adamw
+from rlt_lightning.modules.frozen import Run
 from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
 from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
+from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import (
     Extent,
     Layout,
@@ -440,3 +441,35 @@ def average_batches(batches: list[ValidatedBatch]) -> dict[str, float]:
         for name, value in batch.largest.items():
             figures[name] = max(value, figures.get(name, value))
     return figures
+
+
+def check_model(
+    module: PolicyModule,
+    run: Run,
+    name: str,
+    trained: bool = False,
+    exact_kl: bool = False,
+) -> None:
+    """Choose kernels and a layout in which a model is right, and name the kernels in the log.
+
+    The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16. `exact_kl`
+    says whether the exact KL is computed with the model's head; the module, which divergence it minimises.
+    """
+    more = ""
+    if trained and module.trainer.training and module.optimizer_config.states != "8bit":
+        more = "fused AdamW" if fused_adamw(module) else ""
+    with module.trainer.precision_plugin.forward_context():
+        device = module.trainer.strategy.root_device
+        # All models share the options: once a check has failed, no head is compiled. A compiled head that
+        # an earlier check has chosen is not what the user asked for, which would be an error if it failed.
+        head = module.head if module.head.compiled is False else module.wanted_head
+        divergence = Divergence("forward") if exact_kl else getattr(module, "head_loss", None)
+        module.head = prepare_model(run, name, module.kernels, head, device, more, divergence)
+        chosen = module.attn_implementation is not None
+        module.layout = verified_layout(run, name, module.layout, chosen)
+
+
+def fused_adamw(module: PolicyModule) -> bool | None:
+    """Return whether AdamW steps all weights in one pass; None: PyTorch's choice."""
+    device = module.trainer.strategy.root_device
+    return steps_fused(module.kernels, device, module.sharding.steps_on_cpu)

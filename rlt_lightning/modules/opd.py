@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -33,28 +34,24 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
 )
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.judged import (
-    JudgedTerms,
-    judged_extents,
-    judged_metrics,
-    judged_part,
-    num_judged,
-    per_token,
-    require_options,
-    student_part,
-    teacher_part,
-    with_exchange,
-)
 from rlt_lightning.modules.logged import rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.sampled import SampledModule, UpdateSums
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import Layout, MicroBatch, PackedSequences, to_padded
+from rlt_lightning.numerics.packing import (
+    Extent,
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    to_padded,
+)
 from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.numerics.spans import Span
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
+from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
 
 Asked = Callable[..., Any]  # ask(function, *arguments) is function(teacher, *arguments)
 
@@ -252,13 +249,13 @@ class OPDModule(SampledModule):
             Metrics, and the divergence at each answer's judged tokens, N of (T,), nats.
         """
         rows = rollouts.rollouts
-        sequences = [student_part(row) for row in rows]
+        sequences = [build_student_sequence(row) for row in rows]
         _, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         sums = UpdateSums()
         with self.asked() as ask:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro_batch in self.pack(sequences, judged_extents(rows), stats):
+            for micro_batch in self.pack(sequences, measure_extents(rows), stats):
                 loss, values, metrics, mismatch = self.micro_batch_loss(
                     rollouts, ask, micro_batch.planned, micro_batch.packed, num_tokens
                 )
@@ -290,7 +287,7 @@ class OPDModule(SampledModule):
             engine's mismatch.
         """
         rows = rollouts.rollouts
-        teachers = self.packed([teacher_part(row) for row in rows], micro_batch)
+        teachers = self.packed([build_teacher_sequence(row) for row in rows], micro_batch)
         temperature = self.temperature or rollouts.temperature
         metrics, mismatch, num_tokens = {}, Mismatch(), max(1.0, num_tokens)
         if self.estimator == "full":
@@ -305,7 +302,7 @@ class OPDModule(SampledModule):
             loss = token_loss.sum() / num_tokens
             metrics["policy/entropy"] = entropy.sum() / num_tokens
         values = values.detach()
-        lengths = [num_judged(rows[i]) for i in micro_batch.indices]
+        lengths = [count_judged(rows[i]) for i in micro_batch.indices]
         numbers = [
             rows[i].problem.row for i, n in zip(micro_batch.indices, lengths, strict=True) for _ in range(n)
         ]
@@ -361,14 +358,14 @@ class OPDModule(SampledModule):
             gradient; the entropy there, nats; (M,) each. And the engine's mismatch.
         """
         with torch.no_grad():
-            read = with_exchange(teachers, packed.targets, self.views.exchanged)
+            read = exchange_targets(teachers, packed.targets, self.views.exchanged)
             theirs, _ = ask(log_probs_of, read, temperature, self.head)
         log_probs, entropy = self.run(log_probs_of, packed, temperature, self.head, True)  # (M,)
         found = [span for row in rows for view in row.views for span in view.spans or ()]
         spans = found if self.views.byte_tokenizers else None
         advantages = sampled_advantages(log_probs, theirs, spans)
-        padded, token_mask = to_padded(log_probs, [num_judged(row) for row in rows])  # (n, T)
-        cut = [judged_part(row) for row in rows]
+        padded, token_mask = to_padded(log_probs, [count_judged(row) for row in rows])  # (n, T)
+        cut = [cut_to_judged(row) for row in rows]
         old, weights, mismatch = self.engine_weights(cut, padded, token_mask, stale)
         ratio = (padded - (padded.detach() if old is None else old))[token_mask].exp()  # (M,)
         weight = ratio if weights is None else weights[token_mask] * ratio
@@ -411,11 +408,11 @@ class OPDModule(SampledModule):
         self.require_fresh(rollouts.policy_version)
         rows = rollouts.rollouts
         found: list[Tensor] = [torch.empty(0)] * len(rows)
-        sequences = [student_part(row) for row in rows]
+        sequences = [build_student_sequence(row) for row in rows]
         with self.phase("score"), self.asked() as ask:
-            for micro_batch, _ in self.plan_forward(judged_extents(rows)):
+            for micro_batch, _ in self.plan_forward(measure_extents(rows)):
                 packed = self.packed(sequences, micro_batch)
-                num_tokens = sum(map(num_judged, rows))
+                num_tokens = sum(map(count_judged, rows))
                 _, values, _, _ = self.micro_batch_loss(rollouts, ask, micro_batch, packed, num_tokens)
                 for i, own in zip(micro_batch.indices, values, strict=True):
                     found[i] = own
@@ -428,3 +425,135 @@ class OPDModule(SampledModule):
         judged = torch.cat(found).tolist()
         divergence = sum(judged) / max(1, len(judged))  # 0 if nothing is judged, as in training
         self.validation.add({"distill/val_divergence": divergence}, len(judged), {})
+
+
+@dataclass(frozen=True)
+class JudgedTerms(RewardTerms):
+    """What is recorded of each answer, both (N,).
+
+    Attributes:
+        reward: Minus the mean divergence of its judged tokens, nats; 0 if there is none.
+        judged_tokens: How many tokens the teacher judged.
+    """
+
+    judged_tokens: Tensor
+
+
+def count_judged(row: Rollout) -> int:
+    """Return how many of an answer's tokens the teacher judges."""
+    return sum(view.num_tokens for view in row.views)
+
+
+def find_first_judged(row: Rollout) -> int:
+    """Return the first of an answer's tokens that the teacher judges; 0 if it judges none."""
+    return sum(view.start for view in row.views)
+
+
+def cut_to_judged(row: Rollout) -> Rollout:
+    """Return an answer cut to its judged tokens, with the engine's log-probs of them."""
+    completion, start = row.completion, find_first_judged(row)
+    part = slice(start, start + count_judged(row))
+    log_probs = None if completion.log_probs is None else completion.log_probs[part]
+    return replace(
+        row, completion=replace(completion, token_ids=completion.token_ids[part], log_probs=log_probs)
+    )
+
+
+def build_student_sequence(row: Rollout) -> ScoredSequence:
+    """Return prompt and answer up to the last judged token, which are scored; of others the first token."""
+    prompt, start = row.problem.teacher_prompt, find_first_judged(row)
+    rest = row.completion.token_ids[: max(1, start + count_judged(row))]
+    scored = [False] * (len(prompt) + start) + [True] * count_judged(row)
+    return ScoredSequence(prompt, rest, scored if row.views else [False] * (len(prompt) + len(rest)))
+
+
+def build_teacher_sequence(row: Rollout) -> ScoredSequence:
+    """Return the teacher's context and what it judges; of an answer that it cannot judge its context."""
+    context, read = row.problem.teacher_view, row.views[0].token_ids if row.views else []
+    rest = read or context[-1:]
+    return ScoredSequence(context, rest, [False] * len(context) + [bool(read)] * len(rest))
+
+
+def exchange_targets(
+    teachers: PackedSequences, sampled: Tensor, exchanged: tuple[int, int] | None
+) -> PackedSequences:
+    """Return what the teacher reads, scored at the M sampled tokens as in `divergence` with `exchanged`.
+
+    A student that samples the teacher's own closing tag gets no credit for an end: the exchange holds for
+    each of both words, wherever it stands.
+    """
+    if exchanged is None:
+        return teachers
+    first, second = (sampled == word for word in exchanged)
+    targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
+    return replace(teachers, targets=targets)
+
+
+def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
+    """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
+    if spans is None:
+        return values
+    sizes = torch.tensor([span[1] for span in spans], dtype=torch.long)
+    return values / sizes.repeat_interleave(sizes).to(values)
+
+
+def measure_extents(rows: list[Rollout]) -> list[Extent]:
+    """Return the lengths of what student and teacher read, whichever is longer."""
+    pairs = [(build_student_sequence(row), build_teacher_sequence(row)) for row in rows]
+    return [
+        Extent(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
+        for row, pair in zip(rows, pairs, strict=True)
+    ]
+
+
+def judged_metrics(
+    terms: JudgedTerms, rollouts: Rollouts, sum_over_ranks: Callable[..., list[float]]
+) -> dict[str, Any]:
+    """Return how much of the answers the teacher could judge."""
+    own = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
+    judged, sampled = sum_over_ranks(float(terms.judged_tokens.sum()), own)
+    return {
+        "distill/judged_tokens": terms.judged_tokens.mean(),
+        "distill/judged_frac": judged / sampled,
+        "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
+    }
+
+
+def require_options(
+    group_size: int,
+    teacher: str | None,
+    teacher_weights: str,
+    estimator: str,
+    divergence: Divergence,
+    weighted: bool,
+    temperature: float | None = None,
+) -> None:
+    """Check that settings of `OPDModule` do not contradict each other.
+
+    `weighted` says whether importance weights were asked for.
+
+    Raises:
+        InputError: Naming them.
+    """
+    if group_size < 1:
+        raise InputError(f"model.group_size must be at least 1, but is {group_size}. Raise it.")
+    if temperature is not None and temperature <= 0:
+        raise InputError(
+            f"model.temperature must be positive, but is {temperature}. Raise it, or leave it out for "
+            "that of sampling."
+        )
+    if teacher is not None and teacher_weights != "frozen":
+        raise InputError(
+            f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
+            f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
+        )
+    if estimator == "sampled" and (divergence.kind != "reverse" or divergence.top_k is not None):
+        raise InputError(
+            "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
+            f"{divergence}. Leave it out, or set the estimator to full."
+        )
+    if estimator == "full" and weighted:
+        raise InputError(
+            "model.importance_sampling weighs sampled tokens, but with model.estimator full the loss sums "
+            "over words. Leave it out, or set the estimator to sampled."
+        )

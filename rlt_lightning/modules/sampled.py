@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.checked import get_frozen_ready
+from rlt_lightning.models.kernels import fuse_blocks
+from rlt_lightning.modules.base import PolicyModule, check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.logged import mismatch_metrics
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
@@ -236,3 +236,21 @@ def require_group(group_size: int) -> None:
             f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
             "so every advantage would be zero. Raise it; the paper uses 64."
         )
+
+
+def get_frozen_ready(module: SampledModule, readers: list[tuple[str, FrozenModel]]) -> None:
+    """Place the frozen models that read completions and the reference; only the readers choose a layout.
+
+    The reference is fused like the policy, so that their log-probs are equal where their weights are.
+    """
+    for frozen in (*(reader for _, reader in readers), module.reference):
+        if frozen is not None:
+            frozen.place(module.device, module.sharding)
+    if module.reference is not None:
+        precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
+        with module.reference.on(module.device) as run, precision.forward_context():
+            fuse_blocks(run, module.pretrained, module.kernels, device)
+    exact_kl = getattr(getattr(module, "reward", None), "kl_estimator", "") == "exact"
+    for name, reader in readers:
+        with reader.on(module.device) as run:
+            check_model(module, run, name, exact_kl=exact_kl)
