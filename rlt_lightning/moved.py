@@ -68,6 +68,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "records.results": ("evaluation.results",),
     "run.results": ("evaluation.results",),
     "loggers": ("run.wandb_logger",),
+    "models.announce": ("console", "pretrained", "models.weights", "models.kernels", "models.packed"),
+    "models.waiting": ("console",),
     "models.attention_choice": ("models.kernels",),
     "models.checks": ("models.kernels",),
     "models.cpu_linear": ("models.kernels",),

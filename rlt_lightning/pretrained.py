@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from rlt_lightning.models.announce import announce_model
+from rlt_lightning.console import announce, size_text, waiting_for, without_hub_retries
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
     DEFAULT_MODEL,
@@ -23,7 +23,6 @@ from rlt_lightning.models.embedded import (
     resolve,
 )
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
-from rlt_lightning.models.waiting import waiting_for, without_hub_retries
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError
 
@@ -285,3 +284,25 @@ def ensure_pad_token(tokenizer: Any) -> int:
         f"The tokenizer must have a padding token other than its eos {tokenizer.eos_token!r}, but its "
         "vocabulary has no spare one. Set pad_token in its tokenizer_config.json."
     )
+
+
+def announce_model(name: str, dtype: str, role: str = "") -> None:
+    """Say which model is loaded next, the size of its files and, if there is a choice, what it is for."""
+    as_dtype = "" if dtype == "auto" else f" as {dtype}"
+    announce(f"loading {name} ({model_size(name)}){as_dtype}{role and f': {role}'}")
+
+
+def model_size(name: str) -> str:
+    """Return the size of a model's files, for a message, or that they are fetched first."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(resolve(name))
+    if not folder.is_dir():
+        try:
+            config = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # neither a folder nor the name of a model on the hub
+            return "of unknown size"
+        folder = Path(config).parent if isinstance(config, str) else folder
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size_text(num_bytes) if num_bytes else "its files are fetched from the Hugging Face hub first"

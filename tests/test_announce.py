@@ -8,15 +8,16 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from rlt_lightning.models import announce
+from rlt_lightning import console, pretrained
+from rlt_lightning.models import kernels, packed, weights
 
 Captured = pytest.CaptureFixture[str]
 
 
 def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, capsys: Captured) -> None:
-    announce.announce_model("miniature", "bfloat16")
-    announce.announce_model(miniature, "auto", "the frozen student")
-    announce.announce_model("nobody/nothing", "float32")
+    pretrained.announce_model("miniature", "bfloat16")
+    pretrained.announce_model(miniature, "auto", "the frozen student")
+    pretrained.announce_model("nobody/nothing", "float32")
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "loading miniature (0.7 MB) as bfloat16"
     assert second == f"loading {miniature} (0.7 MB): the frozen student"
@@ -25,22 +26,22 @@ def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, caps
 
 def test_sizes_count_whole_weights_as_they_travel() -> None:
     tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)]
-    assert announce.weights_size(tensors) == 6 * 4 + 4 * 2
-    assert announce.weights_size(tensors, torch.bfloat16) == (6 + 4) * 2
-    assert announce.model_size("/no/such/folder") == "of unknown size"
+    assert weights.weights_size(tensors) == 6 * 4 + 4 * 2
+    assert weights.weights_size(tensors, torch.bfloat16) == (6 + 4) * 2
+    assert pretrained.model_size("/no/such/folder") == "of unknown size"
 
 
 def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    announce.announce("loading")
+    console.announce("loading")
     assert capsys.readouterr() == ("", "")
 
 
 def test_many_rows_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert list(announce.counted(iter(range(5000)), "tokenising")) == list(range(5000))
+    assert list(console.counted(iter(range(5000)), "tokenising")) == list(range(5000))
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(announce, "COUNT_EVERY_S", 0.0)
-    assert list(announce.counted(iter(range(5000)), "tokenising")) == list(range(5000))
+    monkeypatch.setattr(console, "COUNT_EVERY_S", 0.0)
+    assert list(console.counted(iter(range(5000)), "tokenising")) == list(range(5000))
     assert "tokenising: 4,999 rows so far" in capsys.readouterr().err.splitlines()
 
 
@@ -55,11 +56,11 @@ def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Capt
         with (checkpoint / moment / "model.safetensors").open("wb") as file:
             file.truncate(6 * 10**8)
     for path in (small, large, checkpoint):
-        announce.announce_reading(path)
-    announce.announce_writing(tmp_path / "model", 10**9)
-    announce.announce_writing(tmp_path / "model", 42 * 10**9)
-    announce.announce_check("tiny", torch.nn.Linear(2, 2))
-    announce.announce_check("big", torch.nn.Linear(10**5, 10**5, device="meta"))
+        console.announce_reading(path)
+    console.announce_writing(tmp_path / "model", 10**9)
+    console.announce_writing(tmp_path / "model", 42 * 10**9)
+    packed.announce_check("tiny", torch.nn.Linear(2, 2))
+    packed.announce_check("big", torch.nn.Linear(10**5, 10**5, device="meta"))
     assert capsys.readouterr().err.splitlines() == [
         f"reading {large} (123.5 MB)",
         f"reading {checkpoint} (1.2 GB)",
@@ -93,7 +94,7 @@ def test_a_cpu_that_is_slow_in_bfloat16_is_told(
 ) -> None:
     found = {"architecture": "x86_64", "avx512_bf16": has, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    announce.announce_slow_bfloat16(torch.device(device), types)
+    kernels.announce_slow_bfloat16(torch.device(device), types)
     said = capsys.readouterr().err
     assert said.strip().endswith(advice)
     assert bool(said) == bool(advice)

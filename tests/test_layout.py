@@ -23,7 +23,7 @@ from commands import ROOT
 
 PACKAGE = ROOT / "rlt_lightning"
 LAYERS = [
-    {"moved", "types", "gloo", "version", "allocator"},
+    {"moved", "types", "gloo", "version", "allocator", "console"},
     {"tags", "numerics"},
     {"models"},
     {"pretrained", "judging"},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlt_lightning.models.announce import cpu_has_bfloat16
+from rlt_lightning.models.kernels import cpu_has_bfloat16
 from rlt_lightning.tasks.stepwise import word_sum_kind
 
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ import torch
 from filelock import FileLock
 
 from rlt_lightning import pretrained
+from rlt_lightning.console import waiting_for
 from rlt_lightning.models import embedded
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import InputError
 

@@ -15,7 +15,7 @@ from test_rlt_module import data, module, rollout_callback
 
 from rlt_lightning.callbacks import progress
 from rlt_lightning.callbacks.progress import IterationBar
-from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.console import waiting_for
 
 Captured = pytest.CaptureFixture[str]
 

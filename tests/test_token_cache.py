@@ -234,9 +234,7 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
 # What the code that makes tokens imports beside the code in the key: it makes no other tokens if it changes.
 # What decides tokens belongs into `tokenised.CODE`.
 BESIDE_THE_KEY = {
-    "console": "lines for people",
-    "models.announce": "lines for people",
-    "models.waiting": "lines for people, and how often the hub is asked",
+    "console": "lines for people, and how often the hub is asked",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
     "pretrained": "which tokenizer a name stands for; what it holds is in the key",
     "numerics.spans": "pairs of tokens, found for each completion when it is there",

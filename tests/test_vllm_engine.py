@@ -30,6 +30,7 @@ from sampling import sample_groups
 from torch import Tensor
 from transformers import LlamaConfig
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.engines import (
     AdapterPush,
     DiskPush,
@@ -54,7 +55,6 @@ from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dty
 from rlt_lightning.engines.push import Staging, split_pieces
 from rlt_lightning.engines.threads import in_background as run_in_thread
 from rlt_lightning.models.lora import LoRA, adapter_weights, add_adapter
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.models.weights import Deferred, gather_in_groups
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError

@@ -22,10 +22,10 @@ from rlt_lightning.checkpoints.folder import (
     read_best,
     write_best,
 )
+from rlt_lightning.console import announce_writing
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.engines.base import EngineError
-from rlt_lightning.models.announce import announce_writing, weights_size
-from rlt_lightning.models.weights import trained_parameters
+from rlt_lightning.models.weights import trained_parameters, weights_size
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError

@@ -17,11 +17,11 @@ from rlt_lightning.checkpoints.export import (
 )
 from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
+from rlt_lightning.console import announce_writing
 from rlt_lightning.datamodules.stratos import stratos_of
 from rlt_lightning.hub.client import PushError, open_repository
 from rlt_lightning.hub.push import push
-from rlt_lightning.models.announce import announce_writing, weights_size
-from rlt_lightning.models.weights import trained
+from rlt_lightning.models.weights import trained, weights_size
 from rlt_lightning.types import InputError
 
 

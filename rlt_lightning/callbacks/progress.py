@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 from typing_extensions import override
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.base import PolicyModule
 
 # What a phase is in the line of a long wait.

@@ -9,11 +9,11 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
-from rlt_lightning.models.announce import announce
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.sampled import SampledModule

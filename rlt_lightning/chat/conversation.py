@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlt_lightning.chat.speakers import ChatModel, Speaker, choose_speaker
+from rlt_lightning.console import has_styles
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
-from rlt_lightning.models.announce import has_styles
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import CONTROL_CODES, TagStyle, holds_half_pair
 from rlt_lightning.types import InputError

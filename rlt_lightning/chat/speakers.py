@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, build_refusal, load_certificates, read_api_key
 from rlt_lightning.engines.hf import find_eos_token_ids
 from rlt_lightning.engines.slots import find_device
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.tags import TextStream, require_fast
 from rlt_lightning.types import FinishReason, InputError

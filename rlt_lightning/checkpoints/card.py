@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from rlt_lightning.models.announce import announce
+from rlt_lightning.console import announce
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__

@@ -18,7 +18,7 @@ from rlt_lightning.checkpoints.folder import (
     read_state,
     replace_folder,
 )
-from rlt_lightning.models.announce import announce_writing, weights_size
+from rlt_lightning.console import announce_writing
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.format import (
     ModelFormat,
@@ -41,6 +41,7 @@ from rlt_lightning.models.weights import (
     WeightFiles,
     stored_once,
     trained,
+    weights_size,
     write_weights,
 )
 from rlt_lightning.pretrained import empty_model, ensure_pad_token, load_tokenizer

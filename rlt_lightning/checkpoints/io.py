@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_state, write_checkpoint
-from rlt_lightning.models.announce import announce_reading
+from rlt_lightning.console import announce_reading
 from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained
 
 # The LightningModule's prefix of the names of the policy's weights.

@@ -63,10 +63,10 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
+from rlt_lightning.console import announce
 from rlt_lightning.engines import EngineError
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.hub.client import PushError
-from rlt_lightning.models.announce import announce
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.types import InputError

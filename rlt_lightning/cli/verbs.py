@@ -28,13 +28,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.parser import replace_config_names, split_words
 from rlt_lightning.cli.stages import VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows, name_sources
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, read_api_key
-from rlt_lightning.models.announce import announce
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.plan import PlanOptions, make_plan, plan_page, read_setup, write_json
 from rlt_lightning.pretrained import load_format

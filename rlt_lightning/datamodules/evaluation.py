@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.evaluation_sets import (
     SETS,
     EvaluationProblem,
@@ -30,7 +31,6 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import find_models
-from rlt_lightning.models.announce import announce
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import BadRowError, FinishReason, InputError

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
 from rlt_lightning.datamodules.evaluation_sets import SetSettings, build_set, read_question, read_set_rows
 from rlt_lightning.datamodules.rows import ParsedRow, require_judgeable
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import BadRowError, InputError
 

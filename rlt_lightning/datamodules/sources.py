@@ -15,10 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlt_lightning.console import announce, announce_reading, without_hub_retries
 from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.datamodules.rows import has_texts
-from rlt_lightning.models.announce import announce, announce_reading
-from rlt_lightning.models.waiting import without_hub_retries
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.tasks.countdown import complete_columns
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, as_list

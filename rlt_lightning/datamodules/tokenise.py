@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from typing_extensions import override
 
+from rlt_lightning.console import counted
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.filters import Row, RowFilter
@@ -49,7 +50,6 @@ from rlt_lightning.datamodules.rows import (
 from rlt_lightning.datamodules.sources import Source, SourceReader
 from rlt_lightning.datamodules.tokenised import Item, MadeItem, describe_format, hash_code, hash_value
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, build_views, with_other_solutions
-from rlt_lightning.models.announce import counted
 from rlt_lightning.models.format import Role
 from rlt_lightning.types import (
     BadRowError,

@@ -42,12 +42,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.datamodules.bad_rows import BadRowReport
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.models.announce import announce
 from rlt_lightning.models.embedded import cache_folder
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, SFTExample
 
 Item = Problem | SFTExample

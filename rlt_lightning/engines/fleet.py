@@ -32,13 +32,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from rlt_lightning.console import size_text, waiting_for
 from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, find_disagreement
 from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.push import WeightPush
 from rlt_lightning.engines.threads import run_coroutine
-from rlt_lightning.models.announce import model_size, size_text, weights_size
-from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.models.weights import weights_size
+from rlt_lightning.pretrained import model_size
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.

@@ -29,9 +29,9 @@ from shutil import which
 import torch
 
 from rlt_lightning.allocator import ALLOCATOR
+from rlt_lightning.console import waiting_for
 from rlt_lightning.engines import guard
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import InputError
 
 EXTENSION = "rlt_lightning.vllm_worker.WorkerExtension"

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
     EvaluationDataModule,
@@ -34,10 +35,8 @@ from rlt_lightning.evaluation.metrics import compute_pass_at, split_by_set
 from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
 from rlt_lightning.evaluation.results import render
-from rlt_lightning.models.announce import announce
 from rlt_lightning.models.lora import merged_weights
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
 from rlt_lightning.types import InputError

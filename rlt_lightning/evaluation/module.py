@@ -11,8 +11,8 @@ from rlt_lightning.datamodules.evaluation import EvaluationBatch, evaluation_of
 from rlt_lightning.evaluation.metrics import Figures, compute_figures, name_figures
 from rlt_lightning.evaluation.protocol import Sample, evaluate
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.models.announce import announce_slow_bfloat16
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.strategies.sharding import sharding_of

@@ -12,13 +12,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.evaluation import Response
 from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines.base import Engine, SampleRequest, Sampling, build_requests, sample_all
 from rlt_lightning.engines.budget import BudgetForcing, sample_with_budget
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import decode

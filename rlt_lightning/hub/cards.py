@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from rlt_lightning.checkpoints.card import CARD, LICENCE, read_card
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.evaluation_sets import explain_difference
 from rlt_lightning.datamodules.sources import READERS, MemoryRows, parse_sources
 from rlt_lightning.evaluation.results import HEADER, build_result_row, render_table
-from rlt_lightning.models.announce import announce
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.folder import read_settings
 from rlt_lightning.run.metrics import find_metric, training_name

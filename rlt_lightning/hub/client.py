@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.checkpoints.card import CARD, Kind
-from rlt_lightning.models.announce import size_text
-from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.console import size_text, waiting_for
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 

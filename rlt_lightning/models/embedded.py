@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.console import waiting_for
 from rlt_lightning.types import InputError
 
 # Pretrained by examples/finding/make_miniature.py on last-digit chains, 184,000 to 194,000 parameters each.

@@ -40,7 +40,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
-from rlt_lightning.models.announce import announce
+from rlt_lightning.console import announce
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.packed import HeadOptions, ask, computing_dtype, log_probs_of
 from rlt_lightning.numerics.attention import (
@@ -665,3 +665,25 @@ def steps_fused(kernels: Kernels, device: torch.device, steps_on_cpu: bool) -> b
     if kernels.fused_adamw is not None:
         return kernels.fused_adamw
     return True if steps_on_cpu or device.type == "cuda" else None
+
+
+def announce_slow_bfloat16(device: torch.device, types: dict[str, str]) -> None:
+    """Say which settings make a CPU compute in bfloat16 that has no instructions for it.
+
+    Args:
+        device: The device that computes.
+        types: The values of the settings that choose a type, by name.
+    """
+    found = [name for name, value in types.items() if value.startswith("bf")]
+    if device.type == "cpu" and found and not cpu_has_bfloat16():
+        advice = [f"{name} to {'32-true' if name == 'trainer.precision' else 'float32'}" for name in found]
+        announce(
+            "This CPU has no bfloat16 instructions (AVX512-BF16, AMX): float32 is several times faster. "
+            f"Set {' and '.join(advice)}."
+        )
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether this CPU multiplies in bfloat16; True for processors other than x86."""
+    found = torch.cpu.get_capabilities()
+    return found.get("architecture") != "x86_64" or bool(found.get("avx512_bf16") or found.get("amx_bf16"))

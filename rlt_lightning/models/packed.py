@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from rlt_lightning.models.announce import announce_check
+from rlt_lightning.console import LARGE_BYTES, announce, size_text
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
+from rlt_lightning.models.weights import weights_size
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -346,3 +347,9 @@ class Differences(NamedTuple):
             if not found <= bound:  # NaN is a fault too
                 return text.format(found)
         return None
+
+
+def announce_check(name: str, model: Any) -> None:
+    """Say that a model's log-probs are checked next, if the model is large."""
+    if (num_bytes := weights_size(model.parameters())) > LARGE_BYTES:
+        announce(f"checking the log-probs of packed rows of {name} ({size_text(num_bytes)})")

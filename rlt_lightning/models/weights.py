@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,3 +237,13 @@ class WeightFiles:
             )
         with safe_open(self.file_of[key], framework="pt") as file:
             return file.get_tensor(key)
+
+
+def weights_size(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of tensors, each counted whole even where it is sharded.
+
+    Args:
+        tensors: The tensors.
+        dtype: Data type that they are converted to; None: they stay as they are.
+    """
+    return sum(torch.Size(full_shape(t)).numel() * (dtype or t.dtype).itemsize for t in tensors)

@@ -13,8 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from rlt_lightning.datamodules.stratos import stratos_of
-from rlt_lightning.models.announce import announce_model, announce_slow_bfloat16
-from rlt_lightning.models.kernels import Kernels, prepare_model, steps_fused
+from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verified_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
@@ -35,7 +34,7 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.pretrained import Dtype, empty_model, load_model
+from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, sharding_of
 from rlt_lightning.types import InputError
 

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.models.announce import announce
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import (
     HeadOptions,

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.run.folder import flatten, read_settings
 from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.metrics import COLUMNS, label_columns, read_entries

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.engines.base import EngineError
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.engines.base import SampleRequest, Sampling, WorkersLost
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 
 

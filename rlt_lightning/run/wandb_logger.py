@@ -20,7 +20,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from rlt_lightning.models.waiting import waiting_for
+from rlt_lightning.console import waiting_for
 from rlt_lightning.run.metrics import (
     EVALUATION,
     OVERALL_FIGURES,

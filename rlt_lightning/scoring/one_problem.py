@@ -22,13 +22,13 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import readers_of_run
+from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
 from rlt_lightning.datamodules.tokenise import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.packed import HeadOptions, verified_layout
-from rlt_lightning.models.waiting import waiting_for
 from rlt_lightning.modules.frozen import FrozenModel, Run
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Named, Scorer, Students, require_scorable, split_student_setting

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from rlt_lightning.callbacks.predictions import build_trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.rows import missing_columns, parse_row
 from rlt_lightning.datamodules.sources import name_sources
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.client import ADDRESS
-from rlt_lightning.models.announce import announce
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import Reward, RLTReward

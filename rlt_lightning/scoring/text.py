@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rlt_lightning.models.announce import has_styles
+from rlt_lightning.console import has_styles
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.jsonl import Row

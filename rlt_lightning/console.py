@@ -1,19 +1,60 @@
-"""Say what is waited for, if the wait is long."""
+"""What a run tells a person, on a terminal or in a log: what takes long, before it begins, and long waits."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
+from typing import TypeVar
 
+from lightning.pytorch.utilities import rank_zero_only
+
+LARGE_BYTES = 10**9  # smaller weights are checked and written within a second or two
+LARGE_FILE_BYTES = 5 * 10**7
+COUNT_EVERY_S = 10.0
 # Seconds between two lines of a log file, at most.
 LOG_EVERY_S = 60.0
 ERASE_LINE = "\r\x1b[2K"
 # The waits that have begun and not ended. Only the last one prints, since it says most.
 waits: list[Event] = []
+T = TypeVar("T")
+
+
+@rank_zero_only
+def announce(line: str) -> None:
+    """Print a line to the standard error stream, above a progress bar if there is one; on rank 0 only."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
+
+
+def announce_writing(path: Path, num_bytes: int) -> None:
+    """Say that a checkpoint or a model folder is written next, if it is large."""
+    if num_bytes > LARGE_BYTES:
+        announce(f"writing {path} ({size_text(num_bytes)})")
+
+
+def announce_reading(path: Path) -> None:
+    """Say that a file of rows, or the folder of a checkpoint, is read next, if it is large."""
+    files = path.rglob("*.safetensors") if path.is_dir() else [path]
+    num_bytes = sum(file.stat().st_size for file in files)
+    if num_bytes > (LARGE_BYTES if path.is_dir() else LARGE_FILE_BYTES):
+        announce(f"reading {path} ({size_text(num_bytes)})")
+
+
+def counted(rows: Iterable[T], what: str) -> Iterator[T]:
+    """Yield rows as they are read, and say every few seconds how many are done."""
+    said_at = time.monotonic()
+    for number, row in enumerate(rows):
+        if time.monotonic() > said_at + COUNT_EVERY_S:
+            announce(f"{what}: {number:,} rows so far")
+            said_at = time.monotonic()
+        yield row
 
 
 @contextmanager
@@ -79,3 +120,14 @@ def without_hub_retries() -> Iterator[None]:
         yield
     finally:
         hub_log.setLevel(level)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as MB, or as GB from one GB on."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def has_styles() -> bool:
+    """Return whether standard output is a terminal with colours that the user has not switched off."""
+    allowed = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return sys.stdout.isatty() and allowed
