@@ -78,7 +78,7 @@ def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int
     reward = RLTReward(baseline=baseline)
     scorer = Scorer(reward, students, models, nothing, plan, CPU, readers=readers)
     for rows in chunks:
-        known |= known_empty(rows, scorer.score(rows, 0.7, known, stats))
+        known |= known_empty(rows, scorer.score_students(rows, 0.7, known, stats))
     return stats.tokens
 
 

@@ -23,7 +23,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import scorer
-from rlt_lightning.modules.scorer import CompletionScores, Students, build_empty_view, known_empty
+from rlt_lightning.modules.scorer import Students, TokenScores, build_empty_view, known_empty
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
@@ -146,10 +146,10 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     # In chunks: the second and third bring nothing of a problem that the first did not have.
     read.clear()
     known: dict[int, Any] = {}
-    scored: dict[int, CompletionScores] = {}
+    scored: dict[int, tuple[TokenScores, ...]] = {}
     for places in ([6, 1], [0, 4, 5], [2, 3, 7]):
         chunk = [rows[place] for place in places]
-        found = [CompletionScores(one) for one in rlt.scorer.score_students(chunk, 0.7, known)]
+        found = rlt.scorer.score_students(chunk, 0.7, known)
         known |= known_empty(chunk, found)
         scored |= dict(zip(places, found, strict=True))
     assert sorted(read) == [rows[0].problem.row, rows[4].problem.row]

@@ -42,7 +42,6 @@ from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.sampled import SampledModule, UpdateSums, require_group
 from rlt_lightning.modules.scored import ScoredCompletions
 from rlt_lightning.modules.scorer import (
-    CompletionScores,
     Named,
     Scorer,
     Students,
@@ -256,12 +255,15 @@ class RLTModule(SampledModule):
         """Reward this rank's problems from what models computed on any rank; all ranks get all rewards."""
         if self.trainer.world_size > 1:
             cpu = torch.device("cpu")
-            own = {n: CompletionScores(one).to(cpu, copy=True).students for n, one in scored.students.items()}
+            own = {
+                number: tuple(student.to(cpu, copy=True) for student in one)
+                for number, one in scored.students.items()
+            }
             scored.students = self.gather(own, "what models compute on all ranks")
         own_rewards: dict[int, float] = {}
         dtype = torch.float32
         if scored.own:
-            found = [CompletionScores(scored.students[number]) for number in scored.own]
+            found = [scored.students[number] for number in scored.own]
             scored.scores = self.scorer.rewards(scored.rollouts(scored.own), found)
             values = scored.scores.terms.reward
             own_rewards, dtype = dict(zip(scored.own, values.tolist(), strict=True)), values.dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.scorer import CompletionScores, TokenScores, known_empty
+from rlt_lightning.modules.scorer import TokenScores, known_empty
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
@@ -93,8 +93,7 @@ class ScoredCompletions:
 
     def known_empty(self) -> dict[int, tuple[Tensor, ...]]:
         """Return what students computed of empty explanations for earlier chunks, by the problem's row."""
-        found = [CompletionScores(one) for one in self.students.values()]
-        return known_empty(self.rollouts(list(self.students)), found)
+        return known_empty(self.rollouts(list(self.students)), list(self.students.values()))
 
     def divide_again(self, shards: Shards) -> list[int]:
         """Divide all completions, after some were replaced; return the numbers of this rank's shard."""

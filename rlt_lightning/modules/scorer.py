@@ -1,13 +1,13 @@
 """What models compute of a list of completions: the RLT reward's tokens, and the reference's log-probs.
 
-    rows ─┬▶ as student 1 reads them ─▶ student 1 ─┐              ┐
-          ├▶ as student 2 reads them ─▶ student 2 ─┼▶ TokenScores ├▶ CompletionScores, one per row
-          ├▶ teacher, once for all students ───────┘              │
-          └▶ reference ─▶ log-probs of the sampled tokens ────────┘
+    rows ─┬▶ as student 1 reads them ─▶ student 1 ─┐
+          ├▶ as student 2 reads them ─▶ student 2 ─┼▶ TokenScores of each student, for each row
+          ├▶ teacher, once for all students ───────┘
+          └▶ reference ─▶ log-probs of the sampled tokens
 
-    CompletionScores of whole groups ─▶ rewards ─▶ Scores of each student ─▶ one reward (numerics/students.py)
+    TokenScores of whole groups ─▶ rewards ─▶ Scores of each student ─▶ one reward (numerics/students.py)
 
-`score` may be called for a step's completions in chunks, in any order, on any rank: what it returns is of one
+A step's completions may come in chunks, in any order, on any rank: what `score_students` returns is of one
 completion each. `rewards` runs no model. A solution without an explanation is read with the explanations of
 its problem, whose prompt it shares (`reward.baseline: empty`), and once a step, since students are frozen.
 
@@ -86,29 +86,17 @@ class TokenScores(NamedTuple):
     kl: Tensor
     empty_log_probs: Tensor | None = None
 
-
-class CompletionScores(NamedTuple):
-    """What models compute of one completion.
-
-    Attributes:
-        students: By each student; none if the reward asks no model.
-        reference: The reference's log-probs of the sampled tokens, (T,), nats; None without a KL penalty.
-    """
-
-    students: tuple[TokenScores, ...]
-    reference: Tensor | None = None
-
-    def to(self, device: torch.device, copy: bool = False) -> CompletionScores:
+    def to(self, device: torch.device, copy: bool = False) -> TokenScores:
         """Return the same on a device; another process can be sent only copies.
 
         A tensor here may be a part of a larger one, all of which would be sent.
         """
-
-        def moved(values: Any) -> Any:
-            return None if values is None else values.to(device, copy=copy)
-
-        students = (TokenScores(*map(moved, one)) for one in self.students)
-        return CompletionScores(tuple(students), moved(self.reference))
+        empty = self.empty_log_probs
+        return TokenScores(
+            self.solution_log_probs.to(device, copy=copy),
+            self.kl.to(device, copy=copy),
+            None if empty is None else empty.to(device, copy=copy),
+        )
 
 
 @dataclass(frozen=True)
@@ -253,32 +241,7 @@ class Scorer:
 
     def __call__(self, rows: list[Rollout], temperature: float) -> Scores:
         """Return the rewards of whole groups of completions; see `score_students` and `rewards`."""
-        return self.rewards(rows, [CompletionScores(one) for one in self.score_students(rows, temperature)])
-
-    def score(
-        self,
-        rows: list[Rollout],
-        temperature: float,
-        known: Mapping[int, Sequence[Tensor]] | None = None,
-        stats: PhaseStats | None = None,
-    ) -> list[CompletionScores]:
-        """Let students, teacher and reference read N completions, of any problems.
-
-        Args:
-            rows: The completions.
-            temperature: The temperature at which they were sampled.
-            known: What each student has computed of empty explanations already, by the problem's row; see
-                `known_empty`.
-            stats: Counts the tokens that models compute.
-
-        Raises:
-            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
-        """
-        students = self.score_students(rows, temperature, known, stats)
-        references = self.reference_log_probs(rows, temperature, stats)
-        if not references:
-            return [CompletionScores(one) for one in students]
-        return [CompletionScores(*both) for both in zip(students, references, strict=True)]
+        return self.rewards(rows, self.score_students(rows, temperature))
 
     @torch.no_grad()
     def score_students(
@@ -288,10 +251,20 @@ class Scorer:
         known: Mapping[int, Sequence[Tensor]] | None = None,
         stats: PhaseStats | None = None,
     ) -> list[tuple[TokenScores, ...]]:
-        """Let each student read N completions, one student after the other; the teacher is asked once.
+        """Let each student read N completions, of any problems; the teacher is asked once for all students.
+
+        Args:
+            rows: The completions.
+            temperature: The temperature at which they were sampled.
+            known: What each student has computed of empty explanations already, by the problem's row; see
+                `known_empty`.
+            stats: Counts the tokens that models compute.
 
         Returns:
             For each completion what each student computed; nothing if the reward asks no model.
+
+        Raises:
+            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the term.
         """
         if not self.models:
             return [()] * len(rows)
@@ -325,12 +298,12 @@ class Scorer:
         return found
 
     @torch.no_grad()
-    def rewards(self, rows: list[Rollout], found: Sequence[CompletionScores]) -> Scores:
+    def rewards(self, rows: list[Rollout], found: Sequence[tuple[TokenScores, ...]]) -> Scores:
         """Return the rewards of N completions, whole groups, from what models computed of each.
 
         Args:
             rows: The completions.
-            found: What models computed of them, on any device. No model is run.
+            found: What `score_students` returned of each, on any device. No model is run.
 
         Raises:
             NonFiniteError: If a reward is NaN or infinite, naming the rows.
@@ -341,9 +314,8 @@ class Scorer:
             terms = judge_texts(self.reward, rows, self.readers.formats[0].tags)
             return Scores(terms.to(self.device), [], [], [])
         extra = self.extra_terms(rows)
-        found = [one.to(self.device) for one in found]
         by_student = [
-            self._student_rewards(rows, number, [one.students[number] for one in found], extra)
+            self._student_rewards(rows, number, [one[number].to(self.device) for one in found], extra)
             for number in range(len(self.students.names))
         ]
         if len(by_student) == 1:
@@ -641,16 +613,18 @@ class Scorer:
         return packed
 
 
-def known_empty(rows: Sequence[Rollout], found: Sequence[CompletionScores]) -> dict[int, tuple[Tensor, ...]]:
+def known_empty(
+    rows: Sequence[Rollout], found: Sequence[tuple[TokenScores, ...]]
+) -> dict[int, tuple[Tensor, ...]]:
     """Return what each student computed of empty explanations, by the problem's row; {} without a baseline.
 
     Args:
         rows: Completions that were scored earlier in the step.
-        found: What models computed of them.
+        found: What each student computed of them.
     """
     known: dict[int, tuple[Tensor, ...]] = {}
-    for row, one in zip(rows, found, strict=True):
-        values = [student.empty_log_probs for student in one.students]
+    for row, students in zip(rows, found, strict=True):
+        values = [one.empty_log_probs for one in students]
         if values and values[0] is not None:
             known[row.problem.row] = tuple(v for v in values if v is not None)
     return known
