@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -119,21 +120,15 @@ def dequantised_weights(model: nn.Module) -> dict[str, Deferred]:
     weights = {}
     for name, layer in quantised_layers(model):
         state = layer.quant_state
-        weights[f"{name}.weight"] = Deferred(torch.Size(state.shape), state.dtype, Dequantised(layer))
+        weights[f"{name}.weight"] = Deferred(torch.Size(state.shape), state.dtype, partial(dequantise, layer))
     return weights
 
 
-class Dequantised:
-    """A function that computes the whole weight of a layer in 4 bits."""
+def dequantise(layer: Any) -> Tensor:
+    """Compute the whole weight of a layer in 4 bits, in the type that it had before."""
+    from bitsandbytes.functional import dequantize_4bit
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def __call__(self) -> Tensor:
-        """Compute the weight, in the type that it had before."""
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(self.layer.weight.data, self.layer.quant_state)
+    return dequantize_4bit(layer.weight.data, layer.quant_state)
 
 
 def without_frozen(state: dict[str, Any], frozen: set[str]) -> dict[str, Any]:
