@@ -17,7 +17,7 @@ from sampling import sample_groups
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw, invert, invert_exactly
 from rlt_lightning.engines.slots import Prompts, attend, decode_attention, find_slot_fault
-from rlt_lightning.models.kernels import packed_forward, packed_weights
+from rlt_lightning.models.kernels import build_packed_forward, packed_weights
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Completion
@@ -318,8 +318,8 @@ def test_long_sampling_on_a_cpu_uses_packed_weights(miniature: str, monkeypatch:
     model, tokenizer = load_model(miniature), load_tokenizer(miniature)
     packed: list[int] = []
     monkeypatch.setattr(
-        "rlt_lightning.models.kernels.packed_forward",
-        lambda module: packed.append(1) or packed_forward(module),
+        "rlt_lightning.models.kernels.build_packed_forward",
+        lambda module: packed.append(1) or build_packed_forward(module),
     )
     prompts, sampling = random_prompts([9, 5], 300), Sampling(0.8, max_completion_length=64)
     asked: tuple[Any, ...] = (prompts, sampling, 2, "", [1, 2])

@@ -21,7 +21,7 @@ from rlt_lightning.checkpoints.io import NamedCheckpoints, number_groups, place_
 from rlt_lightning.models import kernels as chosen_kernels
 from rlt_lightning.models.kernels import (
     Kernels,
-    chosen_head,
+    choose_head,
     compiled_head_fault,
     fuse_blocks,
     prepare_model,
@@ -157,21 +157,21 @@ def test_compiled_blocks_equal_plain_ones_for_every_row_with_one_graph():
 
 def test_the_head_is_compiled_only_on_a_gpu_by_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: None)
-    assert chosen_head(HeadOptions(), torch.float32, CPU) == HeadOptions(None, False)
-    assert chosen_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
-    assert not chosen_head(HeadOptions(compiled=False), torch.float32, torch.device("cuda")).compiled
+    assert choose_head(HeadOptions(), torch.float32, CPU) == HeadOptions(None, False)
+    assert choose_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
+    assert not choose_head(HeadOptions(compiled=False), torch.float32, torch.device("cuda")).compiled
     monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: "it is off by 2")
     with pytest.warns(UserWarning, match="The head is not compiled: it is off by 2"):
-        assert not chosen_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
+        assert not choose_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
     with pytest.raises(InputError, match=r"it is off by 2.*Set model\.head\.compiled to false"):
-        chosen_head(HeadOptions(compiled=True), torch.float32, CPU)
+        choose_head(HeadOptions(compiled=True), torch.float32, CPU)
 
 
 @pytest.mark.full
 @needs_compiler
 @pytest.mark.timeout(600)
 def test_a_compiled_head_passes_its_check_here():
-    assert chosen_head(HeadOptions(compiled=True), torch.float32, CPU, Divergence("forward")).compiled
+    assert choose_head(HeadOptions(compiled=True), torch.float32, CPU, Divergence("forward")).compiled
 
 
 def times_1_1(tensor: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def test_fused_blocks_are_compared_with_plain_ones(
     case = kernels.BlockCase("tiny")
     case.plain = case.results()
     liger(monkeypatch)
-    passed, errors = case.fused("by Liger", kernels.checked_liger)
+    passed, errors = case.fused("by Liger", kernels.use_checked_liger)
     assert passed, errors
     liger(monkeypatch, error=0.05)
     passed, errors = case.fused("by Liger", use_liger)  # without the check of its functions

@@ -26,9 +26,9 @@ from rlt_lightning.models.kernels import (
     AttentionKernel,
     Kernels,
     attention_kernel,
-    checked_liger,
     compile_blocks,
     missing,
+    use_checked_liger,
 )
 from rlt_lightning.models.packed import HeadOptions, scored_hidden_states
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
@@ -254,7 +254,7 @@ class BlockCase:
             attempt(f"{label} against plain", partial(self.fused, label, compile_blocks))
         label = f"{self.name}, by Liger"
         if installed(label, "liger_kernel"):
-            attempt(f"{label} against plain", partial(self.fused, label, checked_liger))
+            attempt(f"{label} against plain", partial(self.fused, label, use_checked_liger))
 
     def fused(self, label: str, fuse: Callable[[Any], Callable[[], None]]) -> Finding:
         """Time fused blocks, and compare states and gradients by the norm of their difference."""

@@ -104,7 +104,7 @@ class Refused(Exception):
     """A kernel is missing, or computes something else."""
 
 
-def failure_of(function: Callable[[], str | None]) -> str | None:
+def find_failure(function: Callable[[], str | None]) -> str | None:
     """Return the fault that a check finds, or the error that it raises.
 
     Libraries of kernels and compilers have error classes of their own, so every class counts.
@@ -215,7 +215,7 @@ def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.d
     SERVED.setdefault(device.type, {})[heads] = None
     for name in (wanted,) if wanted else ATTENTION_KERNELS:
         reason = missing(name, device)
-        fault = reason or failure_of(partial(install_attention, name, device))
+        fault = reason or find_failure(partial(install_attention, name, device))
         if fault is None:
             return KERNELS[device.type].name
         if wanted is not None:
@@ -295,7 +295,7 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
             device.type == "cuda" and not kernels.compiled_blocks and find_spec("liger_kernel") is not None
         )
     fusions: list[tuple[str, bool, Callable[[Any], Callable[[], None]], bool]] = [
-        (f"RMSNorm, RoPE and SwiGLU by Liger {package_version('liger-kernel')}", liger, checked_liger,
+        (f"RMSNorm, RoPE and SwiGLU by Liger {package_version('liger-kernel')}", liger, use_checked_liger,
          kernels.liger is True),
         ("blocks by torch.compile", kernels.compiled_blocks, compile_blocks, True),
     ]  # fmt: skip
@@ -303,7 +303,7 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
     for what, is_on, fuse, asked in fusions:
         if not is_on:
             continue
-        fault = failure_of(partial(fusion_fault, run, fuse))
+        fault = find_failure(partial(fusion_fault, run, fuse))
         if fault is None:
             fused.append(what)
         elif asked:
@@ -316,7 +316,7 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
     return fused
 
 
-def checked_liger(model: Any) -> Callable[[], None]:
+def use_checked_liger(model: Any) -> Callable[[], None]:
     """Use Liger in a model, once its functions have been found right for the model's sizes and type."""
     parameter = next(model.parameters())
     config = model.config.get_text_config()
@@ -521,7 +521,7 @@ class CompiledBlock:
 # Head
 
 
-def chosen_head(
+def choose_head(
     head: HeadOptions, dtype: torch.dtype, device: torch.device, divergence: Divergence | None = None
 ) -> HeadOptions:
     """Return the head's options with `compiled` decided: on a GPU by default, if it equals the head as it is.
@@ -536,7 +536,7 @@ def chosen_head(
         InputError: If `compiled` was asked for and fails.
     """
     compiled = device.type == "cuda" if head.compiled is None else head.compiled
-    if compiled and (fault := failure_of(partial(compiled_head_fault, dtype, device, divergence))):
+    if compiled and (fault := find_failure(partial(compiled_head_fault, dtype, device, divergence))):
         if head.compiled:
             raise InputError(
                 f"The compiled head must equal the head as it is, but {fault}. torch.compile needs a C "
@@ -598,7 +598,7 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     chosen = [module for module in model.modules() if takes_packing(module)]
     try:
         for module in chosen:
-            module.forward = packed_forward(module)
+            module.forward = build_packed_forward(module)
         yield len(chosen)
     finally:
         for module in chosen:
@@ -614,7 +614,7 @@ def takes_packing(module: nn.Module) -> bool:
     return plain and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() > 0
 
 
-def packed_forward(module: Any) -> Callable[[Tensor], Tensor]:
+def build_packed_forward(module: Any) -> Callable[[Tensor], Tensor]:
     """Return the forward of a linear layer with its weight packed now."""
     weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), TYPICAL_ROWS)
     bias = None if module.bias is None else module.bias.detach()
@@ -653,7 +653,7 @@ def prepare_model(
     """
     attention = ask(run, choose_attention, kernels.attention, device)
     fused = fuse_blocks(run, name, kernels, device)
-    chosen = chosen_head(head, ask(run, computing_dtype), device, divergence)
+    chosen = choose_head(head, ask(run, computing_dtype), device, divergence)
     if device.type == "cuda" or kernels != Kernels() or chosen.compiled:
         parts = [f"attention by {attention}", *fused, *["compiled head"] * bool(chosen.compiled), more]
         announce(f"kernels of {name}: {', '.join(filter(None, parts))}")
