@@ -65,18 +65,19 @@ def fit(
     dynamic_sampling: DynamicSampling | None = None,
     reward: RLTReward = RLTReward(),
     data: dict[str, Any] | None = None,
+    recovery_timeout_s: float = 1.2,
     **options: Any,
 ) -> Witness:
     """Train, and return what the steps saw."""
     witness = witness or Witness()
     engine = VLLMEngine(
         [worker.url for worker in workers],
-        push=DiskPush(timeout_s=2.0),
+        push=DiskPush(timeout_s=20.0),
         log_probs=log_probs,
         max_sequences=1,  # one completion at a time
-        call_timeout_s=1.0,
+        call_timeout_s=20.0,
         backoff_s=0.01,
-        recovery_timeout_s=1.2,
+        recovery_timeout_s=recovery_timeout_s,
     )
     rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous, dynamic_sampling=dynamic_sampling)
     trainer = Trainer(
@@ -116,6 +117,13 @@ def fit(
     return witness
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = monotonic() + 60
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Witness:
     """A run that nothing disturbs."""
@@ -142,8 +150,8 @@ def test_the_next_step_is_sampled_while_this_one_is_trained(tiny_model: str, tmp
     with worker_of(tiny_model) as worker:
 
         class Peek(Witness):
-            def on_before_optimizer_step(self, *args: Any) -> None:
-                sleep(0.3)
+            def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+                wait_until(lambda: len(worker.delivered) >= ASKED * min(3, module.global_step + 2))
                 seen.append(len(worker.delivered))
 
         fit(tiny_model, tmp_path, worker, witness=Peek(), steps=3)
@@ -244,6 +252,7 @@ def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(
     class Killed(Witness):
         def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
             if module.global_step == 3:
+                wait_until(lambda: len(worker.delivered) == ASKED * 5)  # nothing is sampled any more
                 raise KeyError("killed")
 
     with worker_of(tiny_model) as worker:
@@ -254,13 +263,6 @@ def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(
         resumed = fit(tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / "step=000003.ckpt")
         assert len(worker.bodies) == asked + ASKED  # step 3's came from the checkpoint
     assert_same(killed, resumed, whole=whole)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = monotonic() + 60
-    while not condition():
-        assert monotonic() < deadline
-        sleep(0.01)
 
 
 def dies_at(step: int, worker: FakeWorker) -> Witness:
@@ -352,7 +354,8 @@ def test_a_worker_that_comes_back_in_time_changes_no_completion(
             worker.restart()
             Thread(target=lambda: (sleep(0.3), worker.open())).start()
 
-        seen = fit(tiny_model, tmp_path, worker, witness=Witness({2: restart}), steps=4).steps
+        witness = Witness({2: restart})
+        seen = fit(tiny_model, tmp_path, worker, witness=witness, steps=4, recovery_timeout_s=60.0).steps
     assert [completions for _, completions in seen] == [completions for _, completions in whole.steps[:4]]
     if answered < 2:
         assert [staleness for staleness, _ in seen] == [0, 1, answered, 1]  # a mixed step counts as stale
