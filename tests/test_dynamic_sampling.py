@@ -31,7 +31,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scored import choose_rows, replace_groups
+from rlt_lightning.modules.scored import choose_rows, find_replaced_rows
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms
@@ -46,8 +46,8 @@ GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
 
 def test_new_groups_stand_where_the_old_ones_stood() -> None:
     # Old completions 0 to 5 in groups of two, new ones from 6 on: the first replaces the last group.
-    assert replace_groups(3, [2, 0], size=2) == [8, 9, 2, 3, 6, 7]
-    assert replace_groups(3, [], size=2) == [0, 1, 2, 3, 4, 5]
+    assert find_replaced_rows(3, [2, 0], size=2) == [8, 9, 2, 3, 6, 7]
+    assert find_replaced_rows(3, [], size=2) == [0, 1, 2, 3, 4, 5]
 
 
 def test_every_part_of_the_scores_is_replaced() -> None:
@@ -60,7 +60,7 @@ def test_every_part_of_the_scores_is_replaced() -> None:
         lists = [[numbers(v)] for v in values], [[int(v)] for v in values], [[numbers(-v)] for v in values]
         return Scores(RLTRewardTerms(**terms, extra={"own": numbers(*values)}), *lists)
 
-    rows = replace_groups(2, [1], size=2)
+    rows = find_replaced_rows(2, [1], size=2)
     found = choose_rows(rlt_scores(1, 2, 3, 4), rlt_scores(8, 9), rows)
     expected = rlt_scores(1, 2, 8, 9)
     assert {n: v.tolist() for n, v in found.terms.recorded().items()} == {
@@ -72,7 +72,7 @@ def test_every_part_of_the_scores_is_replaced() -> None:
 
     old = CorrectnessTerms(numbers(1, 1), numbers(1, 1), numbers(1, 1), numbers(0, 0), ["a", "b"])
     new = CorrectnessTerms(numbers(0, 1), numbers(0, 1), numbers(1, 1), numbers(0, 0), ["c", None])
-    found = choose_rows(Scores(old, [], [], []), Scores(new, [], [], []), replace_groups(1, [0], size=2))
+    found = choose_rows(Scores(old, [], [], []), Scores(new, [], [], []), find_replaced_rows(1, [0], size=2))
     assert found.terms.correct.tolist() == [0, 1]
     assert found.terms.answers == ["c", None]
     assert found.kl == []  # no model was asked

@@ -40,7 +40,7 @@ from rlt_lightning.engines.threads import in_background
 from rlt_lightning.modules.scored import ScoredCompletions
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import hidden_seconds
+from rlt_lightning.rollouts.sampler import sum_hidden_seconds
 from rlt_lightning.types import Completion
 
 __all__ = ["start"]  # a fixture
@@ -295,7 +295,7 @@ def test_a_checkpoint_waits_only_for_what_it_keeps() -> None:
 
 
 def test_only_what_was_scored_before_the_end_is_hidden() -> None:
-    assert hidden_seconds([(0.0, 2.0), (3.0, 6.0), (7.0, 9.0)], ended_at=4.0) == 2.0 + 1.0
+    assert sum_hidden_seconds([(0.0, 2.0), (3.0, 6.0), (7.0, 9.0)], ended_at=4.0) == 2.0 + 1.0
 
 
 def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:

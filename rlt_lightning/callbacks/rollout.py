@@ -20,7 +20,7 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout_checks import (
     FIXED,
     choose_weights,
-    readers_of_run,
+    find_reading_models,
     require_even,
     require_gathering,
     require_rewarded,
@@ -187,7 +187,7 @@ class RolloutCallback(Callback):
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        for reader in readers_of_run(pl_module, data):
+        for reader in find_reading_models(pl_module, data):
             require_room(data.all_items, reader, longest)
 
     @override

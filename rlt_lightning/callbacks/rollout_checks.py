@@ -160,7 +160,7 @@ class ReadingModel:
     fixed: np.ndarray
 
 
-def readers_of_run(module: SampledModule, data: StratosDataModule) -> Iterator[ReadingModel]:
+def find_reading_models(module: SampledModule, data: StratosDataModule) -> Iterator[ReadingModel]:
     """Yield the models that read, with their tokens of all problems; held-out ones are the last."""
     items = data.all_items
 
@@ -176,12 +176,12 @@ def readers_of_run(module: SampledModule, data: StratosDataModule) -> Iterator[R
         return
     names = module.students.names
     yield ReadingModel("teacher", context(module.pretrained), trained)
-    for name, fixed in zip(names, student_lengths(data), strict=False):
+    for name, fixed in zip(names, count_student_tokens(data), strict=False):
         role = "student" if len(names) == 1 else f"student {name}"
         yield ReadingModel(role, context(name), fixed)
 
 
-def student_lengths(data: StratosDataModule) -> Iterator[np.ndarray]:
+def count_student_tokens(data: StratosDataModule) -> Iterator[np.ndarray]:
     """Yield each student's tokens of all problems, beside the completion's; the held-out ones last."""
     yield (first := data.all_items.numbers(*FIXED["student"]))
     for reader in data.readers.others:
@@ -189,7 +189,7 @@ def student_lengths(data: StratosDataModule) -> Iterator[np.ndarray]:
             yield first
         else:
             yield np.array(
-                [fixed_tokens(reader.build_problem(problem), "student") for problem in data.problems]
+                [count_fixed_tokens(reader.build_problem(problem), "student") for problem in data.problems]
             )
 
 
@@ -215,6 +215,6 @@ def require_room(problems: StoredItems, model: ReadingModel, max_completion_leng
         )
 
 
-def fixed_tokens(problem: Problem, role: str) -> int:
+def count_fixed_tokens(problem: Problem, role: str) -> int:
     """Return the tokens of a sequence of the teacher, or of the student, beside the completion's."""
     return sum(len(getattr(problem, name)) for name in FIXED[role])

@@ -217,8 +217,8 @@ class OPDModule(SampledModule):
         self.require_fresh(request.policy_version)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
         shards = self.build_shards()
-        shard = shards.divide({number: request.lengths(number) for number in request.completions})
-        rollouts = request.choose(shard)
+        shard = shards.divide({number: request.count_tokens(number) for number in request.completions})
+        rollouts = request.build_rollouts(shard)
         with self.phase("train") as stats:
             metrics, found = self.update_policy(rollouts, stats)
         # Of each answer how much was judged, and the sum of its divergence.
@@ -230,7 +230,7 @@ class OPDModule(SampledModule):
         counts = torch.tensor([float(judged[number][0]) for number in own], device=self.device)
         sums = torch.tensor([judged[number][1] for number in own], device=self.device)
         terms = JudgedTerms(-sums / counts.clamp(min=1), judged_tokens=counts)
-        rollouts = batch.rollouts = request.choose(own)
+        rollouts = batch.rollouts = request.build_rollouts(own)
         batch.scores = Scores(terms, [], [], [])
         metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)

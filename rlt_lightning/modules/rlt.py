@@ -240,9 +240,9 @@ class RLTModule(SampledModule):
             with self.phase("score") as stats:
                 part = scored.divide(chunk)
                 # A rank without a part reads a dummy, since with sharded weights all ranks run a forward.
-                rows = scored.rollouts(part or chunk[:1])
+                rows = scored.build_rollouts(part or chunk[:1])
                 options = rows, request.sampling.temperature
-                students = self.scorer.score_students(*options, scored.known_empty(), stats)
+                students = self.scorer.score_students(*options, scored.collect_known_empty(), stats)
                 # What dynamic sampling drops needs no reference.
                 references = [] if sampler.max_rounds else self.scorer.reference_log_probs(*options, stats)
                 scored.add(part, students, references)
@@ -264,7 +264,7 @@ class RLTModule(SampledModule):
         dtype = torch.float32
         if scored.own:
             found = [scored.students[number] for number in scored.own]
-            scored.scores = self.scorer.rewards(scored.rollouts(scored.own), found)
+            scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found)
             values = scored.scores.terms.reward
             own_rewards, dtype = dict(zip(scored.own, values.tolist(), strict=True)), values.dtype
         rewards = self.gather(own_rewards, "the rewards of all ranks")
@@ -274,7 +274,7 @@ class RLTModule(SampledModule):
     def divide_again(self, scored: ScoredCompletions) -> None:
         """Divide the completions that dynamic sampling has left over ranks; let the reference read them."""
         with self.phase("score") as stats:
-            rows = scored.rollouts(scored.divide_again(self.build_shards()))
+            rows = scored.build_rollouts(scored.divide_again(self.build_shards()))
             references = self.scorer.reference_log_probs(rows, scored.request.sampling.temperature, stats)
             scored.references = dict(zip(scored.shard, references, strict=bool(references)))
 
@@ -288,7 +288,7 @@ class RLTModule(SampledModule):
             advantages: Their advantages, (N,).
             stats: Counts the tokens that the policy computes.
         """
-        rows, temperature = scored.rollouts(scored.shard), scored.request.sampling.temperature
+        rows, temperature = scored.build_rollouts(scored.shard), scored.request.sampling.temperature
         stale = scored.request.policy_version < self.global_step
         sequences = [sampled_sequence(row) for row in rows]
         # What the loss divides by, so that micro-batches of all ranks add up.
@@ -321,11 +321,11 @@ class RLTModule(SampledModule):
 
     def log_iteration(self, batch: PromptBatch, scored: ScoredCompletions, metrics: dict[str, Any]) -> None:
         """Log a step's metrics, and give callbacks the scored completions of this rank's problems."""
-        rollouts = scored.own_rollouts()
+        rollouts = scored.build_own_rollouts()
         batch.rollouts, batch.scores = rollouts, scored.scores
         batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
         if self.require_sampler().max_rounds:
-            batch.counts = scored.counts.metrics(len(scored.find_equal_groups()))
+            batch.counts = scored.counts.compute_metrics(len(scored.find_equal_groups()))
         assert batch.scores is not None
         metrics |= reward_metrics(batch.scores, self.group_size) | rollout_metrics(rollouts)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)

@@ -54,19 +54,19 @@ class ScoredCompletions:
         self.own = self.request.own_numbers
         self.counts = RefillCounts(len(self.request.rows))
 
-    def rollouts(self, numbers: Sequence[int]) -> list[Rollout]:
+    def build_rollouts(self, numbers: Sequence[int]) -> list[Rollout]:
         """Return completions attached to their problems."""
-        return [request.rollout(n) for request, n in (self.sources[number] for number in numbers)]
+        return [request.build_rollout(n) for request, n in (self.sources[number] for number in numbers)]
 
-    def own_rollouts(self) -> Rollouts:
+    def build_own_rollouts(self) -> Rollouts:
         """Return the completions of this rank's problems, as callbacks get them."""
         version, temperature = self.request.policy_version, self.request.sampling.temperature
-        return Rollouts(self.rollouts(self.own), self.group_size, version, temperature)
+        return Rollouts(self.build_rollouts(self.own), self.group_size, version, temperature)
 
     def divide(self, numbers: Sequence[int]) -> list[int]:
         """Add completions to the shards; return the numbers of this rank's part."""
         sources = ((number, *self.sources[number]) for number in numbers)
-        part = self.shards.divide({number: request.lengths(n) for number, request, n in sources})
+        part = self.shards.divide({number: request.count_tokens(n) for number, request, n in sources})
         self.shard = sorted([*self.shard, *part])
         return part
 
@@ -91,9 +91,9 @@ class ScoredCompletions:
         found = [self.references[number] for number in numbers]
         return to_padded(torch.cat(found), [len(one) for one in found])[0]
 
-    def known_empty(self) -> dict[int, tuple[Tensor, ...]]:
+    def collect_known_empty(self) -> dict[int, tuple[Tensor, ...]]:
         """Return what students computed of empty explanations for earlier chunks, by the problem's row."""
-        return known_empty(self.rollouts(list(self.students)), list(self.students.values()))
+        return known_empty(self.build_rollouts(list(self.students)), list(self.students.values()))
 
     def divide_again(self, shards: Shards) -> list[int]:
         """Divide all completions, after some were replaced; return the numbers of this rank's shard."""
@@ -111,7 +111,7 @@ class ScoredCompletions:
         for group, place in enumerate(places):
             old, new = (slice(i * size, (i + 1) * size) for i in (place, group))
             self.counts.dropped_tokens += sum(
-                request.num_tokens([number]) for request, number in self.sources[old]
+                request.sum_tokens([number]) for request, number in self.sources[old]
             )
             self.sources[old] = others.sources[new]
             self.rewards[old] = others.rewards[new]
@@ -121,15 +121,15 @@ class ScoredCompletions:
             assert self.scores is not None
             first = self.own[0] // size
             own = [places[number // size] - first for number in others.own[::size]]
-            rows = replace_groups(len(self.own) // size, own, size)
+            rows = find_replaced_rows(len(self.own) // size, own, size)
             self.scores = choose_rows(self.scores, others.scores, rows)
 
 
-def replace_groups(num_groups: int, places: Sequence[int], size: int) -> list[int]:
+def find_replaced_rows(num_groups: int, places: Sequence[int], size: int) -> list[int]:
     """Return positions in old and new values one after the other: the new groups stand in these places.
 
     Example:
-        replace_groups(3, [1], size=2) is [0, 1, 6, 7, 4, 5].
+        find_replaced_rows(3, [1], size=2) is [0, 1, 6, 7, 4, 5].
     """
     groups = {place: num_groups + number for number, place in enumerate(places)}
     return [groups.get(place, place) * size + i for place in range(num_groups) for i in range(size)]

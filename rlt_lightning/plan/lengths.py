@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import student_lengths
+from rlt_lightning.callbacks.rollout_checks import count_student_tokens
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.sources import MemoryRows
@@ -217,7 +217,7 @@ def read_rows(
             (int(fixed.max()), rounded_mean(fixed.tolist()))
             if isinstance(chat_format, CrossTokenizerFormat)
             else None
-            for chat_format, fixed in zip(data.readers.formats, student_lengths(data), strict=True)
+            for chat_format, fixed in zip(data.readers.formats, count_student_tokens(data), strict=True)
         )
     sizes = max(prompts), rounded_mean(prompts)
     if limit is not None:

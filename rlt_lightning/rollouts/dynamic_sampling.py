@@ -49,7 +49,7 @@ class RefillCounts:
     dropped_groups: int = 0
     dropped_tokens: int = 0
 
-    def metrics(self, num_equal: int) -> dict[str, float]:
+    def compute_metrics(self, num_equal: int) -> dict[str, float]:
         """Return the metrics; `num_equal` groups of equal rewards were kept."""
         return {
             "rollout/sampled_problems": float(self.num_problems + self.dropped_groups),

@@ -82,7 +82,7 @@ class RolloutRequest:
 
     def __post_init__(self) -> None:
         self.delivered: set[int] = set()  # numbers that were in a chunk
-        self.rollouts: dict[int, Rollout] = {}  # those that `rollout` has built
+        self.rollouts: dict[int, Rollout] = {}  # those that `build_rollout` has built
         # On the rank that talks to the engine: what has come, and at its end None or the error.
         self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
         self.sampling_now = False
@@ -104,7 +104,7 @@ class RolloutRequest:
         size = self.num_completions
         return [i * size + j for i in self.own for j in range(size)]
 
-    def rollout(self, number: int) -> Rollout:
+    def build_rollout(self, number: int) -> Rollout:
         """Return a completion attached to its problem; each rank builds only those that it asks for."""
         if number not in self.rollouts:
             assert self.build is not None
@@ -112,17 +112,17 @@ class RolloutRequest:
             self.rollouts[number] = self.build(problem, self.completions[number])
         return self.rollouts[number]
 
-    def choose(self, numbers: Iterable[int]) -> Rollouts:
+    def build_rollouts(self, numbers: Iterable[int]) -> Rollouts:
         """Return completions attached to their problems, as a module reads them."""
-        rollouts = [self.rollout(number) for number in numbers]
+        rollouts = [self.build_rollout(number) for number in numbers]
         return Rollouts(rollouts, self.num_completions, self.policy_version, self.sampling.temperature)
 
-    def lengths(self, number: int) -> tuple[int, int]:
+    def count_tokens(self, number: int) -> tuple[int, int]:
         """Return the tokens of a completion's prompt, and its own."""
         prompt = self.prompts[number // self.num_completions]
         return len(prompt), len(self.completions[number].token_ids)
 
-    def num_tokens(self, numbers: Iterable[int]) -> int:
+    def sum_tokens(self, numbers: Iterable[int]) -> int:
         """Return how many tokens these completions have."""
         return sum(len(self.completions[number].token_ids) for number in numbers)
 
@@ -193,7 +193,7 @@ class RolloutRequest:
 
     def _take(self, min_tokens: float) -> None:
         """Move arrivals to `completions` until those in no chunk have `min_tokens`, or no more come."""
-        num_tokens = self.num_tokens(self.completions.keys() - self.delivered)
+        num_tokens = self.sum_tokens(self.completions.keys() - self.delivered)
         total = len(self.prompts) * self.num_completions
 
         def describe() -> str:

@@ -151,7 +151,7 @@ class Sampler:
             if not chunk.sampling:
                 self.dispatcher.submit(request)
         with self.module.phase("score") as cost:
-            cost.hidden_s += hidden_seconds(spans, ended_at)
+            cost.hidden_s += sum_hidden_seconds(spans, ended_at)
 
     def request_others(self, places: Sequence[int]) -> RolloutRequest | None:
         """Return a request for other problems, the next of the training order, in these places of the step.
@@ -220,7 +220,7 @@ class Sampler:
     def _finish(self, request: RolloutRequest) -> Rollouts:
         """Wait for a request of `_build_own`, and return the completions of this rank's problems."""
         self.dispatcher.complete(request)
-        return request.choose(request.own_numbers)
+        return request.build_rollouts(request.own_numbers)
 
     def wait(self) -> None:
         """Wait until nothing is sampled any more, since an engine does one thing at a time."""
@@ -313,6 +313,6 @@ def unpack_completion(completion: Completion) -> Completion:
     return replace(completion, **lists)
 
 
-def hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:
+def sum_hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:
     """Return how long the spans, from start to end, lasted before `ended_at`."""
     return sum(max(0.0, min(end, ended_at) - start) for start, end in spans)

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import readers_of_run
+from rlt_lightning.callbacks.rollout_checks import find_reading_models
 from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.readers import Readers
@@ -188,7 +188,7 @@ def fit_context(trainer: Trainer, module: RLTModule, max_model_len: int = sys.ma
     """
     [problem] = stratos_of(trainer).problems
     room = max_model_len - len(problem.teacher_prompt)
-    for model in readers_of_run(module, stratos_of(trainer)):
+    for model in find_reading_models(module, stratos_of(trainer)):
         room = min(room, model.context - int(model.fixed[0]))
     if room < 1:
         raise InputError(
