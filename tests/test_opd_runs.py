@@ -21,7 +21,7 @@ from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.models.embedded import MINIATURES
-from rlt_lightning.modules import OPDModule, checked
+from rlt_lightning.modules import OPDModule, base
 from rlt_lightning.modules.base import ValidatedBatch, average_batches
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import Divergence, TruncatedImportanceSampling
@@ -189,13 +189,13 @@ def test_a_compiled_head_is_checked_for_the_divergence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    losses, prepare = [], checked.prepare_model
+    losses, prepare = [], base.prepare_model
 
     def noted(*arguments: Any) -> Any:
         losses.append(arguments[-1])
         return prepare(*arguments)
 
-    monkeypatch.setattr(checked, "prepare_model", noted)
+    monkeypatch.setattr(base, "prepare_model", noted)
     options = Divergence("jsd")
     fit(tmp_path / "full", module(miniature, teacher=teacher, divergence=options))
     assert losses == [options, options]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.models.packed import Differences, verified_layout
-from rlt_lightning.modules import SFTModule, checked
+from rlt_lightning.modules import SFTModule, base
 from rlt_lightning.numerics import Segments
 from rlt_lightning.numerics.attention import looped_attention
 from rlt_lightning.pretrained import load_model
@@ -30,7 +30,7 @@ def test_the_check_runs_in_the_precision_of_the_run(
         seen.append(run(lambda model: model.lm_head(torch.zeros(1, model.config.hidden_size)).dtype))
         return verified_layout(run, *arguments)
 
-    monkeypatch.setattr(checked, "verified_layout", watched)
+    monkeypatch.setattr(base, "verified_layout", watched)
     data = StratosDataModule(
         task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2
     )
