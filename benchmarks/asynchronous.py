@@ -46,7 +46,7 @@ WARM_UP = 2
 GROUP_SIZE = 2
 PHASES = ("generate", "push", "score", "train")
 SAMPLING_TO_SCORING = 2.0
-SAME_REWARD = 1e-3  # nats: waves make other micro-batches
+SAME_REWARD = 1e-3  # nats: chunks make other micro-batches
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Setting:
     steps: int
     length: int  # tokens of a completion
     group_size: int = GROUP_SIZE
-    micro_batch_tokens: int = 2048  # a wave of completions has as many at least
+    micro_batch_tokens: int = 2048  # a chunk of completions has as many at least
 
 
 class Staggered(FakeWorker):
@@ -167,8 +167,8 @@ def compare_all(options: Any, setting: Setting, results: dict[str, Any]) -> None
         push = {"class_path": "rlt_lightning.engines.DiskPush", "init_args": {"folder": folder}}
         engine = {"urls": [worker.url], "push": push}
         few = {} if options.tiny else {"length": 64, "group_size": 4}
-        waves = replace(setting, **few, micro_batch_tokens=32 if options.tiny else 256)
-        results["scoring early"] = compare_scoring(engine, waves, worker)
+        chunks = replace(setting, **few, micro_batch_tokens=32 if options.tiny else 256)
+        results["scoring early"] = compare_scoring(engine, chunks, worker)
         if options.tiny:
             worker.delay_s = 0.2
         else:

@@ -103,7 +103,11 @@ def main() -> None:
         print(f"{name}: {mean:.4f} times the tokens")
     sizes = {"prompt": PROMPT, "solution": SOLUTION, "suffix": SUFFIX, "group_size": GROUP_SIZE}
     finish(
-        options.output, sizes | {"ratios": means}, ratio=means["at once"], waves=means["in chunks"], goal=GOAL
+        options.output,
+        sizes | {"ratios": means},
+        ratio=means["at once"],
+        chunks=means["in chunks"],
+        goal=GOAL,
     )
 
 

@@ -10,7 +10,7 @@ tokens are there, and then all that is there. Printed is what is still to be sco
 has come, as a fraction of all,
 
 * if single completions are handed over, or only whole groups;
-* for waves of 1, 2, 4 and 8 forwards of each process.
+* for chunks of 1, 2, 4 and 8 forwards of each process.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def main() -> None:
     for handed, whole_groups in (("completions", False), ("groups", True)):
         for forwards in (1, 2, 4, 8):
             values = [exposed_frac(step, forwards, whole_groups) for step in steps]
-            exposed = results[f"{handed}, waves of {forwards}"] = statistics.mean(values)
-            print(f"{handed}, waves of {forwards} forwards: {exposed:.2f} of scoring is exposed")
-    single, group = results["completions, waves of 1"], results["groups, waves of 1"]
+            exposed = results[f"{handed}, chunks of {forwards}"] = statistics.mean(values)
+            print(f"{handed}, chunks of {forwards} forwards: {exposed:.2f} of scoring is exposed")
+    single, group = results["completions, chunks of 1"], results["groups, chunks of 1"]
     finish(options.output, {"exposed": results}, hidden=1 - single, by_groups=1 - group)
 
 

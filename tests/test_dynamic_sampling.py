@@ -31,7 +31,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scored import choose_rows, find_replaced_rows
+from rlt_lightning.modules.scored_completions import choose_rows, find_replaced_rows
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms

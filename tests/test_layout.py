@@ -100,7 +100,7 @@ def imports() -> dict[str, set[str]]:
     return graph
 
 
-def room(module: str) -> str:
+def folder_of(module: str) -> str:
     """The entry of the package's root that a module lies in."""
     return [*module.split("."), "__init__"][1]
 
@@ -174,7 +174,7 @@ def test_no_import_runs_upwards() -> None:
         f"{module} imports {other}"
         for module, others in imports().items()
         for other in sorted(others)
-        if level[room(other)] > level[room(module)]
+        if level[folder_of(other)] > level[folder_of(module)]
     ]
     assert upwards == []
 
@@ -183,11 +183,11 @@ def test_no_modules_import_in_a_circle() -> None:
     assert circle(imports()) == []
 
 
-def test_no_rooms_import_in_a_circle() -> None:
-    rooms: dict[str, set[str]] = {}
+def test_no_folders_import_in_a_circle() -> None:
+    folders: dict[str, set[str]] = {}
     for module, others in imports().items():
-        rooms.setdefault(room(module), set()).update(room(other) for other in others)
-    assert circle({name: others - {name} for name, others in rooms.items()}) == []
+        folders.setdefault(folder_of(module), set()).update(folder_of(other) for other in others)
+    assert circle({name: others - {name} for name, others in folders.items()}) == []
 
 
 def test_only_wrappers_import_heavy_packages() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rlt_lightning import moved
 
 
-@pytest.mark.parametrize("old", [*moved.MOVED, *moved.ROOMS, "records.rows"])
+@pytest.mark.parametrize("old", [*moved.MOVED, *moved.PACKAGES, "records.rows"])
 def test_every_moved_module_leads_to_modules_that_exist(old: str):
     with pytest.warns(FutureWarning, match="has moved to"):
         module = moved.MovedFinder().create_module(moved.ModuleSpec(f"rlt_lightning.{old}", None))

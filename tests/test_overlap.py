@@ -37,7 +37,7 @@ from rlt_lightning.engines import (
     build_requests,
 )
 from rlt_lightning.engines.threads import in_background
-from rlt_lightning.modules.scored import ScoredCompletions
+from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.sampler import sum_hidden_seconds

@@ -277,7 +277,8 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
 def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Scored) -> None:
     rlt, rollouts, _ = scored
     if case == "no log-probs":
-        rows = [replace(r, completion=replace(r.completion, log_probs=None)) for r in rollouts.rollouts]
+        build = rlt.trainer.datamodule.rollout
+        rows = [build(r.problem, replace(r.completion, log_probs=None)) for r in rollouts.rollouts]
         rollouts = replace(rollouts, rollouts=rows)
     elif case == "another temperature":
         rlt.reward = RLTReward(teacher_temperature=0.8)

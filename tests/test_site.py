@@ -64,7 +64,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     assert not any('class="mermaid"' in page.read_text() for page in pages)
 
 
-def test_the_reference_has_every_room_and_root_module() -> None:
+def test_the_reference_has_every_folder_and_root_module() -> None:
     names = {path.stem for path in (ROOT / "rlt_lightning").iterdir() if not path.name.startswith("__")}
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     assert set(re.findall(r"^::: rlt_lightning\.(\w+)$", pages, re.MULTILINE)) == names

@@ -32,7 +32,7 @@ LETTERS = TagStyle("e", "t", "a", "o", "{", "}", separator="\n")
 def answer(text: str, **columns: Any) -> Rollout:
     """An answer to a problem with these columns."""
     problem = Problem(1, "?", columns.get("solution", ""), [], [], [], [], [], columns=columns)
-    return Rollout(problem, Completion([1], None, "eos"), 1, 1, text, closed=True)
+    return Rollout(problem, Completion([1], None, "eos"), text, closed=True)
 
 
 def in_tags(solution: str) -> str:
@@ -140,7 +140,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
     terms = CorrectnessReward()
     answers = ["18", "2", "3", "B", r"\boxed{(3 + 4) * 5}"]
     right = [
-        Rollout(problem, Completion([1], None, "eos"), 1, 1, in_tags(text), True)
+        Rollout(problem, Completion([1], None, "eos"), in_tags(text), True)
         for problem, text in zip(made.problems, answers, strict=True)
     ]
     assert terms(right, R1).reward.tolist() == [1.0] * 5

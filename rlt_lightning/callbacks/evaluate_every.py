@@ -12,7 +12,7 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
       metrics.csv and the other loggers
 
-The room `evaluation` has what this shares with `rlt test`; how ranks share an engine is in
+The folder `evaluation/` has what this shares with `rlt test`; how ranks share an engine is in
 `rollouts/dispatcher.py`.
 """
 

@@ -228,7 +228,7 @@ class RolloutCallback(Callback):
         problem = self.dispatcher.call(collect)
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        return {"order": request.to_plain()}
+        return {"order": request.to_plain()}  # the name in checkpoints, also in those of earlier versions
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
     name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
                                                                           another set than the paper's
 
-They are read here, below the room `evaluation`, because `data.filters.overlap_with` reads the same sets: it
-leaves their questions out of the training rows.
+They are read here, below the folder `evaluation/`, because `data.filters.overlap_with` reads the same sets:
+it leaves their questions out of the training rows.
 """
 
 from __future__ import annotations
@@ -259,12 +259,12 @@ def choose_ids(rows: list[NumberedRow]) -> list[str]:
 # Readers of each kind: what the template holds, and the right answer. Their errors quote no row, which may be
 # of a private set.
 
-Order = random.Random | str  # a stream that shuffles, or the seed of one problem's own order
+OptionOrder = random.Random | str  # a stream that shuffles, or the seed of one problem's own order
 Parts = tuple[dict[str, str], Reference]
-Reader = Callable[[dict[str, Any], EvaluationSet, Order], Parts]
+Reader = Callable[[dict[str, Any], EvaluationSet, OptionOrder], Parts]
 
 
-def read_math(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
+def read_math(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) -> Parts:
     """Read a question with a mathematical answer."""
     answer = reference_answer(row)
     if answer is None:
@@ -273,7 +273,7 @@ def read_math(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
     return {"question": read_question(row, spec.strip)}, {"kind": "math", "answer": answer}
 
 
-def read_choice(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts:
+def read_choice(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) -> Parts:
     """Read a question with options in GPQA's columns, and put them in order."""
     if missing := [column for column in CHOICE_COLUMNS if not str(row.get(column) or "").strip()]:
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"it lacks {', '.join(missing)}")
@@ -292,7 +292,7 @@ def read_choice(row: dict[str, Any], spec: EvaluationSet, order: Order) -> Parts
 
 
 def read_countdown(
-    row: dict[str, Any], spec: EvaluationSet, order: Order
+    row: dict[str, Any], spec: EvaluationSet, order: OptionOrder
 ) -> tuple[dict[str, str], Reference]:
     """Read numbers and their target; `read_rows` has added the question if the row had none."""
     numbers = next((row[column] for column in NUMBERS if row.get(column) is not None), None)

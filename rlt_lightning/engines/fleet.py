@@ -378,7 +378,7 @@ class Fleet:
             )
 
     async def watch(self, worker: Worker) -> list[Any]:
-        """Look for signs of life while requests are in work; only an error ends it."""
+        """Look for signs of life while requests are in flight; only an error ends it."""
         while True:
             await asyncio.sleep(self.call_timeout_s / 4)
             unpaused = worker.require_unpaused(self.call_timeout_s)

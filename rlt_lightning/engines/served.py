@@ -32,7 +32,7 @@ class ServedEngine(Engine):
 
     Args:
         url: Address of the server, for messages and records.
-        max_requests: Completions in work at a time.
+        max_requests: Completions in flight at a time.
     """
 
     def __init__(self, url: str, max_requests: int = 8) -> None:

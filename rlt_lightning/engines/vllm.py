@@ -68,7 +68,7 @@ class VLLMEngine(Engine):
             which are not used). trainer: use only log-probs that the trainer computes.
         served_model: Name that running workers serve the teacher under; None: the first that they list.
         api_key_env: Environment variable that holds the workers' API key, if they ask for one.
-        max_sequences: Completions in work at one worker, at most.
+        max_sequences: Completions in flight at one worker, at most.
         request_timeout_s: Deadline of a request, from sending to its last token.
         call_timeout_s: Deadline of every other call; a worker that takes longer to show a sign of life is
             lost.

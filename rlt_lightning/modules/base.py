@@ -1,4 +1,4 @@
-"""What both training stages share: a language model, its optimizer, and packed micro-batches."""
+"""What all training stages share: a language model, its optimizer, and packed micro-batches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlt_lightning.models.packed import HeadOptions, disable_dropout, verified_l
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.frozen import Run
-from rlt_lightning.modules.logged import speed_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
 from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
+from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import (
     Extent,

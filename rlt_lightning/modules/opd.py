@@ -34,10 +34,10 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
 )
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.sampled import SampledModule, UpdateSums
+from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import (

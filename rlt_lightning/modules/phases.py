@@ -71,18 +71,18 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[PhaseStats]:
         """Add what the block costs to `phase`."""
-        cost = self.phases.setdefault(phase, PhaseStats())
+        stats = self.phases.setdefault(phase, PhaseStats())
         # Otherwise the work of the phase before would count here.
         synchronise(self.device)
         reset_peak_memory(self.device)
         start = time.perf_counter()
         with self.watch(phase):
             try:
-                yield cost
+                yield stats
             finally:
                 synchronise(self.device)
-                cost.seconds += time.perf_counter() - start
-                cost.peak_bytes = max(cost.peak_bytes, peak_memory(self.device))
+                stats.seconds += time.perf_counter() - start
+                stats.peak_bytes = max(stats.peak_bytes, peak_memory(self.device))
 
     def lap(self) -> dict[str, PhaseStats]:
         """Return the costs since the last call, and start from zero."""

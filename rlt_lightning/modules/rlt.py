@@ -36,11 +36,10 @@ from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import HeadOptions, log_probs_of
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
-from rlt_lightning.modules.logged import held_out_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.sampled import SampledModule, UpdateSums, require_group
-from rlt_lightning.modules.scored import ScoredCompletions
+from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
     Named,
     Scorer,
@@ -49,6 +48,7 @@ from rlt_lightning.modules.scorer import (
     sampled_extents,
     sampled_sequence,
 )
+from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling

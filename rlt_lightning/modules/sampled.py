@@ -1,4 +1,4 @@
-"""What training on sampled completions shares: who brings them, and an update's micro-batches."""
+"""The base of RLTModule and OPDModule: the sampler, and the micro-batches of an update."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.modules.base import PolicyModule, check_model
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.logged import mismatch_metrics
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
 from rlt_lightning.modules.scorer import sampled_log_probs
+from rlt_lightning.modules.step_metrics import mismatch_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
 from rlt_lightning.pretrained import Dtype
@@ -158,7 +158,8 @@ class SampledModule(PolicyModule):
         if not 0 <= staleness <= self.max_staleness:
             raise RuntimeError(
                 f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
-                f"RolloutCallback brought some of version {policy_version} at step {self.global_step}."
+                f"the sampler of RolloutCallback returned some of version {policy_version} at step "
+                f"{self.global_step}."
             )
 
     def build_shards(self) -> Shards:

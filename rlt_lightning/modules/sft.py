@@ -91,12 +91,12 @@ class SFTModule(PolicyModule):
         optimizer.zero_grad()  # type: ignore[union-attr]
         loss = torch.zeros((), device=self.device)
         sequences = [example_sequence(example) for example in batch.examples]
-        with self.phase("train") as cost:
+        with self.phase("train") as stats:
             plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
             for number, (micro_batch, weight) in enumerate(plan, 1):
                 packed = self.packed(sequences, micro_batch)
                 flops = self.forwards_per_step * forward_flops(self.policy, packed)
-                cost.count(packed, sequences, micro_batch, weight, flops)
+                stats.count(packed, sequences, micro_batch, weight, flops)
                 with self.sharding.micro_batch(last=number == len(plan)):
                     log_probs, _ = self.run(log_probs_of, packed, 1.0, self.head)
                     rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]

@@ -158,7 +158,7 @@ class PlannedWorkers:
     tensor_parallel_size: int  # GPUs that share one copy of the weights
     weight_bytes: int  # per number
     gpu_memory_utilization: float  # part of a GPU's memory that vLLM takes
-    max_sequences: int  # completions in work at a time, per copy
+    max_sequences: int  # completions in flight at a time, per copy
     push_bytes: int  # per number that is pushed
     only_adapter: bool  # whether only the adapter is pushed, rather than all weights
     bucket_bytes: int  # gathered from the trainer's ranks at once

@@ -142,7 +142,7 @@ def sampling_seconds(setup: Setup) -> float:
     """Return the time until the last completion of a step is there, sampled by copies of the weights.
 
     A copy works on many completions at a time, and one that ends gives its place to one that waits. In every
-    token step it reads all weights, and the keys and values of every completion in work:
+    token step it reads all weights, and the keys and values of every completion in flight:
 
         token steps = (completions / places - 1) * mean length + longest length
         seconds = max(token steps * weights + keys and values that are read, products) + overhead
@@ -155,7 +155,7 @@ def sampling_seconds(setup: Setup) -> float:
     mean, prompt = step.mean_completion_length, step.mean_prompt_length / step.group_size
     if setup.decode_rate:
         return number * mean / setup.decode_rate
-    so_far = step.mean_square * mean / 2  # tokens of a completion in work, on average
+    so_far = step.mean_square * mean / 2  # tokens of a completion in flight, on average
     places = min(number, worker.max_sequences if worker else setup.hf_sequences)
     if worker and not device.is_cpu:
         places = max(1, min(places, int(kv_capacity(setup, worker) / (prompt + so_far))))

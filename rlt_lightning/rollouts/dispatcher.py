@@ -195,9 +195,9 @@ class Dispatcher:
         _, module = self._bound()
         while True:
             # On every rank: metrics must have the same names everywhere.
-            with module.phase("generate") as cost:
+            with module.phase("generate") as stats:
                 chunk = self.next_chunk(request, math.inf)
-                cost.tokens += self.count_tokens(chunk)
+                stats.tokens += self.count_tokens(chunk)
             if chunk.complete:
                 return
             self.submit(request)

@@ -135,10 +135,10 @@ class Sampler:
             min_tokens = CHUNK_FORWARDS * self.module.micro_batch_tokens * self.trainer.world_size
         spans: list[tuple[float, float]] = []
         while True:
-            with self.module.phase("generate") as cost:
+            with self.module.phase("generate") as stats:
                 chunk = self.dispatcher.next_chunk(request, min_tokens)
                 ended_at = time.perf_counter() - chunk.waited_s
-                cost.tokens += self.dispatcher.count_tokens(chunk)
+                stats.tokens += self.dispatcher.count_tokens(chunk)
                 numbers = sorted(chunk.completions)
                 if chunk.complete and self.dispatcher.engine.in_process:
                     numbers = self._share_completions(request)
@@ -150,8 +150,8 @@ class Sampler:
                 break
             if not chunk.sampling:
                 self.dispatcher.submit(request)
-        with self.module.phase("score") as cost:
-            cost.hidden_s += sum_hidden_seconds(spans, ended_at)
+        with self.module.phase("score") as stats:
+            stats.hidden_s += sum_hidden_seconds(spans, ended_at)
 
     def request_others(self, places: Sequence[int]) -> RolloutRequest | None:
         """Return a request for other problems, the next of the training order, in these places of the step.

@@ -101,12 +101,12 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: fl
         num_tokens: The step's tokens, which `perf/tokens_per_s` counts.
         peak_flops: The device's measured FLOP/s, of which `perf/mfu` is a fraction.
     """
-    metrics = {"perf/tokens_per_s": num_tokens / sum(cost.seconds for cost in phases.values())}
-    for phase, cost in phases.items():
-        metrics[f"perf/{phase}_s"] = cost.seconds
-        metrics[f"perf/{phase}_peak_gib"] = cost.peak_bytes / GIB
+    metrics = {"perf/tokens_per_s": num_tokens / sum(stats.seconds for stats in phases.values())}
+    for phase, stats in phases.items():
+        metrics[f"perf/{phase}_s"] = stats.seconds
+        metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / GIB
         if phase != "push":
-            metrics[f"perf/{phase}_tokens_per_s"] = cost.tokens / cost.seconds
+            metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
     if score := phases.get("score"):
         metrics["perf/score_hidden_frac"] = score.hidden_s / score.seconds
     train = phases["train"]
