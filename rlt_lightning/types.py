@@ -16,7 +16,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     ├── EngineError *         engines/base.py          an engine failed, or a worker of it
     │   ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
     │   └── WorkerError       engines/client.py        one call to one worker failed
-    └── PushError *           hub/client.py    the hub refused a push or could not be reached
+    └── PushError *           hub/client.py            the hub refused a push or could not be reached
     Exception
     ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
     └── Refused               models/kernels.py        a kernel is missing, or computes something else
