@@ -157,6 +157,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     torch.testing.assert_close(chunks.baseline, terms.baseline, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
 def test_ranks_train_with_it_as_one_process_without_it(
     strategy: str, tiny_model: str, tmp_path: Path

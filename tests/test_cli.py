@@ -547,6 +547,7 @@ def test_a_second_run_refuses_the_folder_until_told_to_overwrite(
     assert (run / "thesis.txt").exists()
 
 
+@pytest.mark.full
 def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> None:
     run, bad, wrong = tmp_path / "runs" / "run", tmp_path / "bad.jsonl", tmp_path / "wrong.jsonl"
     bad.write_text('{"question": "1 + 1?", "solution": "2"}\nnot json\n')
@@ -595,6 +596,7 @@ def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["fit", *(full(v) for v in ("predict", "test"))])
 def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model: str, tmp_path: Path) -> None:
     config = {"fit": "tests/rlt.yaml", "predict": "configs/generate.yaml", "test": "configs/evaluate.yaml"}

@@ -123,6 +123,7 @@ def test_a_run_pushes_its_model_at_its_end(pushed: tuple[Path, str], real: FakeH
     assert "push_to_hub: null" in first["rlt_config.yaml"].decode()
 
 
+@pytest.mark.full
 def test_a_push_adds_the_evaluation_in_one_commit(
     pushed: tuple[Path, str], evaluated: Path, real: FakeHub
 ) -> None:
@@ -169,6 +170,7 @@ assert [row["question"] for _, row in read_rows("alice/traces")] == expected["qu
 """
 
 
+@pytest.mark.full
 def test_both_load_from_the_hub_by_their_ids(
     pushed: tuple[Path, str], traces: Path, real: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def fit(model: str, folder: Path, *callbacks: Any, **options: Any) -> End:
     return end
 
 
+@pytest.mark.full
 def test_a_reference_that_rests_is_the_base_and_costs_no_copy(tiny_model: str, tmp_path: Path) -> None:
     shared = fit(tiny_model, tmp_path / "shared", lora=LORA)
     copied = fit(tiny_model, tmp_path / "copied", ReferenceSync(every_n_steps=100), lora=LORA)

@@ -143,6 +143,7 @@ def test_a_script_in_two_processes_equals_the_command(both: dict[str, Path]) -> 
     assert script == command
 
 
+@pytest.mark.docs
 def test_the_other_scripts_of_the_page_run(both: dict[str, Path], tiny_model: str) -> None:
     for name in ("own_rows.py", "ask.py"):
         code = SCRIPTS[name].replace("smollm2-135m", tiny_model)

@@ -99,7 +99,7 @@ def fault(rank: int, hook: str, kind: str) -> str:
         ("ddp", 0, "on_train_batch_start", "kill", -9, "rank 0: .* ended without a message"),
         ("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
         slow("ddp", 0, "on_train_batch_end", "bug while the other sleeps", 1, "rank 0: ZeroDivisionError"),
-        ("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
+        full("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
         full("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
         slow("zero3", 1, "on_train_batch_start", "kill", 1, "rank 1: .* ended without a message"),
     ],

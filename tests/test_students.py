@@ -319,7 +319,7 @@ def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("zero3", {}),
+        full("zero3", {}),
         ("zero3", {"early": True, "uneven": True}),
         full("ddp", {"uneven": True}),
         full("fsdp2", {"uneven": True}),
