@@ -558,7 +558,7 @@ def test_filters_of_questions_serve_every_task(tiny_model: str, tmp_path: Path) 
         data = StratosDataModule(str(source), task=task, tokenizer=tiny_model, filters=filters)  # type: ignore[arg-type]
         data.setup("predict")
         assert [item.row for item in data.items] == [1], task
-        assert data.recipe()["filters"] == {"max_pass_rate": 0.6, "duplicates": "question"}
+        assert data.build_card_metadata()["filters"] == {"max_pass_rate": 0.6, "duplicates": "question"}
 
 
 # The scripts

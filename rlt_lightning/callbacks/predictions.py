@@ -229,15 +229,17 @@ class DistillationWriter(Callback):
         usable = {row["row"] for row in candidates if row["fits"]}
         if unusable := sorted({row["row"] for row in rows} - usable):
             rank_zero_warn(explain_unusable(unusable, len(data.items), is_answers))
-        recipe = pl_module.recipe() | data.recipe() | RolloutCallback.of(trainer).recipe()  # type: ignore[operator]
-        recipe["selection"] = f"{self.select}, per problem {self.per_problem}"
+        metadata: dict[str, Any] = {}
+        for part in (pl_module, data, RolloutCallback.of(trainer)):
+            metadata |= part.build_card_metadata()  # type: ignore[operator]
+        metadata["selection"] = f"{self.select}, per problem {self.per_problem}"
         if is_answers:
             counts = describe_answers(rows, len(data.items)) | count_answers(rows, len(selected))
-            card = write_data_card(ANSWERS, recipe, counts, selected, ("pass_rate",), TABLE)
+            card = write_data_card(ANSWERS, metadata, counts, selected, ("pass_rate",), TABLE)
         else:
             counts = count_traces(rows, selected, len(data.items))
             terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
-            card = write_data_card(EXPLANATIONS, recipe, counts, selected, terms, TABLE)
+            card = write_data_card(EXPLANATIONS, metadata, counts, selected, terms, TABLE)
         rewrite(folder / CARD, [card])
 
     def select_traces(self, rows: Iterable[Row]) -> Iterator[Row]:

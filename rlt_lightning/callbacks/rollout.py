@@ -245,7 +245,7 @@ class RolloutCallback(Callback):
         if isinstance(pl_module, RLTModule):
             pl_module.reward.close()  # Lightning tears modules down only after success
 
-    def recipe(self) -> dict[str, Any]:
+    def build_card_metadata(self) -> dict[str, Any]:
         """Return how traces are sampled, for a data card."""
         defaults, changed = vars(Sampling()), vars(self.sampling)
         named = ("temperature", "max_completion_length")

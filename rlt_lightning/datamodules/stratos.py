@@ -304,7 +304,7 @@ class StratosDataModule(LightningDataModule):
         length = self.student_length(rollout)
         return length is not None and length <= limit
 
-    def recipe(self) -> dict[str, Any]:
+    def build_card_metadata(self) -> dict[str, Any]:
         """Return what the rows are and how they are presented, for a data card."""
         return {
             "source": f"{self.source} ({len(self.items)} usable rows)",

@@ -44,9 +44,9 @@ from rlt_lightning.modules.scorer import (
     Named,
     Scorer,
     Students,
+    build_sampled_sequence,
+    measure_sampled_rows,
     require_scorable,
-    sampled_extents,
-    sampled_sequence,
 )
 from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics, rollout_metrics
 from rlt_lightning.modules.text_reward import TextReward
@@ -194,15 +194,15 @@ class RLTModule(SampledModule):
         """See `PolicyModule.build_metadata`."""
         metadata = super().build_metadata()
         metadata["training"]["reward"] = type(self.reward).__name__
-        if students := self.students.in_words():
+        if students := self.students.describe():
             metadata["training"]["frozen student"] = students
         return metadata
 
-    def recipe(self) -> dict[str, Any]:
+    def build_card_metadata(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
-        students = self.students.in_words()
+        students = self.students.describe()
         models = {"teacher": self.pretrained, "student": students} if students else {"model": self.pretrained}
         return models | {"reward": reward}
 
@@ -290,12 +290,12 @@ class RLTModule(SampledModule):
         """
         rows, temperature = scored.build_rollouts(scored.shard), scored.request.sampling.temperature
         stale = scored.request.policy_version < self.global_step
-        sequences = [sampled_sequence(row) for row in rows]
+        sequences = [build_sampled_sequence(row) for row in rows]
         # What the loss divides by, so that micro-batches of all ranks add up.
         num_sequences, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
         sums = UpdateSums()
         self.optimizers().zero_grad()  # type: ignore[union-attr]
-        for micro_batch in self.pack(sequences, sampled_extents(rows), stats):
+        for micro_batch in self.pack(sequences, measure_sampled_rows(rows), stats):
             numbers = [scored.shard[i] for i in micro_batch.indices]
             chosen = [rows[i] for i in micro_batch.indices]
             lengths = [len(row.completion.token_ids) for row in chosen]

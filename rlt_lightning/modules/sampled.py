@@ -14,7 +14,7 @@ from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.modules.base import PolicyModule, check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
-from rlt_lightning.modules.scorer import sampled_log_probs
+from rlt_lightning.modules.scorer import pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
@@ -220,7 +220,7 @@ class SampledModule(PolicyModule):
             The engine's log-probs, (n, T), where the loss needs their ratio; importance weights, (n, T), if
             they are used; and how far engine and trainer differ.
         """
-        engine_log_probs = sampled_log_probs(rows, log_probs, stale or self.importance_weights is not None)
+        engine_log_probs = pad_engine_log_probs(rows, log_probs, stale or self.importance_weights is not None)
         if engine_log_probs is None:
             return None, None, Mismatch()
         mismatch = Mismatch.between(log_probs, engine_log_probs, token_mask)

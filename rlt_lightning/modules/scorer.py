@@ -191,7 +191,7 @@ class Students:
             labels.append(label if label not in labels else next(n for n in numbered if n not in labels))
         return labels
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return names and weights, for people."""
         if len(self.names) < 2:
             return ", ".join(self.names)
@@ -286,10 +286,10 @@ class Scorer:
         """Return the reference's log-probs of sampled tokens, N of (T,); [] without a KL penalty."""
         if self.reference is None:
             return []
-        sequences = [sampled_sequence(row) for row in rows]
+        sequences = [build_sampled_sequence(row) for row in rows]
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         with self.reference.on(self.device) as reference:
-            for micro_batch, weight in self.plan(sampled_extents(rows)):
+            for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
                 packed = self._pack(sequences, micro_batch, weight, stats)
                 flat, _ = reference(log_probs_of, packed, temperature, self.head)
                 lengths = [len(rows[i].completion.token_ids) for i in micro_batch.indices]
@@ -335,14 +335,14 @@ class Scorer:
     def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
         """Compare the engine's log-probs of completions with those of the teacher's current weights."""
         mismatch = Mismatch()
-        sequences = [sampled_sequence(row) for row in rows]
-        for micro_batch, weight in self.plan(sampled_extents(rows)):
+        sequences = [build_sampled_sequence(row) for row in rows]
+        for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
             packed = self._pack(sequences, micro_batch, weight)
             chosen = [rows[i] for i in micro_batch.indices]
             # The engine's log-probs of greedy completions are at temperature 1.
             flat, _ = self.teacher(log_probs_of, packed, temperature or 1.0, self.head)
             log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
-            engine_log_probs = sampled_log_probs(chosen, log_probs, needed=False)
+            engine_log_probs = pad_engine_log_probs(chosen, log_probs, needed=False)
             if engine_log_probs is not None and weight:
                 mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
         return mismatch
@@ -403,7 +403,7 @@ class Scorer:
         missing = {v.problem.row: v.problem for v in views if v.problem.row not in known}
         empty = [build_empty_view(problem, self.readers.formats[number]) for problem in missing.values()]
         if teacher_log_probs is not None:  # what the teacher says of an empty one enters nothing
-            lengths = (len(think_tokens(view, self.rlt_reward.score_given)) for view in empty)
+            lengths = (len(list_think_tokens(view, self.rlt_reward.score_given)) for view in empty)
             zeros = (torch.zeros(length, device=self.device) for length in lengths)
             teacher_log_probs = [*teacher_log_probs, *zeros]
         found = self._score_student(student, [*views, *empty], temperature, teacher_log_probs, stats)
@@ -438,7 +438,7 @@ class Scorer:
             )
             for view, *sequences in zip(views, students, needs_teacher or students, strict=True)
         ]
-        num_think = [len(think_tokens(view, given)) for view in views]
+        num_think = [len(list_think_tokens(view, given)) for view in views]
         num_solution = [len(view.problem.solution_ids) for view in views]
         found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
         for micro_batch, weight in self.plan(extents):
@@ -501,7 +501,7 @@ class Scorer:
         empty = {"empty_log_probs": pad_rows(of_empty)[0]} if of_empty else {}
         terms = self.rlt_reward(padded, solution_mask, kl_values, kl_mask, format_ok, extra, **empty)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
-        think = [think_tokens(r.views[number], self.rlt_reward.score_given) for r in rows]
+        think = [list_think_tokens(r.views[number], self.rlt_reward.score_given) for r in rows]
         return Scores(terms, solution_log_probs, think, kl)
 
     # The teacher
@@ -630,7 +630,7 @@ def known_empty(
     return known
 
 
-def think_tokens(view: ModelView, score_given: bool) -> list[int]:
+def list_think_tokens(view: ModelView, score_given: bool) -> list[int]:
     """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
     return (view.problem.think_prefix if score_given else []) + view.compared
 
@@ -655,18 +655,18 @@ def teacher_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
     return ScoredSequence(prompt, explanation, scored)
 
 
-def sampled_sequence(rollout: Rollout) -> ScoredSequence:
+def build_sampled_sequence(rollout: Rollout) -> ScoredSequence:
     """Return prompt and completion; every sampled token is scored, the end tag included."""
     prompt, completion = rollout.problem.teacher_prompt, rollout.completion.token_ids
     return ScoredSequence(prompt, completion, mask_scored(len(prompt), len(completion)))
 
 
-def sampled_extents(rows: list[Rollout]) -> list[Extent]:
+def measure_sampled_rows(rows: list[Rollout]) -> list[Extent]:
     """Return the lengths of prompts and completions; completions of one problem share the prompt."""
     return [Extent(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids)) for r in rows]
 
 
-def sampled_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Tensor | None:
+def pad_engine_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Tensor | None:
     """Return the engine's log-probs of the sampled tokens, (n, T), padded with 0 like `like`.
 
     Returns:

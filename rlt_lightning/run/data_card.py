@@ -33,7 +33,7 @@ ANSWERS = (
 
 def write_data_card(
     kind: tuple[str, str, dict[str, str]],
-    recipe: dict[str, Any],
+    metadata: dict[str, Any],
     counts: dict[str, Any],
     selected: list[Row],
     terms: Sequence[str],
@@ -43,7 +43,7 @@ def write_data_card(
 
     Args:
         kind: EXPLANATIONS or ANSWERS: title, what a row is, and the columns whose histogram is shown.
-        recipe: Settings that the traces were made with, by name.
+        metadata: Settings that the traces were made with, by name.
         counts: How many there are of what, by name.
         selected: The rows of the set.
         terms: Columns whose figures are shown, beside lengths.
@@ -63,7 +63,7 @@ def write_data_card(
         "",
         "## Recipe",
         "",
-        *write_table({**recipe, "made with": f"rlt_lightning {__version__}"}),
+        *write_table({**metadata, "made with": f"rlt_lightning {__version__}"}),
         "",
         "## Counts",
         "",
