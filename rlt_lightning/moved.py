@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -132,6 +132,14 @@ MOVED: dict[str, tuple[str, ...]] = {
     "run.results": ("evaluation.results",),
     "scoring.scorer": ("scoring.one_problem",),
 }
+# Old name of a public function or class → its new one, if its module moved too.
+RENAMED: dict[str, str] = {
+    "datamodules.retelling.RetellingFormat": "CrossTokenizerFormat",
+    "datamodules.token_bytes.PlainTokenizer": "ByteExactTokenizer",
+    "engines.verification.disagreement": "find_disagreement",
+    "modules.meter.PhaseCost": "PhaseStats",
+    "modules.meter.StepMeter": "PhaseTimer",
+}
 # Old package → new package, whose modules have kept their names, unless the table above has them.
 PACKAGES = {
     "records": "run",
@@ -146,7 +154,14 @@ def new_places(name: str) -> tuple[str, ...]:
     package, _, rest = name.partition(".")
     if name in MOVED or package not in PACKAGES:
         return MOVED.get(name, ())
-    return (f"{PACKAGES[package]}.{rest}" if rest else PACKAGES[package],)
+    path = Path(__file__).parent.joinpath(PACKAGES[package], *rest.split("."))
+    exists = path.is_dir() or path.with_suffix(".py").is_file()
+    return (f"{PACKAGES[package]}.{rest}".rstrip("."),) if exists else ()
+
+
+def was_package(name: str) -> bool:
+    """Return whether modules of that old name had modules inside."""
+    return name in PACKAGES or any(other.startswith(f"{name}.") for other in MOVED)
 
 
 class MovedModule(ModuleType):
@@ -157,11 +172,13 @@ class MovedModule(ModuleType):
         # With the `__path__` of the new package, Python would load its files a second time.
         if name.startswith("__"):
             raise AttributeError(name)
-        places = new_places(self.__name__.removeprefix("rlt_lightning."))
+        old = self.__name__.removeprefix("rlt_lightning.")
+        places = [f"rlt_lightning.{place}" for place in new_places(old)]
+        found = RENAMED.get(f"{old}.{name}", name)
         for place in places:
-            module = import_module(f"rlt_lightning.{place}")
-            if hasattr(module, name):
-                return getattr(module, name)
+            module = import_module(place)
+            if hasattr(module, found):
+                return getattr(module, found)
         raise AttributeError(f"module {self.__name__!r} moved to {', '.join(places)}, which has no {name!r}")
 
 
@@ -173,10 +190,9 @@ class MovedFinder:
     ) -> ModuleSpec | None:
         """Return how to make a module that moved; None for every other."""
         package, _, name = fullname.partition(".")
-        places = new_places(name) if package == "rlt_lightning" else ()
-        if not places or find_spec(f"rlt_lightning.{places[0]}") is None:
+        if package != "rlt_lightning" or not new_places(name):
             return None
-        return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
+        return ModuleSpec(fullname, self, is_package=was_package(name))  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in, and say where its names are now."""

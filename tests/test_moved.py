@@ -28,6 +28,23 @@ def test_an_old_class_path_finds_its_class_and_warns(monkeypatch: pytest.MonkeyP
     assert said in str(caught[-1].message)
 
 
+def test_an_old_name_finds_the_new_one_and_a_missing_one_says_where_it_was_looked_for():
+    with pytest.warns(FutureWarning, match="has moved to rlt_lightning.engines.base"):
+        module = moved.MovedFinder().create_module(
+            moved.ModuleSpec("rlt_lightning.engines.verification", None)
+        )
+    assert module.disagreement is import_module("rlt_lightning.engines.base").find_disagreement
+    with pytest.raises(AttributeError, match=r"moved to rlt_lightning\.engines\.base, .*fleet, which"):
+        _ = module.nonsense
+
+
+@pytest.mark.parametrize("old", moved.RENAMED)
+def test_every_renamed_name_leads_to_one_that_exists(old: str):
+    module, _, _ = old.rpartition(".")
+    places = [import_module(f"rlt_lightning.{place}") for place in moved.new_places(module)]
+    assert any(hasattr(place, moved.RENAMED[old]) for place in places)
+
+
 def test_a_module_that_never_was_is_not_found():
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         import_module("rlt_lightning.never")

@@ -63,7 +63,17 @@ class EngineError(RuntimeError):
 
 
 class WorkersLost(EngineError):
-    """No worker with the current weights is left. Push the weights, then ask again for what is missing."""
+    """No worker with the current weights is left. Push the weights, then ask again for what is missing.
+
+    Args:
+        message: What happened.
+        finished: Of engines that write `generate`, the protocol of before: groups that were finished, by the
+            position of their prompt.
+    """
+
+    def __init__(self, message: str, finished: dict[int, list[Completion]] | None = None) -> None:
+        super().__init__(message)
+        self.finished = finished or {}
 
 
 @dataclass(frozen=True)
@@ -192,9 +202,12 @@ class Engine(Protocol):
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep engines working that were written when the protocol had `generate` in place of `sample`."""
         super().__init_subclass__(**options)
+        for name in {"generate", "generate_and_tell"} & vars(cls).keys():
+            warn_of_generate(f"{cls.__name__}.{name}")
         if "generate" in vars(cls) and "sample" not in vars(cls):
-            warn_of_generate(f"{cls.__name__}.generate")
             cls.sample = sample_by_generate  # type: ignore[method-assign]
+        elif not hasattr(cls, "generate"):
+            cls.generate = generate_by_sample  # type: ignore[attr-defined]
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -387,7 +400,7 @@ def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]],
         engine.health()
 
 
-# The protocol of before: both functions go with the next release.
+# The protocol of before: these functions go with the next release.
 
 
 def sample_by_generate(
@@ -408,14 +421,42 @@ def sample_by_generate(
         try:
             groups = dict(enumerate(self.generate(*arguments)))
         except WorkersLost as error:
-            lost = error
-            groups = error.args[1] if len(error.args) > 1 else {}
+            lost, groups = error, error.finished
         for position, group in groups.items():
             for i, completion in enumerate(group):
                 yield first + position * number + i, completion
         if lost is not None:
-            raise WorkersLost(lost.args[0])
+            raise WorkersLost(str(lost))
         first += len(asked) * number
+
+
+def generate_by_sample(
+    self: Any,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    num_completions: int,
+    stop: str,
+    seeds: list[int],
+    limits: list[int] | None = None,
+) -> list[list[Completion]]:
+    """Answer callers of `generate`, also a subclass that calls `super().generate`."""
+    warn_of_generate(f"{type(self).__name__}.generate")
+    written = (vars(base)["sample"] for base in type(self).__mro__ if "sample" in vars(base))
+    sample = next(one for one in written if one is not sample_by_generate)
+    found: dict[int, Completion] = {}
+
+    def complete_groups() -> dict[int, list[Completion]]:
+        places = [range(p * num_completions, (p + 1) * num_completions) for p in range(len(prompts))]
+        return {p: [found[i] for i in own] for p, own in enumerate(places) if found.keys() >= set(own)}
+
+    try:
+        requests = build_requests(prompts, seeds, num_completions, limits)
+        for index, completion in sample(self, requests, sampling, stop):
+            found[index] = completion
+    except WorkersLost as error:
+        raise WorkersLost(str(error), complete_groups()) from error
+    groups = complete_groups()
+    return [groups[position] for position in range(len(prompts))]
 
 
 def generate_patiently(

@@ -19,7 +19,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.scores
 
 With sharded weights, each forward and backward waits for the other ranks too. `models/packed.py` runs a
-micro-batch through a model; `numerics/` computes, `logged.py` counts.
+micro-batch through a model; `numerics/` computes, `step_metrics.py` counts.
 """
 
 from __future__ import annotations

@@ -638,10 +638,11 @@ def linear_exact_kl(
     student: Head,
     logits_mib: int | None = None,
     compiled: bool = False,
+    learning: object = None,
 ) -> Tensor:
     """Return KL(teacher || student), by a name that works in this release only.
 
-    Only the student gets gradients.
+    Only the student gets gradients, whatever `learning` says.
     """
     sides = student_hidden, student, teacher_hidden, teacher
     return linear_divergence(*sides, Divergence("forward"), None, logits_mib, compiled)
