@@ -331,7 +331,7 @@ def on_terminal(code: str, folder: Path, **environment: str) -> str:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
-        signal.alarm(240)  # an answer to a question never comes
+        signal.alarm(1200)  # an answer to a question never comes
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | environment)
     shown = b""
     with suppress(OSError):  # the terminal's end
