@@ -133,8 +133,10 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         _, named = split_words(options)
         options = ["--config", "quickstart", *(word for option in named for word in option)]
     options = cli.read_run(options) if verb == "push" else options
-    borrows = cli.COMMAND_LINES.get(verb)
-    words = options if verb in cli.COMMANDS else [borrows.lender if borrows else verb, *options]
+    command_line = cli.COMMAND_LINES.get(verb)
+    words = (
+        options if verb in cli.COMMANDS else [command_line.settings_verb if command_line else verb, *options]
+    )
     before, sys.argv = sys.argv, ["rlt", verb]
     sys.path.insert(0, str(files))
     try:
