@@ -170,7 +170,6 @@ assert [row["question"] for _, row in read_rows("alice/traces")] == expected["qu
 """
 
 
-@pytest.mark.full
 def test_both_load_from_the_hub_by_their_ids(
     pushed: tuple[Path, str], traces: Path, real: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
