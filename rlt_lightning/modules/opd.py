@@ -232,10 +232,8 @@ class OPDModule(SampledModule):
         terms = JudgedTerms(-sums / counts.clamp(min=1), judged_tokens=counts)
         rollouts = batch.rollouts = request.build_rollouts(own)
         batch.scores = Scores(terms, [], [], [])
-        metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks) | rollout_metrics(rollouts)
-        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
-        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
-        metrics["perf/rank_imbalance"] = shards.imbalance
+        metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks)
+        metrics |= self.measure_rollouts(rollouts, shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
     def update_policy(self, rollouts: Rollouts, stats: PhaseStats) -> tuple[dict[str, Any], list[Tensor]]:

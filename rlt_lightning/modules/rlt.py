@@ -48,7 +48,7 @@ from rlt_lightning.modules.scorer import (
     measure_sampled_rows,
     require_scorable,
 )
-from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics, rollout_metrics
+from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
@@ -327,10 +327,8 @@ class RLTModule(SampledModule):
         if self.require_sampler().max_rounds:
             batch.counts = scored.counts.compute_metrics(len(scored.find_equal_groups()))
         assert batch.scores is not None
-        metrics |= reward_metrics(batch.scores, self.group_size) | rollout_metrics(rollouts)
-        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
-        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
-        metrics["perf/rank_imbalance"] = scored.shards.imbalance
+        metrics |= reward_metrics(batch.scores, self.group_size)
+        metrics |= self.measure_rollouts(rollouts, scored.shards)
         self.log_step(metrics | batch.counts, len(rollouts.rollouts))
 
     @property

@@ -15,14 +15,14 @@ from rlt_lightning.modules.base import PolicyModule, check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
 from rlt_lightning.modules.scorer import pad_engine_log_probs
-from rlt_lightning.modules.step_metrics import mismatch_metrics
+from rlt_lightning.modules.step_metrics import mismatch_metrics, rollout_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.types import InputError, Rollout
+from rlt_lightning.types import InputError, Rollout, Rollouts
 
 T = TypeVar("T")
 
@@ -147,6 +147,13 @@ class SampledModule(PolicyModule):
                 "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
             )
         return self.sampler
+
+    def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
+        """Return what each step on completions logs after its update, of this rank's completions."""
+        metrics: dict[str, Any] = rollout_metrics(rollouts)
+        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
+        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        return metrics | {"perf/rank_imbalance": shards.imbalance}
 
     def require_fresh(self, policy_version: int) -> None:
         """Check that completions are not staler than allowed.
