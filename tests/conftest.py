@@ -10,10 +10,12 @@ Four sets of tests, each with its own command:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,48 @@ def renumbered(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
         shutil.copy(Path(miniature) / name, folder)
     (folder / "tokenizer.json").write_text(json.dumps(described))
     return str(folder)
+
+
+def make_once(name: str, make: Callable[[Path], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all processes of the tests share; the first that asks for it makes it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, made = base / name, base / f"{name}.made"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
+
+
+def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of every file."""
+    found = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in found.items()}
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a finished run, `tiny.QUICKSTART`, to be read only: a test that changes it takes a copy.
+
+    What the run printed lies beside it, in `stdout` and `stderr`.
+    """
+    from commands import rlt
+    from tiny import QUICKSTART
+
+    def make(folder: Path) -> None:
+        result = rlt(*QUICKSTART, f"--output_dir={folder / 'run'}")
+        assert result.returncode == 0, result.stderr
+        (folder / "stdout").write_text(result.stdout)
+        (folder / "stderr").write_text(result.stderr)
+
+    folder = make_once("finished", make, tmp_path_factory)
+    before = list_files(folder)
+    yield folder / "run"
+    assert list_files(folder) == before, "a test has changed the run that all share"
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ class FakeHub:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> FakeHub:
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

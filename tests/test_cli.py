@@ -87,18 +87,17 @@ def wait_for(condition: Any, process: Running, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    result = rlt(*small_fit(tiny_model, run, short_config, "--trainer.max_steps=2"))
-    assert result.returncode == 0, result.stderr
-    assert f"{run / 'model'}: the trained model" in result.stdout
-    assert "--data.tags r1" in result.stdout
+def test_a_fit_leaves_the_whole_run_folder(finished_run: Path, miniature: str) -> None:
+    run = finished_run
+    stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
+    assert f"{run / 'model'}: the trained model" in stdout
+    assert "--data.tags r1" in stdout
     for role in ("the trained model", "the frozen student", "the reference of the KL penalty"):
-        assert f"loading {tiny_model} (2.4 MB) as float32: {role}\n" in result.stderr
-    assert "iteration 2/2: reward" in result.stderr
+        assert re.search(rf"^loading miniature \(.* MB\) as float32: {role}$", stderr, re.MULTILINE)
+    assert "iteration 2/2: reward" in stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
-    assert config["model"]["init_args"]["teacher"] == tiny_model
+    assert config["model"]["init_args"]["teacher"] == "miniature"
     assert metrics(run).keys() == {1, 2}
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     assert len(rows) == 2 * 2 * 2  # steps, problems, completions
@@ -125,11 +124,11 @@ def test_a_fit_leaves_the_whole_run_folder(tiny_model: str, short_config: str, t
     assert tokenizer.chat_template
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
-    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(miniature).state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     card = (run / "model" / "README.md").read_text()
-    assert tiny_model in card
-    assert "arithmetic" in card
+    assert "miniature" in card
+    assert "chains" in card
 
 
 def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_path: Path) -> None:
@@ -350,34 +349,23 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
     assert "policy/val_loss" in expected[max(expected)]
 
 
+# One case for each place that refuses; `test_refusals.py` has the other cases of a validator.
 BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "missing file": (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
     "unknown model": (["--model.teacher=nobody/nothing"], "smollm2-135m"),
     "group size 1": (["--model.group_size=1"], "model.group_size must be at least 2, but got 1"),
     "config that is no YAML": (["--config=README.md"], "YAML file of settings, but README.md is not"),
-    "config without settings": (["--config=LICENSE"], "but LICENSE is not"),
     "misspelled key": (["--model.group_sise=4"], "group_sise"),
     "misspelled value": (["--model.reward.kl_estimator=k2"], "kl_estimator"),
     "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),
-    "greedy sampling": (
-        ["--rollouts.sampling.temperature=0"],
-        "temperature must be above 0",
-    ),
+    "greedy sampling": (["--rollouts.sampling.temperature=0"], "temperature must be above 0"),
     "two rollout callbacks": (
         ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"],
         "its settings are those under rollouts",
     ),
-    "overlap in process": (["--rollouts.asynchronous=true"], "needs an engine outside this process"),
     "engine without workers": (
         ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"],
         "needs either urls or launch",
-    ),
-    "no vLLM to launch": (
-        [
-            "--rollouts.engine=rlt_lightning.engines.VLLMEngine",
-            "--rollouts.engine.launch.executable=/no/such/vllm",
-        ],
-        "launch.executable must be vLLM's command, but '/no/such/vllm' is none",
     ),
     "worker that is not there": (
         [
@@ -387,16 +375,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
         ],
         "vLLM worker http://127.0.0.1:9 must answer within 1 s, but did not",
     ),
-    "truncated importance": (
-        [
-            "--rollouts.sampling.top_p=0.9",
-            "--model.importance_sampling=rlt_lightning.numerics.TruncatedImportanceSampling",
-        ],
-        "a truncated distribution is not the policy's",
-    ),
-    "micro-batch of nothing": (["--model.micro_batch_tokens=0"], "micro_batch_tokens"),
     "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
-    "missing checkpoint": (["--ckpt_path=/no/such.ckpt"], "must be last, best or a checkpoint that exists"),
     "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
 }
 
@@ -421,7 +400,6 @@ def test_bad_input_is_one_clear_line(case: str, tiny_model: str, short_config: s
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
-        ('{"question": "1 + 1?", "answer": "2"}\n', [], "solution"),
         ('{"question": "1 + 1?", "solution": "2"}\n', [], "prompts_per_step"),
         ('{"question": "1 + 1?", "solution": "2"}\nnot json\n' * 3, [], "broken_json"),
         ('{"question": "1 + 1?", "solution": "2"}\n' * 4, ["--data.max_prompt_length=20"], "prompt_too_long"),
@@ -440,11 +418,11 @@ def test_bad_rows_are_one_clear_line(
     ("config", "column"),
     [
         ("quickstart", "question"),
-        ("quickstart", "solution"),
-        ("score", "solution"),
+        full("quickstart", "solution"),
+        full("score", "solution"),
         ("score", "reasoning_trace"),
-        ("teacher_sft", "solution"),
-        ("student_sft", "solution"),
+        full("teacher_sft", "solution"),
+        full("student_sft", "solution"),
         ("student_sft", "reasoning_trace"),
     ],
 )
@@ -491,7 +469,7 @@ def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: 
     assert f"does not replace {folder / 'model'}" in rlt(*score).stderr
 
 
-@pytest.mark.parametrize("verb", ["fit", "predict"])
+@pytest.mark.parametrize("verb", ["fit", full("predict")])
 def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear_line(
     verb: str, tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -514,6 +492,7 @@ def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear
         assert_one_clear_line(result, expected)
 
 
+@pytest.mark.full
 def test_exact_kl_of_two_vocabularies_and_missing_templates_are_one_clear_line(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -575,7 +554,7 @@ def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> 
     assert_one_clear_line(rlt(*fit), "must be empty or new")
 
 
-@pytest.mark.parametrize("verb", ["predict", "test"])
+@pytest.mark.parametrize("verb", ["predict", full("test")])
 def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
     verb: str, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -347,7 +347,7 @@ def test_an_account_is_what_wandb_finds_and_nothing_is_asked(
     environment: pytest.MonkeyPatch, wandb_path: dict[str, str], tmp_path: Path
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         server_of_own = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
         path = {"PYTHONPATH": str(ROOT)} | wandb_path
         shown = on_terminal(ACCOUNTS, tmp_path, **server_of_own, **path)

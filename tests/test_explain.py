@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, rlt
-from tiny import CHAINS
 
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.scoring.explain import ExplainOptions, describe_explanation, find_explanation
@@ -101,19 +100,14 @@ def test_texts_of_ones_own_need_no_row_and_leave_no_folder(tiny_model: str, tmp_
     assert set(Path("runs").glob("*")) == before
 
 
-def test_a_recorded_completion_is_explained_as_it_was_scored(miniature: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    models = [*CHAINS, f"--model.teacher={miniature}", f"--model.student={miniature}", "--model.group_size=2"]
-    short = ["--rollouts.sampling.max_completion_length=8", "--data.prompts_per_step=1"]
-    fit = ["--config=tests/rlt.yaml", *models, *short, "--trainer.max_steps=1"]
-    result = rlt("fit", *fit, "--export.enabled=false", f"--output_dir={run}")
-    assert result.returncode == 0, result.stderr
-    recorded = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
-    row = recorded[1]
-    config = run / "config.yaml"  # as that of a run that went on
-    config.write_text(config.read_text().replace("ckpt_path: null", "ckpt_path: gone.ckpt"))
-    options = [f"--explain.rollouts={run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
-    result = rlt("explain", f"--config={run / 'config.yaml'}", *options, "--explain.completion=1")
+def test_a_recorded_completion_is_explained_as_it_was_scored(finished_run: Path, tmp_path: Path) -> None:
+    recorded = [json.loads(line) for line in (finished_run / "rollouts.jsonl").open()]
+    row = next(row for row in recorded if (row["step"], row["completion"]) == (1, 1))  # of the first weights
+    config = tmp_path / "config.yaml"  # as that of a run that went on
+    written = (finished_run / "config.yaml").read_text()
+    config.write_text(written.replace("ckpt_path: null", "ckpt_path: gone.ckpt"))
+    options = [f"--explain.rollouts={finished_run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
+    result = rlt("explain", f"--config={config}", *options, "--explain.step=1", "--explain.completion=1")
     assert result.returncode == 0, result.stderr
     found = numbers(result.stdout)
     assert found["reward"] == pytest.approx(row["reward"], abs=2e-3)  # sampled log-probs against a forward's

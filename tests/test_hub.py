@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, rlt
+from commands import ROOT, python, rlt
 from fake_hub import FakeHub, faults, header_of
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import close_session
+from tiny import QUICKSTART
 
 from rlt_lightning.checkpoints.card import inherited_header, write_model_card
 from rlt_lightning.cli.main import read_run
@@ -29,9 +30,6 @@ from rlt_lightning.types import InputError
 
 TOKEN, READER, OTHER = "hf_alicesTokenThatMayWrite", "read_alicesTokenThatMayRead", "hf_bobsOwnToken"
 BASE = {"README.md": "---\nlicense: llama3.1\nlicense_link: https://example.com/licence\n---\n# Base\n"}
-TINY_FIT = ["fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=2", "--data.num_embedded_rows=8"]
-TINY_FIT += ["--data.prompts_per_step=2", "--model.group_size=2"]
-TINY_FIT += ["--rollouts.sampling.max_completion_length=8"]
 ANSWERS = ["--data.max_rows=4", "--rollouts.sampling.max_completion_length=8"]
 
 
@@ -52,16 +50,13 @@ def pushed(real: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """A run that pushed its model at its end, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     options = [f"--output_dir={folder}/teacher", "--export.push_to_hub=alice/teacher"]
-    result = rlt(*TINY_FIT, *options, fresh=True, **environment(real, folder / "home"))
+    result = rlt(*QUICKSTART, *options, fresh=True, **environment(real, folder / "home"))
     assert result.returncode == 0, result.stderr
     return folder / "teacher", result.stdout + result.stderr
 
 
-@pytest.fixture(scope="module")
-def evaluated(pushed: tuple[Path, str]) -> Path:
-    """An evaluation of that run's model, beside it."""
-    run, _ = pushed
-    folder = run.parent / "evaluation"
+def evaluate(run: Path, folder: Path) -> Path:
+    """Evaluate a run's model into a folder, and return that."""
     options = [f"--model.pretrained={run}/model", "--data.force_format=true", "--rollouts.num_samples=2"]
     result = rlt(
         "test", "--config=configs/miniature_evaluate.yaml", *ANSWERS, *options, f"--output_dir={folder}"
@@ -71,14 +66,20 @@ def evaluated(pushed: tuple[Path, str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def traces(pushed: tuple[Path, str]) -> Path:
-    """A distillation set of that run's model."""
-    run, _ = pushed
-    options = [f"--model.teacher={run}/model", "--data.num_embedded_rows=6", "--data.prompts_per_step=2"]
-    options += ["--rollouts.sampling.max_completion_length=8", f"--output_dir={run.parent}/traces"]
-    result = rlt("predict", "--config=configs/miniature_generate.yaml", *options)
+def evaluated(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation of the finished run's model."""
+    return evaluate(finished_run, tmp_path_factory.mktemp("evaluated") / "evaluation")
+
+
+@pytest.fixture(scope="module")
+def traces(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A distillation set of the finished run's model."""
+    folder = tmp_path_factory.mktemp("distilled") / "traces"
+    options = [f"--model.teacher={finished_run}/model", "--data.num_embedded_rows=6"]
+    options += ["--rollouts.sampling.max_completion_length=8", "--data.prompts_per_step=2"]
+    result = rlt("predict", "--config=configs/miniature_generate.yaml", *options, f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
-    return run.parent / "traces"
+    return folder
 
 
 @pytest.fixture
@@ -100,9 +101,9 @@ def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(pushed: tuple[Path, str], tmp_path: Path) -> Path:
-    """A copy of the run, to be changed."""
-    shutil.copytree(pushed[0], tmp_path / "run")
+def model(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be changed."""
+    shutil.copytree(finished_run, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -124,10 +125,9 @@ def test_a_run_pushes_its_model_at_its_end(pushed: tuple[Path, str], real: FakeH
 
 
 @pytest.mark.full
-def test_a_push_adds_the_evaluation_in_one_commit(
-    pushed: tuple[Path, str], evaluated: Path, real: FakeHub
-) -> None:
+def test_a_push_adds_the_evaluation_in_one_commit(pushed: tuple[Path, str], real: FakeHub) -> None:
     run, _ = pushed
+    evaluated = evaluate(run, run.parent / "evaluation")  # found, since it lies beside the run
     repo = real.repos["model", "alice/teacher"]
     before = len(repo.commits)
     result = rlt("push", str(run), fresh=True, **environment(real, run.parent / "home"))
@@ -170,23 +170,30 @@ assert [row["question"] for _, row in read_rows("alice/traces")] == expected["qu
 """
 
 
-def test_both_load_from_the_hub_by_their_ids(
-    pushed: tuple[Path, str], traces: Path, real: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(real.url, monkeypatch)
-    push(str(traces), "alice/traces", data=True)
+@pytest.fixture(scope="module")
+def loaded(pushed: tuple[Path, str], traces: Path, real: FakeHub) -> subprocess.CompletedProcess[str]:
+    """A process that loads the model and a set, pushed as well, into the client's cache beside the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        use(real.url, patch)
+        push(str(traces), "alice/traces", data=True)
+    close_session()
+    code = LOAD.format(run=pushed[0], traces=traces)
+    own = os.environ | environment(real, pushed[0].parent / "home")
+    return subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True)
+
+
+def test_both_load_from_the_hub_by_their_ids(loaded: subprocess.CompletedProcess[str], real: FakeHub) -> None:
+    assert loaded.returncode == 0, loaded.stderr
     repo = real.repos["dataset", "alice/traces"]
     assert repo.private
     assert repo.files.keys() == {".gitattributes", "README.md", "distillation.parquet", "rlt_config.yaml"}
-    code = LOAD.format(run=pushed[0], traces=traces)
-    own = os.environ | environment(real, pushed[0].parent / "home")
-    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
-def test_no_token_is_in_any_file_or_line(pushed: tuple[Path, str], real: FakeHub) -> None:
+def test_no_token_is_in_any_file_or_line(
+    pushed: tuple[Path, str], loaded: subprocess.CompletedProcess[str], real: FakeHub
+) -> None:
     run, printed = pushed
-    assert TOKEN not in printed
+    assert TOKEN not in printed + loaded.stdout + loaded.stderr
     here = [path for path in run.parent.rglob("*") if path.is_file()]
     assert any("home" in path.parts for path in here)
     assert [path for path in here if TOKEN.encode() in path.read_bytes()] == []
@@ -219,7 +226,7 @@ def test_a_model_folder_without_its_run_is_pushed_too(hub: FakeHub, model: Path,
 @pytest.mark.full
 def test_two_ranks_push_once(real: FakeHub, tmp_path: Path) -> None:
     options = [f"--output_dir={tmp_path}/run", "--export.push_to_hub=alice/two", "--trainer.devices=2"]
-    result = rlt(*TINY_FIT, *options, fresh=True, **environment(real, tmp_path / "home"))
+    result = rlt(*QUICKSTART, *options, fresh=True, **environment(real, tmp_path / "home"))
     assert result.returncode == 0, result.stderr
     assert len(real.repos["model", "alice/two"].commits) == 2
 
@@ -488,8 +495,8 @@ def test_a_folder_without_an_export_says_what_to_run(
         push(str(tmp_path), "alice/m", data=data)
 
 
-def test_offline_mode_and_a_missing_run_are_one_line_each(pushed: tuple[Path, str]) -> None:
-    offline = rlt("push", str(pushed[0]), HF_TOKEN=TOKEN)
+def test_offline_mode_and_a_missing_run_are_one_line_each(finished_run: Path) -> None:
+    offline = rlt("push", str(finished_run), "--repo_id=alice/m", HF_TOKEN=TOKEN)
     assert offline.returncode == 2
     [line] = offline.stderr.splitlines()
     assert line.startswith("rlt: error: A push needs the hub, but HF_HUB_OFFLINE")
@@ -507,21 +514,32 @@ def test_data_is_a_switch_with_or_without_a_value() -> None:
         assert found[-2:] == ["--repo_id", "a/b"]
 
 
-def test_a_run_without_a_token_ends_before_it_trains(real: FakeHub, tmp_path: Path) -> None:
+def test_a_run_without_a_token_ends_before_it_trains(tmp_path: Path) -> None:
     options = [f"--output_dir={tmp_path}/run", "--export.push_to_hub=alice/teacher"]
-    result = rlt(*TINY_FIT, *options, HF_HUB_OFFLINE="1")
+    result = rlt(*QUICKSTART, *options, HF_HUB_OFFLINE="1")
     assert result.returncode == 2
     assert "A push needs the hub" in result.stderr
     assert not (tmp_path / "run" / "model").exists()
-    result = rlt(*TINY_FIT, *options, "--export.enabled=false")
+    result = rlt(*QUICKSTART, *options, "--export.enabled=false")
     assert "export.push_to_hub pushes model/, but export.enabled is false" in result.stderr
 
 
-def test_a_finished_run_survives_a_failed_push(real: FakeHub, tmp_path: Path) -> None:
-    real.refused["/api/models/alice/late/commit"] = 413
+# In a process that has the client imported, which read its environment then.
+AT_HUB = """
+import sys
+from huggingface_hub import constants
+from rlt_lightning.__main__ import main
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = {url!r}, False, True
+sys.argv = ["rlt", *{words!r}]
+main()
+"""
+
+
+def test_a_finished_run_survives_a_failed_push(hub: FakeHub, tmp_path: Path) -> None:
+    hub.refused["/api/models/alice/late/commit"] = 413
     options = [f"--output_dir={tmp_path}/run", "--export.push_to_hub=alice/late"]
-    result = rlt(*TINY_FIT, *options, fresh=True, **environment(real, tmp_path / "home"))
-    assert result.returncode == 1
+    result = python(AT_HUB.format(url=hub.url, words=[*QUICKSTART, *options]), ROOT)
+    assert result.returncode == 1, result.stderr
     [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: ")]
     assert f"The model is in {tmp_path}/run/model, but not on the hub." in line
     assert line.endswith(f"To push it: rlt push {tmp_path}/run")

@@ -152,10 +152,11 @@ def test_the_other_scripts_of_the_page_run(both: dict[str, Path], tiny_model: st
         assert "Warning" not in done.stderr, done.stderr
 
 
-def test_verbs_take_the_run_of_a_script(both: dict[str, Path], tmp_path: Path) -> None:
-    run = both["script"] / "teacher"
+def test_verbs_take_the_run_of_a_script(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "teacher"
+    trainer(run, 1).fit(module(), data())
     words = ["--ckpt_path", "runs/teacher", "--output_dir", str(tmp_path / "model")]
-    exported = rlt("export", *words, cwd=both["script"].parent)
+    exported = rlt("export", *words, cwd=tmp_path)
     assert exported.returncode == 0, exported.stderr
     name = "model.safetensors"
     assert (tmp_path / "model" / name).read_bytes() == (run / "model" / name).read_bytes()

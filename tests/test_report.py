@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from browser import chromium, completion, synthetic_run, tokens, write_metrics, write_rows
 from commands import ROOT, rlt
-from test_cli import small_fit
 
 from rlt_lightning.report.charts import build_curve_sections, build_group_charts
 from rlt_lightning.report.collect import TOKEN_COLUMNS, Bounds, Run, collect
@@ -375,18 +374,14 @@ def test_the_command_line_takes_run_folders(tmp_path: Path) -> None:
 
 
 def test_a_real_runs_page_shows_its_completions_and_tokens(
-    tiny_model: str, tmp_path: Path, opened: Any
+    finished_run: Path, tmp_path: Path, opened: Any
 ) -> None:
-    run = tmp_path / "run"
-    options = ("--trainer.max_steps=3", "--rollouts.sampling.max_completion_length=6")
-    result = rlt(*small_fit(tiny_model, run, *options, "--data.num_embedded_rows=3"))
-    assert result.returncode == 0, result.stderr
-    report([str(run)])
-    text = (run / "report.html").read_text()
+    report([str(finished_run)], output=str(tmp_path / "report.html"))
+    text = (tmp_path / "report.html").read_text()
     data = re.search(r'id="data">(.*)</script>', text)[1]  # type: ignore[index]
     assert len(text.encode()) - len(data.encode()) < 0.3 * 2**20
-    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
-    page = opened(run / "report.html")
+    rows = [json.loads(line) for line in (finished_run / "rollouts.jsonl").open()]
+    page = opened(tmp_path / "report.html")
     page.draw_all()
     names = page.page.locator(".chart code").all_inner_texts()
     assert {"reward/mean", "reward/kl", "policy/entropy", "rollout/closed_frac"} <= {n.strip() for n in names}
