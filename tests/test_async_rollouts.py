@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from cases import full
+from commands import wait_until
 from fake_worker import FakeWorker, worker_of
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
@@ -31,6 +32,7 @@ from rlt_lightning.types import Completion, InputError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 SAMPLING = Sampling(max_completion_length=8)
 STEPS = 5  # of four per epoch
+GONE_S = 1.2  # to wait for a worker that does not come back
 ASKED = 4  # requests of a step: one for each of two completions of two prompts
 
 
@@ -65,7 +67,7 @@ def fit(
     dynamic_sampling: DynamicSampling | None = None,
     reward: RLTReward = RLTReward(),
     data: dict[str, Any] | None = None,
-    recovery_timeout_s: float = 1.2,
+    recovery_timeout_s: float = 60.0,
     **options: Any,
 ) -> Witness:
     """Train, and return what the steps saw."""
@@ -115,13 +117,6 @@ def fit(
     )
     trainer.fit(module, datamodule=datamodule, ckpt_path=None if resume is None else str(resume))
     return witness
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = monotonic() + 60
-    while not condition():
-        assert monotonic() < deadline
-        sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +276,7 @@ def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
     with worker_of(tiny_model) as worker:
         stopped = dies_at(2, worker)
         with pytest.raises(EngineError, match="--resume true"):
-            fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
+            fit(tiny_model, tmp_path, worker, witness=stopped, every=100, recovery_timeout_s=GONE_S)
         assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
         worker.restart()
         worker.open()
@@ -297,7 +292,7 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     with worker_of(tiny_model, faults=("",) * (ASKED * step + 3) + ("die",)) as worker:
         stopped = Witness()
         with pytest.raises(EngineError, match="--resume true"):
-            fit(tiny_model, tmp_path, worker, witness=stopped, every=100)
+            fit(tiny_model, tmp_path, worker, witness=stopped, every=100, recovery_timeout_s=GONE_S)
         assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == [f"step={step:06d}.ckpt"]
         asked = len(worker.bodies)
         worker.restart()
@@ -314,7 +309,15 @@ def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, lo
     with worker_of(tiny_model, faults=("",) * (2 * ASKED + 2) + ("die",)) as worker:
         stopped = Witness()
         with pytest.raises(EngineError, match="--resume true"):
-            fit(tiny_model, tmp_path, worker, witness=stopped, every=100, **options)
+            fit(
+                tiny_model,
+                tmp_path,
+                worker,
+                witness=stopped,
+                every=100,
+                recovery_timeout_s=GONE_S,
+                **options,
+            )
         assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
         worker.restart()
         worker.open()
@@ -336,7 +339,14 @@ def test_a_resume_without_workers_leaves_the_checkpoint_alone(
         worker.close()
         for _ in range(2):
             with pytest.raises(EngineError, match="must answer"):
-                fit(tiny_model, tmp_path, worker, resume=checkpoint, asynchronous=asynchronous)
+                fit(
+                    tiny_model,
+                    tmp_path,
+                    worker,
+                    resume=checkpoint,
+                    asynchronous=asynchronous,
+                    recovery_timeout_s=GONE_S,
+                )
             assert {path: path.read_bytes() for path in checkpoint.rglob("*.*")} == before
 
 
@@ -355,7 +365,7 @@ def test_a_worker_that_comes_back_in_time_changes_no_completion(
             Thread(target=lambda: (sleep(0.3), worker.open())).start()
 
         witness = Witness({2: restart})
-        seen = fit(tiny_model, tmp_path, worker, witness=witness, steps=4, recovery_timeout_s=60.0).steps
+        seen = fit(tiny_model, tmp_path, worker, witness=witness, steps=4).steps
     assert [completions for _, completions in seen] == [completions for _, completions in whole.steps[:4]]
     if answered < 2:
         assert [staleness for staleness, _ in seen] == [0, 1, answered, 1]  # a mixed step counts as stale

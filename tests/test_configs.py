@@ -163,6 +163,7 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
         yield worker
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
 def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
     verb, *options = launch_words(config)

@@ -446,7 +446,7 @@ COUNTS = ("sampled_problems", "dropped_groups", "dropped_tokens", "refill_rounds
 
 @pytest.mark.parametrize(
     ("strategy", "early"),
-    [("ddp", False), ("zero3", False), full("fsdp2", False), full("ddp", True), full("zero3", True)],
+    [full("ddp", False), ("zero3", False), full("fsdp2", False), full("ddp", True), full("zero3", True)],
 )
 def test_two_processes_train_as_one(
     strategy: str, early: bool, single: Path, tiny_model: str, tmp_path: Path
@@ -461,7 +461,8 @@ def test_two_processes_train_as_one(
     assert any(number % 2 for number in refilled)  # so that ranks had parts of unlike size
 
 
-@pytest.mark.parametrize("strategy", ["ddp", full("zero3")])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_two_processes_resume_exactly(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dynamic": 2, "prompts": 4, "rows": 11}
     run(tiny_model, tmp_path / "whole", strategy, **options)

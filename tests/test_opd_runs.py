@@ -92,6 +92,7 @@ def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path
             torch.testing.assert_close(witness.gradients[name], gradient, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_an_offloaded_teacher_is_the_same(miniature: str, teacher: str, tmp_path: Path) -> None:  # noqa: F811
     found = []
     for offload in (False, True):
@@ -102,7 +103,7 @@ def test_an_offloaded_teacher_is_the_same(miniature: str, teacher: str, tmp_path
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("estimator", ["full", "sampled"])
+@pytest.mark.parametrize("estimator", ["full", full("sampled")])
 def test_a_step_in_which_nothing_can_be_judged_moves_nothing(
     estimator: Any, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -159,7 +160,12 @@ def test_another_tokenizer_by_spans_equals_plain_forwards(
 
 @pytest.mark.parametrize(
     ("estimator", "asynchronous", "weighted"),
-    [("full", False, False), ("full", True, False), ("sampled", False, True), ("sampled", True, False)],
+    [
+        ("full", False, False),
+        full("full", True, False),
+        full("sampled", False, True),
+        ("sampled", True, False),
+    ],
 )
 def test_an_engine_outside_the_process(
     estimator: Any, asynchronous: bool, weighted: bool, tiny_model: str, tmp_path: Path

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import full
 from commands import ROOT, python
 
 from rlt_lightning.plan.models import KNOWN, Models, Shape
@@ -125,8 +126,8 @@ def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
     ("config", "verb", "phases"),
     [
         ("miniature_generate", "predict", ["generate", "score"]),
-        ("miniature_rejection", "predict", ["generate"]),
-        ("score", "predict", ["score"]),
+        full("miniature_rejection", "predict", ["generate"]),
+        full("score", "predict", ["score"]),
         ("evaluate", "test", ["generate"]),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import full
 from commands import ROOT, rlt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -341,9 +342,9 @@ def test_two_heads_need_what_their_trace_shows() -> None:
 @pytest.mark.parametrize(
     ("options", "role", "sampled"),
     [
-        (["--model.teacher=miniature"], "teacher miniature", False),
+        full(["--model.teacher=miniature"], "teacher miniature", False),
         ([], "teacher miniature", False),  # a copy of the student
-        (["--model.teacher_weights=live"], None, False),
+        full(["--model.teacher_weights=live"], None, False),
         (["--config=overlays/lora", "--model.estimator=sampled"], None, True),
     ],
 )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny import CHAINS
 from torch import Tensor
 
-SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+SHARDED = ["ddp", "fsdp2", "zero1", full("zero2"), "zero3"]
 STOP = 3
 MEASURED = ("reward/mean", "reward/val_mean", "student/kl_mean", "policy/entropy", "policy/grad_norm")
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt, wait_until
 from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo, worker_of
 from safetensors.torch import load_file
@@ -242,7 +243,7 @@ def test_a_worker_without_dev_routes_is_refused_with_the_variable_to_set(start: 
         start(FakeWorker(dev_mode=False))
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/get_world_size", "/server_info"])
+@pytest.mark.parametrize("path", ["/v1/models", full("/get_world_size"), full("/server_info")])
 def test_a_server_that_answers_something_else_is_an_engine_error(start: Any, path: str) -> None:
     with pytest.raises(EngineError, match=re.escape("http://127.0.0.1:")):
         start(FakeWorker(broken={path: {"data": [{}]}}), recovery_timeout_s=0.6)
@@ -299,7 +300,7 @@ def test_a_request_that_takes_too_long_at_a_living_worker_stops_the_run(start: A
         generate(engine)
 
 
-@pytest.mark.parametrize("fault", ["/health", "/collective_rpc", "/weight_info"])
+@pytest.mark.parametrize("fault", ["/health", full("/collective_rpc"), full("/weight_info")])
 def test_a_worker_is_lost_if_one_sign_of_life_fails(start: Any, fault: str) -> None:
     # The server may answer while its engine is dead: /health then says 503, or a model worker is not heard.
     bad, good = FakeWorker(gate=Event()), FakeWorker(delay_s=0.01)
@@ -489,7 +490,7 @@ def test_a_worker_that_another_trainer_left_paused_is_taken_into_service(start: 
     assert token_ids(generate(start(worker))) == undisturbed()
 
 
-@pytest.mark.parametrize("with_another", [True, False])
+@pytest.mark.parametrize("with_another", [True, full(False)])
 def test_a_pause_that_comes_late_does_not_stop_a_run_for_ever(start: Any, with_another: bool) -> None:
     # The first push gives the pause up. The worker obeys it later, while it samples.
     late, other = FakeWorker(gate=Event()), FakeWorker(gate=Event())
