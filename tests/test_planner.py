@@ -9,6 +9,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,35 @@ def test_each_strategy_divides_what_it_shards(
     assert memory.buckets(setup) == buckets
 
 
+CPU = replace(GPU, name="cpu")
+EIGHT_BIT = replace(MODEL, states_8bit=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "sharding", "expected"),
+    [  # bytes: 100 weights of 4, the largest tensor has 20; 4 processes, where it says so
+        ({}, "whole", 400),  # a GPU: the roots of all second moments at a time
+        ({}, "ddp", 400),
+        ({}, "fsdp2", 100),
+        ({"device": CPU}, "whole", 2 * 20 * 4),  # a CPU: of one tensor, twice
+        ({"device": CPU}, "fsdp2", 2 * 20 * 4 / 4),
+        ({}, "zero1", 2 * 25 * 4),  # and the gradients, in a flat tensor
+        ({"device": CPU}, "zero1", 3 * 25 * 4),
+        ({"sub_group_numel": 10}, "zero2", 2 * 25 * 4),  # stage 3 alone goes by sub-groups
+        ({"sub_group_numel": 10}, "zero3", 2 * 10 * 4),
+        ({}, "zero3", 2 * 25 * 4),
+        ({"offload_optimizer": True}, "zero3", 0),  # stepped in main memory, in one pass
+        ({"policy": EIGHT_BIT}, "whole", 0),  # one kernel does all in place
+        ({"policy": EIGHT_BIT, "device": CPU}, "whole", 5 * 20 * 4),
+    ],
+)
+def test_a_step_allocates_what_its_optimizer_computes(
+    options: dict[str, Any], sharding: str, expected: float
+) -> None:
+    setup = replace(SETUP if sharding == "whole" else on(SETUP, sharding), **options)
+    assert memory.step_workspace(setup) == expected
+
+
 def test_frozen_models_and_states_can_wait_on_the_host() -> None:
     offloaded = replace(SETUP, offload_frozen=True)
     assert memory.weights(offloaded, MODEL, frozen=True) == 0
@@ -141,8 +171,8 @@ def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> 
     assert memory.optimizer_states(lora) == 2 * 4 * 10
     [train] = [phase for phase in memory.list_phases(lora) if phase.name == "train"]
     assert train.device["reference weights"] == 0
-    full, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
-    assert [memory.pushed_bytes(lora, worker) for worker in (full, adapter)] == [400, 40]
+    whole, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
+    assert [memory.pushed_bytes(lora, worker) for worker in (whole, adapter)] == [400, 40]
 
 
 def test_head_needs_what_its_trace_shows() -> None:
