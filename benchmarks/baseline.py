@@ -19,7 +19,7 @@ from side_by_side import CPU, benchmark_parser, finish, read_options
 
 from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.scorer import Scorer, Students, known_empty
+from rlt_lightning.modules.scorer import Scorer, Students, collect_empty_scores
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import Layout, micro_batches
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout
@@ -73,12 +73,12 @@ def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int
     def plan(extents: Any) -> Any:
         return [(row, 1.0) for row in micro_batches(extents, ROW, layout)]
 
-    readers: Any = SimpleNamespace(formats=[empty])
+    student_views: Any = SimpleNamespace(formats=[empty])
     models, students = [ReadModel(nothing)], Students.of("student", None)
     reward = RLTReward(baseline=baseline)
-    scorer = Scorer(reward, students, models, nothing, plan, CPU, readers=readers)
+    scorer = Scorer(reward, students, models, nothing, plan, CPU, student_views=student_views)
     for rows in chunks:
-        known |= known_empty(rows, scorer.score_students(rows, 0.7, known, stats))
+        known |= collect_empty_scores(rows, scorer.score_students(rows, 0.7, known, stats))
     return stats.tokens
 
 

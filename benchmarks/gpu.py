@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
-from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.phases import forward_flops, matmul_rate
 from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
 from rlt_lightning.numerics.attention import KERNELS
@@ -107,12 +107,12 @@ class Group:
 
     @torch.no_grad()
     def score(self) -> Tensor:
-        return log_probs_of(self.reference, self.packed, 0.7, self.head)[0]
+        return compute_log_probs(self.reference, self.packed, 0.7, self.head)[0]
 
     def optimise(self) -> None:
         lengths = [self.length] * 16
         ref_log_probs = to_padded(self.score(), lengths)[0]
-        flat, _ = log_probs_of(self.policy, self.packed, 0.7, self.head, with_entropy=True)
+        flat, _ = compute_log_probs(self.policy, self.packed, 0.7, self.head, with_entropy=True)
         self.loss(to_padded(flat, lengths)[0], ref_log_probs, self.advantages).backward()
 
     def full_log_probs(self, model: Any, sequence: ScoredSequence) -> Tensor:

@@ -19,7 +19,7 @@ from reward import one_group, scorer_of
 from side_by_side import benchmark_parser, finish, measure, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.packed import log_probs_of
+from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.numerics import Head, PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -75,8 +75,10 @@ def sharing_by_prefix(model: Any, lengths: tuple[int, ...], rounds: int) -> dict
         )
         seconds = {"shared": [], "apart": []}
         for _ in range(rounds + 1):
-            seconds["shared"].append(measure(lambda packed=shared: log_probs_of(model, packed))["seconds"])
-            seconds["apart"].append(measure(lambda packed=apart: log_probs_of(model, packed))["seconds"])
+            seconds["shared"].append(
+                measure(lambda packed=shared: compute_log_probs(model, packed))["seconds"]
+            )
+            seconds["apart"].append(measure(lambda packed=apart: compute_log_probs(model, packed))["seconds"])
         times = {name: statistics.median(found[1:]) for name, found in seconds.items()}
         per_token = times["apart"] / apart.input_ids.shape[1]
         added = times["shared"] - per_token * shared.input_ids.shape[1]

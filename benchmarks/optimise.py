@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from side_by_side import alternate, bars, benchmark_parser, finish, measure, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
-from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.numerics import (
     Extent,
     GroupNormalisedAdvantages,
@@ -63,8 +63,8 @@ def serve(path: str) -> None:
             packed = PackedSequences.from_sequences(sequences, row.families)
             lengths = [len(completions[i]) for i in row.indices]
             with torch.no_grad():
-                ref_flat, _ = log_probs_of(reference, packed, case["temperature"], head)
-            flat, _ = log_probs_of(policy, packed, case["temperature"], head, with_entropy=True)
+                ref_flat, _ = compute_log_probs(reference, packed, case["temperature"], head)
+            flat, _ = compute_log_probs(policy, packed, case["temperature"], head, with_entropy=True)
             log_probs, token_mask = to_padded(flat, lengths)
             loss, _ = policy_loss(
                 log_probs=log_probs,

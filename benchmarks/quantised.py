@@ -20,7 +20,7 @@ from side_by_side import bars, benchmark_parser, finish, read_options
 from torch import Tensor
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.models.lora import LoRA, merged_weights
+from rlt_lightning.models.lora import LoRA, merge_weights
 from rlt_lightning.models.quantised import quantised_layers
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import SFTModule
@@ -125,7 +125,7 @@ def divergences(model: str, trained: Any) -> dict[str, float]:
     plain = load_model(model).to(trained.device)
     original = log_probs(plain)
     merged = {}
-    for name, tensor in merged_weights(trained, stored_once(trained)):
+    for name, tensor in merge_weights(trained, stored_once(trained)):
         with whole_tensors([tensor]) as [whole]:
             merged[name] = whole.clone()
     ours = log_probs(trained)

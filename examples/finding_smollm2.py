@@ -125,7 +125,7 @@ def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, floa
     return figures
 
 
-def kinds_of(path: Path) -> dict[str, float]:
+def measure_kinds(path: Path) -> dict[str, float]:
     """Return the share of each kind among the traces that a student learns from, in percent."""
     rows = read_rows(path)
     counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
@@ -248,7 +248,7 @@ def main() -> None:
             source = sources.get(arm) or traces(stages, arm, seed)
             for name, value in student(stages, arm, seed, source).items():
                 arms[arm][name].append(value)
-            arms[arm]["kinds"].append(kinds_of(source))
+            arms[arm]["kinds"].append(measure_kinds(source))
             if arm == "warmup" and seed == seeds[0]:
                 finding["reward_by_kind"] = reward_by_kind(source.with_name("traces.jsonl"))
                 finding["gates"] = gates(source.with_name("traces.jsonl"))

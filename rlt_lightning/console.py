@@ -47,7 +47,7 @@ def announce_reading(path: Path) -> None:
         announce(f"reading {path} ({size_text(num_bytes)})")
 
 
-def counted(rows: Iterable[T], what: str) -> Iterator[T]:
+def show_count(rows: Iterable[T], what: str) -> Iterator[T]:
     """Yield rows as they are read, and say every few seconds how many are done."""
     said_at = time.monotonic()
     for number, row in enumerate(rows):

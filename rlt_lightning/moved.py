@@ -1,4 +1,4 @@
-"""Where a module went that had another name in the last release: the old name works, with a warning.
+"""What had another name in the last release: modules, functions, methods. The old name warns, and works.
 
 A class path in somebody's YAML, or an import in a script, keeps working for one release. Empty the table in
 the next one.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "datamodules.orders": ("datamodules.loader",),
     "datamodules.preparation": ("datamodules.tokenise",),
     "datamodules.published": ("datamodules.evaluation_sets",),
+    "datamodules.readers": ("datamodules.student_views",),
     "datamodules.responses": ("datamodules.rows",),
     "datamodules.retelling": ("datamodules.cross_tokenizer",),
     "datamodules.settings": ("datamodules.stratos",),
@@ -132,13 +134,39 @@ MOVED: dict[str, tuple[str, ...]] = {
     "run.results": ("evaluation.results",),
     "scoring.scorer": ("scoring.one_problem",),
 }
-# Old name of a public function or class → its new one, if its module moved too.
+# Old name of a public function or class → its new one, in the same module or where its module moved to.
 RENAMED: dict[str, str] = {
+    "callbacks.evaluate_every.rollouts_of": "find_rollout_callback",
+    "callbacks.rollout_checks.ReadingModel": "ModelContext",
+    "callbacks.rollout_checks.find_reading_models": "list_model_contexts",
+    "console.counted": "show_count",
+    "datamodules.evaluation.evaluation_of": "get_evaluation_data",
+    "datamodules.filters.within": "is_within",
+    "datamodules.readers.Reader": "StudentView",
+    "datamodules.readers.Readers": "StudentViews",
     "datamodules.retelling.RetellingFormat": "CrossTokenizerFormat",
+    "datamodules.stratos.stratos_of": "get_stratos_data",
     "datamodules.token_bytes.PlainTokenizer": "ByteExactTokenizer",
+    "engines.threads.in_background": "run_in_background",
     "engines.verification.disagreement": "find_disagreement",
+    "models.lora.adapter_weights": "list_adapter_weights",
+    "models.lora.merged_weights": "merge_weights",
+    "models.packed.log_probs_of": "compute_log_probs",
+    "models.packed.verified_layout": "verify_layout",
     "modules.meter.PhaseCost": "PhaseStats",
     "modules.meter.StepMeter": "PhaseTimer",
+    "modules.scorer.known_empty": "collect_empty_scores",
+    "numerics.advantages.in_groups": "split_groups",
+    "numerics.balance.room_of": "compute_room",
+    "numerics.head.rows_of": "select_rows",
+    "numerics.packing.by_size": "sort_by_size",
+    "numerics.packing.numbers_in": "list_run_numbers",
+    "numerics.packing.row_of": "build_row",
+    "numerics.varlen.inputs_of": "select_inputs",
+    "pretrained.plain_attention": "can_replace_attention",
+    "run.rollout_rows.own_token_columns": "build_student_token_columns",
+    "run.rollout_rows.token_columns": "build_token_columns",
+    "strategies.sharding.sharding_of": "get_sharding",
 }
 # Old package → new package, whose modules have kept their names, unless the table above has them.
 PACKAGES = {
@@ -208,7 +236,65 @@ class MovedFinder:
         """Do nothing: names are looked up when they are asked for."""
 
 
+def find_renamed(module: str, name: str) -> Any:
+    """Return what an old name of a module that stayed stands for, and warn; the module's `__getattr__`."""
+    new = RENAMED.get(f"{module.partition('.')[2]}.{name}")
+    if new is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{module}.{name} is called {new} now. The old name works in this release only: change it.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return getattr(import_module(module), new)
+
+
+class RenamingLoader(SourceFileLoader):
+    """Loads a module that stayed, some of whose names have changed."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then let it look up its old names."""
+        super().exec_module(module)
+        module.__dict__["__getattr__"] = partial(find_renamed, module.__name__)
+
+
+class RenamingFinder:
+    """Finds the modules that stayed and have names in `RENAMED`, before Python's own finders do."""
+
+    def __init__(self) -> None:
+        stayed = {name.rpartition(".")[0] for name in RENAMED} - MOVED.keys()
+        self.modules = {f"rlt_lightning.{name}" for name in stayed}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load a module with renamed names; None for every other."""
+        if fullname not in self.modules:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = RenamingLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def rename_method(old: str, new: str) -> Callable[..., Any]:
+    """Return a method for the old name, which warns and calls the one of the new name."""
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        warnings.warn(
+            f"{type(self).__name__}.{old} is called {new} now. The old name works in this release only: "
+            "change it.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(self, new)(*args, **options)
+
+    call.__name__, call.__doc__ = old, f"Call `{new}`, the name of this method now."
+    return call
+
+
 def install() -> None:
     """Let old names be imported; safe to call twice."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
         sys.meta_path.append(MovedFinder())
+        sys.meta_path.insert(0, RenamingFinder())

@@ -160,7 +160,7 @@ def meta_model(
 def attention_options(name: str, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:
     """Return the options about attention and remote code with which transformers loads a model."""
     register_segment_attention()
-    ours_fits = plain_attention(model_config(name, trust_remote_code))
+    ours_fits = can_replace_attention(model_config(name, trust_remote_code))
     if attn_implementation is None and ours_fits:
         attn_implementation = SEGMENT_ATTENTION
     if attn_implementation == SEGMENT_ATTENTION and not ours_fits:
@@ -186,7 +186,7 @@ def context_length(name: str, trust_remote_code: bool = False) -> int:
     return getattr(config, "max_position_embeddings", sys.maxsize)
 
 
-def plain_attention(config: Any) -> bool:
+def can_replace_attention(config: Any) -> bool:
     """Return whether our attention can replace the model's.
 
     The model must have no sliding window and no soft cap of the scores, and its class must leave mask and

@@ -38,10 +38,10 @@ def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captu
 
 
 def test_many_rows_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert list(console.counted(iter(range(5000)), "tokenising")) == list(range(5000))
+    assert list(console.show_count(iter(range(5000)), "tokenising")) == list(range(5000))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(console, "COUNT_EVERY_S", 0.0)
-    assert list(console.counted(iter(range(5000)), "tokenising")) == list(range(5000))
+    assert list(console.show_count(iter(range(5000)), "tokenising")) == list(range(5000))
     assert "tokenising: 4,999 rows so far" in capsys.readouterr().err.splitlines()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from balance import GROUP_SIZE, lengths_of_step
 
-from rlt_lightning.numerics.balance import divide, imbalance, room_of
+from rlt_lightning.numerics.balance import compute_room, divide, imbalance
 
 
 def lognormal_step(seed: int) -> tuple[list[list[int]], list[int]]:
@@ -29,8 +29,8 @@ def test_a_division_by_hand() -> None:
 
 
 def test_what_ranks_have_already_counts() -> None:
-    assert room_of([10, 0], 4) == [0, 4]
-    assert room_of([10, 0], 20) == [5, 15]
+    assert compute_room([10, 0], 4) == [0, 4]
+    assert compute_room([10, 0], 20) == [5, 15]
     # 8 + 4 and 4 + 4 are as good as 8 and 4 + 4 + 4, and no rank is idle.
     assert divide([[0, 1, 2]], [4, 4, 4], 2, loads=[8, 0]) == [[0], [1, 2]]
     parts = divide([[0, 1, 2, 3]], [2, 2, 2, 2], 2, loads=[4, 0])

@@ -23,7 +23,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import scorer
-from rlt_lightning.modules.scorer import Students, TokenScores, build_empty_view, known_empty
+from rlt_lightning.modules.scorer import Students, TokenScores, build_empty_view, collect_empty_scores
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
@@ -150,7 +150,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     for places in ([6, 1], [0, 4, 5], [2, 3, 7]):
         chunk = [rows[place] for place in places]
         found = rlt.scorer.score_students(chunk, 0.7, known)
-        known |= known_empty(chunk, found)
+        known |= collect_empty_scores(chunk, found)
         scored |= dict(zip(places, found, strict=True))
     assert sorted(read) == [rows[0].problem.row, rows[4].problem.row]
     chunks = rlt.scorer.rewards(rows, [scored[place] for place in range(len(rows))]).terms
@@ -226,7 +226,9 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
     row = ROWS[0] | {"completion": f"{ROWS[0]['reasoning_trace']}\n</explanation>"}
     scorer = ExplanationScorer("miniature", "miniature", replace(EXACT, baseline="empty"), **FORMAT)
     problem = scorer.build_problem(1, row)
-    rollout = scorer.format.rollout(problem, scorer.format.completion_from_text(problem, row["completion"]))
+    rollout = scorer.format.build_rollout(
+        problem, scorer.format.completion_from_text(problem, row["completion"])
+    )
     terms: Any = scorer.score([rollout], Entry(load_model("miniature")), torch.device("cpu"))
     [score] = teachers[1].score([row])
     assert float(terms.reward) == pytest.approx(score.reward, abs=1e-5)

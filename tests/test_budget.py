@@ -45,7 +45,7 @@ def chat_format(engine: HFEngine) -> ChatFormat:
 
 
 def prompt_of(chat_format: ChatFormat, question: str = "What is 3 + 4?") -> list[int]:
-    return chat_format.student_problem(1, question, "").teacher_prompt + chat_format.thought_opening
+    return chat_format.build_student_problem(1, question, "").teacher_prompt + chat_format.thought_opening
 
 
 def respond(
@@ -343,11 +343,11 @@ def test_appended_tags_are_tokenised_as_in_training_text(chat_format: ChatFormat
     other = ChatFormat(chat_format.tokenizer, tags)
     separator, style = other.tags.separator, other.tags
     body = f"{separator}A{separator}"
-    example = other.student_sft_example(1, "Q", body, body).token_ids
+    example = other.build_student_sft_example(1, "Q", body, body).token_ids
     thought, answer = other.thought_opening, other.answer_opening
     assert text(other, thought) == style.thought_open + separator
     assert text(other, answer) == f"{separator}{style.thought_close}\n\n{style.solution_open}{separator}"
-    prompt = other.student_problem(1, "Q", "").teacher_prompt
+    prompt = other.build_student_problem(1, "Q", "").teacher_prompt
     begin = len(prompt) + len(thought) + 1
     assert example[: begin - 1] == prompt + thought
     assert example[begin : begin + len(answer)] == answer

@@ -137,7 +137,7 @@ def test_a_piped_question_is_answered_by_a_real_model_in_the_students_format(min
     engine, tokenizer = HFEngine(), load_tokenizer(miniature)
     engine.start(load_model(miniature), tokenizer, Path())
     chat_format = ChatFormat(tokenizer, "r1", student_system_prompt="Answer in one word.")
-    prompt = chat_format.student_problem(1, QUESTION, "").teacher_prompt
+    prompt = chat_format.build_student_problem(1, QUESTION, "").teacher_prompt
     [[answer]] = sample_groups(
         engine, [prompt], Sampling(temperature=0, max_completion_length=200), 1, "", [0]
     )
@@ -245,7 +245,7 @@ def test_a_server_is_asked_with_the_students_own_tokens(
     out, err = ask(model, temperature=0.4, top_p=0.8, max_tokens=99, seed=5)
     assert (out, err) == ("<think>\nSeven.\n</think>\n", "")
     chat_format = ChatFormat(load_tokenizer(tiny_model), "r1")
-    prompt = chat_format.student_problem(1, QUESTION, "").teacher_prompt
+    prompt = chat_format.build_student_problem(1, QUESTION, "").teacher_prompt
     expected = {"model": "student", "prompt": prompt, "max_tokens": 99, "temperature": 0.4, "top_p": 0.8}
     assert server.bodies == [expected | {"seed": 5, "skip_special_tokens": False, "stream": True}]
 

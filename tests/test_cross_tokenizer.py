@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED
-from rlt_lightning.datamodules import StratosDataModule, readers
+from rlt_lightning.datamodules import StratosDataModule, student_views
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import Sampling
@@ -132,14 +132,14 @@ def explanations(tokenizer: Any, number: int, seed: int) -> list[list[int]]:
     return found
 
 
-def rollouts_of(chat: CrossTokenizerFormat, number: int, seed: int = 0) -> list[Rollout]:
-    problem = chat.problem(1, "What is 3 + 4?", chat.tags.wrap("7, since 3 + 4 = 7."))
+def sample_rollouts(chat: CrossTokenizerFormat, number: int, seed: int = 0) -> list[Rollout]:
+    problem = chat.build_problem(1, "What is 3 + 4?", chat.tags.wrap("7, since 3 + 4 = 7."))
     closing = chat.tokenizer("\n\n" + chat.end_tag, add_special_tokens=False)["input_ids"]
     found = []
     for i, ids in enumerate(explanations(chat.tokenizer, number, seed)):
         closes = i % 3 != 0
         completion = Completion(ids + closing * closes, None, "stop" if closes else "length")
-        found.append(chat.rollout(problem, completion))
+        found.append(chat.build_rollout(problem, completion))
     return found
 
 
@@ -166,12 +166,12 @@ def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
 
 def test_two_hundred_explanations_keep_their_bytes(chat: CrossTokenizerFormat) -> None:
     replaced = cut = 0
-    for rollout in rollouts_of(chat, 200):
+    for rollout in sample_rollouts(chat, 200):
         [view] = rollout.views
         assert view.spans is not None
-        [teachers] = ChatFormat.rollout(chat, rollout.problem, rollout.completion).views
-        data = b"".join(map(chat.teachers_text.bytes_of, teachers.token_ids))
-        read = b"".join(map(chat.students_text.bytes_of, view.token_ids))
+        [teachers] = ChatFormat.build_rollout(chat, rollout.problem, rollout.completion).views
+        data = b"".join(map(chat.teachers_text.decode_bytes, teachers.token_ids))
+        read = b"".join(map(chat.students_text.decode_bytes, view.token_ids))
         # An incomplete character at the end is left out, other bytes that are none become U+FFFD.
         text = getincrementaldecoder("utf-8")("replace").decode(data)
         cut += text != data.decode(errors="replace")
@@ -192,9 +192,9 @@ def test_two_hundred_explanations_keep_their_bytes(chat: CrossTokenizerFormat) -
 
 
 def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> None:
-    problem = chat.problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
+    problem = chat.build_problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
     completion = chat.completion_from_trace(problem, "Add 3 and 4, 数学.")
-    rollout = chat.rollout(problem, completion)
+    rollout = chat.build_rollout(problem, completion)
     sequence = student_sequence(rollout.views[0], score_given=False)
     tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
@@ -214,18 +214,18 @@ def controls_of(tokenizer: Any) -> set[int]:
 
 
 def test_control_tokens_in_an_explanation_are_only_spelled(chat: CrossTokenizerFormat) -> None:
-    problem = chat.problem(1, "q", chat.tags.wrap("7"))
+    problem = chat.build_problem(1, "q", chat.tags.wrap("7"))
     controls = controls_of(chat.tokenizer)
     texts = [chat.tokenizer.decode([i]) for i in sorted(controls_of(chat.student_tokenizer))]
     word = chat.tokenizer(" so", add_special_tokens=False)["input_ids"]
     students = chat.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
     sampled = [*word, *sorted(controls), *students, *word]
-    rollout = chat.rollout(problem, Completion(sampled, None, "length"))
+    rollout = chat.build_rollout(problem, Completion(sampled, None, "length"))
     assert controls <= set(sampled)
     [view] = rollout.views
     assert controls_of(chat.student_tokenizer).isdisjoint(view.token_ids)
-    read = b"".join(map(chat.students_text.bytes_of, view.token_ids))
-    assert read.decode() == chat.students_text.spellable(chat.teachers_text.text_of(sampled)[0], [])[0]
+    read = b"".join(map(chat.students_text.decode_bytes, view.token_ids))
+    assert read.decode() == chat.students_text.spellable(chat.teachers_text.decode_text(sampled)[0], [])[0]
 
 
 def test_a_student_that_glues_the_separator_to_a_tag_is_refused(miniature: str) -> None:
@@ -245,16 +245,16 @@ def test_a_student_that_glues_the_separator_to_a_tag_is_refused(miniature: str) 
 
 
 def test_half_a_character_at_the_end_counts_on_neither_side(chat: CrossTokenizerFormat) -> None:
-    problem = chat.problem(1, "q", chat.tags.wrap("7"))
+    problem = chat.build_problem(1, "q", chat.tags.wrap("7"))
     whole = chat.tokenizer("So 🪼", add_special_tokens=False)["input_ids"]
-    rollout = chat.rollout(problem, Completion(whole[:-1], None, "length"))
+    rollout = chat.build_rollout(problem, Completion(whole[:-1], None, "length"))
     [view] = rollout.views
     assert chat.student_tokenizer.decode(view.token_ids).strip() == "So"
     assert view.num_left_out == len(whole) - 1 - view.num_tokens > 0
     assert chat.tokenizer.decode(view.compared).strip() == "So"
     # In byte-level tokens " 🪼" begins with one that holds a space and the first byte, else with "▁".
     first = chat.teachers_text.is_byte_level
-    only = chat.rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
+    only = chat.build_rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
     [view] = only.views
     assert (view.num_tokens, view.spans, view.num_left_out) == (0, [], 1)
     assert chat.student_tokenizer.decode(view.token_ids) in ("", " ")
@@ -269,7 +269,7 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
     if estimator == "k3" and not all(text.is_byte_level for text in texts):
         pytest.skip("exp(-d) of a long span under two random models is inf")
     teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
-    rows = rollouts_of(chat, number)
+    rows = sample_rollouts(chat, number)
     scored = scorer(teacher, student, kl_estimator=estimator)(rows, 0.7)
     largest = 0.0
     for i, rollout in enumerate(rows):
@@ -325,7 +325,7 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         assert none is None
         return tokenizer, tokenizer
 
-    monkeypatch.setattr(readers, "load_tokenizers", other)
+    monkeypatch.setattr(student_views, "load_tokenizers", other)
     spans = teacher.score(rows)
     for ours, theirs, case in zip(spans, today, CASES, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -431,7 +431,7 @@ def test_what_the_student_cannot_hold_names_the_row(chat: CrossTokenizerFormat) 
     teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
     student.config.max_position_embeddings = 50
     with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
-        scorer(teacher, student)(rollouts_of(chat, 1), 0.7)
+        scorer(teacher, student)(sample_rollouts(chat, 1), 0.7)
 
 
 def verb(name: str, tiny_model: str, *options: str) -> str:
@@ -504,7 +504,7 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     theirs = python.Teacher(tiny_model, "miniature", reward=RLTReward(), **texts).score(rows)[0]  # type: ignore[arg-type]
     ours = ExplanationScorer("miniature", tiny_model, **texts)  # type: ignore[arg-type]
     [problem] = ours.build_problems(rows)
-    rollout = ours.format.rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
+    rollout = ours.format.build_rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
     terms = ours.score([rollout], Entry(load_model(tiny_model)), torch.device("cpu"))
     assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):

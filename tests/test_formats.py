@@ -76,9 +76,9 @@ def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
     golden = json.loads((Path(__file__).parent / "golden/rlt_reward.jsonl").read_text().splitlines()[case])
     teacher_system = golden["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
     chat = ChatFormat(smol, "stratos", teacher_system, golden["student_system_prompt"])
-    problem = chat.problem(1, golden["question"], golden["solution"])
+    problem = chat.build_problem(1, golden["question"], golden["solution"])
     completion = chat.completion_from_text(problem, golden["completion"])
-    rollout = chat.rollout(problem, completion)
+    rollout = chat.build_rollout(problem, completion)
 
     teacher = golden["teacher_prompt"] + golden["completion"]
     assert problem.teacher_prompt + completion.token_ids == encode(smol, teacher)
@@ -162,7 +162,7 @@ def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: st
     chat = ChatFormat(tokenizer, style, "Teach.", "Learn.")
     gap = tags.separator
     solution = tags.wrap("x = \\boxed{7}.")
-    problem = chat.problem(1, "1+6?", solution)
+    problem = chat.build_problem(1, "1+6?", solution)
     trace = "Count up: 7."
 
     def show(*token_ids: list[int]) -> str:
@@ -171,7 +171,7 @@ def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: st
     # RL: the teacher's prompt, and the student's context around an explanation.
     given = f"{tags.solution_open}{solution}{tags.solution_close}\n\n{tags.explanation_open}{gap}"
     assert show(problem.teacher_prompt) == head.format("Teach.") + given
-    rollout = chat.rollout(problem, chat.completion_from_trace(problem, trace))
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, trace))
     spliced = show(
         problem.student_prefix, problem.think_prefix, rollout.views[0].token_ids, problem.student_suffix
     )
@@ -181,13 +181,13 @@ def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: st
     assert rollout.text == trace
 
     # Stage 1: prompt as in RL, the loss counts explanation, end tag and eos.
-    teacher = chat.teacher_sft_example(problem, trace)
+    teacher = chat.build_teacher_sft_example(problem, trace)
     counted = [t for t, count in zip(teacher.token_ids, teacher.loss_mask, strict=True) if count]
     assert teacher.token_ids == problem.teacher_prompt + counted
     assert show(counted) == f"{trace}{gap}{tags.explanation_close}{tokenizer.eos_token}"
 
     # Stage 4: the loss counts the whole assistant turn.
-    student = chat.student_sft_example(1, "1+6?", tags.wrap(trace), solution)
+    student = chat.build_student_sft_example(1, "1+6?", tags.wrap(trace), solution)
     counted = [t for t, count in zip(student.token_ids, student.loss_mask, strict=True) if count]
     assert show(student.token_ids[: -len(counted)]) == head.format("Learn.")
     assert show(counted) == f"{turn}{solution}{tags.solution_close}{tokenizer.eos_token}"
@@ -195,8 +195,8 @@ def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: st
 
 def test_separator_tokens_are_those_in_front_of_text(smol: Any, qwen: Any):
     # SmolLM2 has one token for two newlines (1116), but not in front of a letter; Qwen glues them to the tag.
-    assert ChatFormat(smol).problem(1, "q", SOLUTION).think_prefix == [198, 198]
-    problem = ChatFormat(qwen).problem(1, "q", SOLUTION)
+    assert ChatFormat(smol).build_problem(1, "q", SOLUTION).think_prefix == [198, 198]
+    problem = ChatFormat(qwen).build_problem(1, "q", SOLUTION)
     assert problem.think_prefix == []
     assert (
         problem.teacher_prefix[-1] == problem.student_prefix[-1] == problem.student_suffix[-1] == 1339
@@ -205,7 +205,7 @@ def test_separator_tokens_are_those_in_front_of_text(smol: Any, qwen: Any):
 
 def test_tags_that_end_differently_share_no_separator(qwen: Any):
     tags = TagStyle("## Thought", "## End", "<s>", "</s>", "<e>", "</e>")
-    problem = ChatFormat(qwen, tags).problem(1, "q", SOLUTION)
+    problem = ChatFormat(qwen, tags).build_problem(1, "q", SOLUTION)
     assert problem.think_prefix == []
     assert text_of(qwen, problem.teacher_prefix).endswith("<e>\n\n")
     assert text_of(qwen, problem.student_prefix).endswith("## Thought\n\n")
@@ -218,13 +218,13 @@ def test_bos_of_the_template_is_not_doubled(smol: Any):
         f"{bos[0]} $A", special_tokens=[bos]
     )
     assert tokenizer("x").input_ids[0] == 0
-    problem = ChatFormat(tokenizer).problem(1, "q", SOLUTION)
+    problem = ChatFormat(tokenizer).build_problem(1, "q", SOLUTION)
     assert problem.teacher_prompt.count(0) == problem.student_prefix.count(0) == 1
 
 
 def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
     chat = ChatFormat(with_template(smol, OPENS_THOUGHT), "r1")
-    problem = chat.problem(1, "q", "\n7\n")
+    problem = chat.build_problem(1, "q", "\n7\n")
     assert text_of(smol, problem.student_prefix + problem.think_prefix).endswith("assistant\n<think>\n")
     assert "<think>\n" not in text_of(smol, problem.teacher_prompt)
 
@@ -235,7 +235,7 @@ def test_templates_are_told_that_thinking_is_on(smol: Any):
 
 
 def test_empty_system_prompt_sends_no_system_message(smol: Any):
-    problem = ChatFormat(with_template(smol, NO_SYSTEM), "stratos", "", "").problem(1, "q", SOLUTION)
+    problem = ChatFormat(with_template(smol, NO_SYSTEM), "stratos", "", "").build_problem(1, "q", SOLUTION)
     assert text_of(smol, problem.student_prefix).startswith("<|im_start|>user\nq<|im_end|>")
 
 
@@ -298,7 +298,7 @@ def test_a_separator_that_sticks_to_the_text_is_refused(smol: Any):
 
 def test_text_after_the_first_end_tag_is_dropped(tokenizer: Any):
     chat = ChatFormat(tokenizer)
-    problem = chat.problem(1, "q", SOLUTION)
+    problem = chat.build_problem(1, "q", SOLUTION)
     completion = chat.completion_from_text(
         problem, "Yes.\n\n<|end_of_explanation|>\n\nmore<|end_of_explanation|>"
     )
@@ -311,14 +311,14 @@ def test_text_after_the_first_end_tag_is_dropped(tokenizer: Any):
 def test_a_given_text_never_changes_the_prompts_tokens(tokenizer: Any, text: str):
     # SmolLM2 joins two newlines in front of a digit, Qwen joins a third one to the tag.
     chat = ChatFormat(tokenizer)
-    completion = chat.completion_from_text(chat.problem(1, "q", SOLUTION), text)
+    completion = chat.completion_from_text(chat.build_problem(1, "q", SOLUTION), text)
     assert text_of(tokenizer, completion.token_ids) == text
 
 
 def test_separator_before_the_end_tag_is_body_but_not_thought(smol: Any):
     chat = ChatFormat(smol)
-    problem = chat.problem(1, "q", SOLUTION)
-    rollout = chat.rollout(problem, chat.completion_from_trace(problem, " So x is 7.\n"))
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, " So x is 7.\n"))
     assert text_of(smol, rollout.views[0].token_ids) == "So x is 7.\n\n"
     assert text_of(smol, rollout.views[0].compared) == "So x is 7."
     assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == 2
@@ -326,20 +326,20 @@ def test_separator_before_the_end_tag_is_body_but_not_thought(smol: Any):
 
 def test_a_separator_glued_to_the_last_sentence_stays_in_the_thought(qwen: Any):
     chat = ChatFormat(qwen)
-    problem = chat.problem(1, "q", SOLUTION)
-    rollout = chat.rollout(problem, chat.completion_from_trace(problem, "So x is 7."))
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, "So x is 7."))
     assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids)
     assert rollout.views[0].token_ids[-1] == 382  # .\n\n
     # A letter in front leaves the newlines a token of their own.
-    rollout = chat.rollout(problem, chat.completion_from_trace(problem, "So x is seven"))
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, "So x is seven"))
     assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids) - 1
 
 
 @pytest.mark.parametrize("gap", ["", "\n", "\n\n", "\n\n\n", ".\n\n\n", "\n \n\n"])
 def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: str):
     chat = ChatFormat(tokenizer)
-    problem = chat.problem(1, "q", SOLUTION)
-    rollout = chat.rollout(problem, chat.completion_from_text(problem, f"seven{gap}{chat.end_tag}"))
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_text(problem, f"seven{gap}{chat.end_tag}"))
     body = f"seven{gap}"
     assert text_of(tokenizer, rollout.views[0].token_ids) == body
     starts = [
@@ -353,62 +353,62 @@ def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: 
 
 def test_a_token_that_holds_the_start_of_the_end_tag_does_not_reach_the_student(qwen: Any):
     chat = ChatFormat(qwen, "r1")
-    problem = chat.problem(1, "q", "\n7\n")
+    problem = chat.build_problem(1, "q", "\n7\n")
     straddling = qwen.convert_tokens_to_ids(".</")
     token_ids = [*encode(qwen, "It is seven"), straddling, *encode(qwen, "explanation>")]
     assert text_of(qwen, token_ids) == "It is seven.</explanation>"
-    rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
     assert text_of(qwen, rollout.views[0].token_ids) == rollout.text == "It is seven"
 
 
 def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
     chat = ChatFormat(qwen)
-    problem = chat.problem(1, "q", SOLUTION)
+    problem = chat.build_problem(1, "q", SOLUTION)
     token_ids = encode_pieces(qwen, ["Seven\n\n<|end_of_explanation|>", "\n\nx"])[0]
     assert token_ids[-1] == 1339  # >\n\n
-    rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
     assert text_of(qwen, rollout.views[0].token_ids) == "Seven\n\n"
 
 
 def test_bodies_of_unclosed_completions(tokenizer: Any):
     chat = ChatFormat(tokenizer)
-    problem = chat.problem(1, "q", SOLUTION)
+    problem = chat.build_problem(1, "q", SOLUTION)
     token_ids = encode(tokenizer, "Count to seven")
-    rollout = chat.rollout(problem, Completion(token_ids, None, "length"))
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "length"))
     assert (rollout.views[0].token_ids, rollout.views[0].num_tokens, rollout.closed) == (
         token_ids,
         len(token_ids),
         False,
     )
-    rollout = chat.rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
+    rollout = chat.build_rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
     assert (rollout.views[0].token_ids, rollout.text, rollout.closed) == (token_ids, "Count to seven", False)
 
 
 def test_empty_completions_have_empty_bodies(tokenizer: Any):
     chat = ChatFormat(tokenizer)
-    problem = chat.problem(1, "q", SOLUTION)
-    rollout = chat.rollout(problem, chat.completion_from_text(problem, chat.end_tag))
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_text(problem, chat.end_tag))
     assert (len(rollout.views[0].token_ids), rollout.views[0].num_tokens, rollout.empty, rollout.closed) == (
         0,
         0,
         True,
         True,
     )
-    rollout = chat.rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
+    rollout = chat.build_rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
     assert (len(rollout.views[0].token_ids), rollout.empty) == (0, True)
 
 
 def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):
     chat = ChatFormat(smol)
     token_ids = encode(smol, "so 鬱🧮")[:-1]
-    rollout = chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "length"))
+    rollout = chat.build_rollout(chat.build_problem(1, "q", SOLUTION), Completion(token_ids, None, "length"))
     assert rollout.views[0].token_ids == token_ids
     assert rollout.text.startswith("so 鬱")
     # Nor does a broken character in front of the tag hide it.
     token_ids += encode(smol, chat.end_tag)
     assert (
         len(
-            chat.rollout(chat.problem(1, "q", SOLUTION), Completion(token_ids, None, "stop"))
+            chat.build_rollout(chat.build_problem(1, "q", SOLUTION), Completion(token_ids, None, "stop"))
             .views[0]
             .token_ids
         )
@@ -419,26 +419,28 @@ def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):
 def test_a_stop_without_end_tag_is_an_error(smol: Any):
     chat = ChatFormat(smol)
     with pytest.raises(ValueError, match=r"must end with <\|end_of_explanation\|>.*engine"):
-        chat.rollout(chat.problem(1, "q", SOLUTION), Completion(encode(smol, "no tag"), None, "stop"))
+        chat.build_rollout(
+            chat.build_problem(1, "q", SOLUTION), Completion(encode(smol, "no tag"), None, "stop")
+        )
 
 
 def test_finding_the_spans_costs_a_few_tokens_whatever_the_length(smol: Any, monkeypatch: pytest.MonkeyPatch):
     chat = ChatFormat(smol)
-    problem = chat.problem(1, "q", SOLUTION)
+    problem = chat.build_problem(1, "q", SOLUTION)
     token_ids = encode(smol, "step. " * 2000 + f"\n\n{chat.end_tag}")
     lengths = []
     decode = smol.decode
     monkeypatch.setattr(smol, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
-    rollout = chat.rollout(problem, Completion(token_ids, None, "stop"))
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
     assert len(rollout.views[0].token_ids) > 3000
     assert sum(lengths) < len(rollout.views[0].token_ids) + 400  # the body once, for its text
 
 
 def test_solutions_without_the_separator_are_kept_whole(smol: Any):
     chat = ChatFormat(smol)
-    assert text_of(smol, chat.problem(1, "q", "\n\nseven\n").solution_ids) == "\n\nseven\n"
-    assert text_of(smol, chat.problem(1, "q", "\n\n7.5\n\n").solution_ids) == "\n\n7.5"
-    assert text_of(smol, chat.problem(1, "q", "seven").solution_ids) == "seven"
+    assert text_of(smol, chat.build_problem(1, "q", "\n\nseven\n").solution_ids) == "\n\nseven\n"
+    assert text_of(smol, chat.build_problem(1, "q", "\n\n7.5\n\n").solution_ids) == "\n\n7.5"
+    assert text_of(smol, chat.build_problem(1, "q", "seven").solution_ids) == "seven"
 
 
 def test_digits_of_the_fixture_are_split_as_the_model_was_trained(smol: Any):

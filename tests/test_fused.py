@@ -27,7 +27,7 @@ from rlt_lightning.models.kernels import (
     prepare_model,
     steps_fused,
 )
-from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
@@ -43,7 +43,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def results(model: Any) -> list[Tensor]:
-    log_probs = log_probs_of(model, row())[0]
+    log_probs = compute_log_probs(model, row())[0]
     return [log_probs, *torch.autograd.grad(log_probs.sum(), list(model.parameters()))]
 
 
@@ -147,7 +147,7 @@ def test_compiled_blocks_equal_plain_ones_for_every_row_with_one_graph():
             packed = row(lengths)
             found = []
             for one in (model, plain):
-                log_probs = log_probs_of(one, packed)[0]
+                log_probs = compute_log_probs(one, packed)[0]
                 found.append([log_probs, *torch.autograd.grad(log_probs.sum(), list(one.parameters()))])
             torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
             graphs[gradient_checkpointing, lengths] = counters["stats"]["unique_graphs"]

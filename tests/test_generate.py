@@ -239,7 +239,7 @@ def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
     data = StratosDataModule(str(source), tokenizer=tiny_model, tags=tags, student_context=2000)
     data.setup("predict")
     [problem] = data.problems
-    rollout = data.rollout(problem, data.format.completion_from_trace(problem, trace))
+    rollout = data.build_rollout(problem, data.format.completion_from_trace(problem, trace))
     assert data.fits_student(rollout) == (tags == "stratos" if fits is None else fits)
     made.write_text(json.dumps(data.format.conversation(problem, rollout.text)) + "\n")
     student = StratosDataModule(

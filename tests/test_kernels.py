@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.models import kernels
 from rlt_lightning.models.kernels import LOOP, choose_attention
-from rlt_lightning.models.packed import log_probs_of, verified_layout
+from rlt_lightning.models.packed import compute_log_probs, verify_layout
 from rlt_lightning.numerics import Segments
 from rlt_lightning.numerics.attention import KERNELS, MergedAttention, looped_attention, segment_attention
 from rlt_lightning.numerics.varlen import FlashAttnKernel, PackedKernel, TorchKernel, varlen_limits
@@ -90,7 +90,7 @@ def test_no_layer_copies_numbers_to_the_device(gradient_checkpointing: bool, mon
         packed = row()
         varlen_limits.cache_clear()
         with CopiesOfNumbers() as copies:
-            log_probs_of(model, packed)[0].sum().backward()
+            compute_log_probs(model, packed)[0].sum().backward()
         counts[num_layers] = copies.count
     assert counts[1] == counts[4] == 4  # limits of queries and keys, of two parts
 
@@ -186,7 +186,7 @@ def test_flash_attn_is_used_where_it_is_asked_for_and_right(flash_attn: SlowFlas
     model = tiny_qwen().to(torch.bfloat16)
     assert choose_attention(model, "flash_attn", CPU).startswith("flash-attn ")
     assert isinstance(KERNELS["cpu"], FlashAttnKernel)
-    assert verified_layout(StrictEntry(model), "tiny", "shared_prefix") == "shared_prefix"
+    assert verify_layout(StrictEntry(model), "tiny", "shared_prefix") == "shared_prefix"
 
 
 def test_a_kernel_that_is_wrong_is_refused_and_not_left_in_place(flash_attn: SlowFlashAttn):

@@ -104,12 +104,12 @@ def test_more_brings_the_next_rows_and_later_batches_follow():
     e, f = (loader.order.of_epoch(epoch)[:9] for epoch in (0, 1))
     batches = iter(loader)
     assert next(batches) == e[:3]
-    assert loader.more(2) == e[3:5]
+    assert loader.take_more(2) == e[3:5]
     assert loader.peek() == next(batches) == e[5:8]
     # One row is left of e; then rows of f that this step has had are passed over.
     had = {*e[5:8], e[8]}
     new = [row for row in f if row not in had]
-    assert loader.more(3) == [e[8], *new[:2]]
+    assert loader.take_more(3) == [e[8], *new[:2]]
     rest = f[f.index(new[1]) + 1 :]
     if len(rest) < 3:
         rest = loader.order.of_epoch(2)[:9]
@@ -121,9 +121,9 @@ def test_more_brings_the_next_rows_and_later_batches_follow():
 def test_more_ends_where_an_epoch_has_no_other_row():
     loader = make_loader()
     next(iter(loader))
-    rows = loader.more(100)
+    rows = loader.take_more(100)
     assert len(set(rows)) == len(rows) >= 6  # six of this epoch, and what only the next one has
-    assert loader.more(100) == [] or len({*rows, *loader.served}) == 11
+    assert loader.take_more(100) == [] or len({*rows, *loader.served}) == 11
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -131,7 +131,7 @@ def test_a_resumed_loader_continues_after_more(rank: int):
     def serve(loader: StepLoader[int, list[int]], steps: range) -> list[list[int]]:
         found: list[list[int]] = []
         for step, batch in zip(steps, (b for _ in range(20) for b in loader), strict=False):
-            found += [batch, loader.more(step % 4)]
+            found += [batch, loader.take_more(step % 4)]
             states.append(loader.state_dict())
         return found
 
@@ -150,10 +150,10 @@ def test_rewind_takes_back_what_more_has_brought():
     loader = make_loader()
     batches = iter(loader)
     next(batches)
-    loader.more(1)
+    loader.take_more(1)
     before = loader.state_dict()
     second = next(batches)
-    loader.more(3)
+    loader.take_more(3)
     loader.rewind()
     assert loader.state_dict() == before
     assert loader.peek() == second

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merged_weights, without_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merge_weights, without_adapter
 from rlt_lightning.models.weights import stored_once, trained, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
@@ -49,7 +49,7 @@ def log_probs(model: Any) -> Tensor:
 
 def merged(model: Any) -> dict[str, Tensor]:
     weights = {}
-    for name, tensor in merged_weights(model, stored_once(model)):
+    for name, tensor in merge_weights(model, stored_once(model)):
         with whole_tensors([tensor]) as [whole]:
             weights[name] = whole.detach().clone()
     return weights

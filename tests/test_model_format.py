@@ -415,7 +415,7 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     given = "<solution>\n12\n</solution>\n\n<explanation>\n"
     assert text(problem.teacher_prompt) == chat.render("Explain.", QUESTION) + given
     completion = data.format.completion_from_trace(problem, "Four each.")
-    rollout = data.format.rollout(problem, completion)
+    rollout = data.format.build_rollout(problem, completion)
     ours = problem.student_prefix + problem.think_prefix + rollout.views[0].token_ids + problem.student_suffix
     thought = "<|begin_of_thought|>\n\nFour each.\n\n<|end_of_thought|>\n\n"
     solution = "<|begin_of_solution|>\n\n12"

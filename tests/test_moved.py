@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 
 from rlt_lightning import moved
+from rlt_lightning.datamodules.loader import StepLoader
 
 
 @pytest.mark.parametrize("old", [*moved.MOVED, *moved.PACKAGES, "records.rows"])
@@ -41,8 +42,22 @@ def test_an_old_name_finds_the_new_one_and_a_missing_one_says_where_it_was_looke
 @pytest.mark.parametrize("old", moved.RENAMED)
 def test_every_renamed_name_leads_to_one_that_exists(old: str):
     module, _, _ = old.rpartition(".")
-    places = [import_module(f"rlt_lightning.{place}") for place in moved.new_places(module)]
+    places = [import_module(f"rlt_lightning.{place}") for place in moved.new_places(module) or (module,)]
     assert any(hasattr(place, moved.RENAMED[old]) for place in places)
+
+
+def test_an_old_name_of_a_module_that_stayed_warns_and_works():
+    balance = import_module("rlt_lightning.numerics.balance")
+    with pytest.warns(FutureWarning, match=r"balance\.room_of is called compute_room now"):
+        assert balance.room_of is balance.compute_room
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = balance.nonsense
+
+
+def test_an_old_method_warns_and_calls_the_new_one():
+    loader = StepLoader([*"abcd"], 2, list)
+    with pytest.warns(FutureWarning, match=r"StepLoader\.more is called take_more now"):
+        assert len(loader.more(2)) == 2
 
 
 def test_a_module_that_never_was_is_not_found():

@@ -34,7 +34,7 @@ def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
     chat = ChatFormat(tokenizer, "r1", "", "")
     made = TeacherViews(chat, chat, ViewOptions("hint"))
     row = ParsedRow("a {solution} b", "{question}", {}, None, None)
-    view = made.problem(0, row, row.solution, None, {}).teacher_view
+    view = made.build_problem(0, row, row.solution, None, {}).teacher_view
     text = tokenizer.decode(view)
     assert text.count("{solution}") == text.count("{question}") == 1
 

@@ -97,7 +97,7 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
     begun = tokenizer.encode("<think>\n7\n", add_special_tokens=False)
     letters = [word for c in "</think>" for word in tokenizer.encode(c, add_special_tokens=False)]
     problem = answered(made, "7").problem
-    row = made.rollout(problem, Completion([*begun, *letters], None, "length"))
+    row = made.build_rollout(problem, Completion([*begun, *letters], None, "length"))
     [view] = row.views
     # Its first token is compared with the same token, not with the teacher's closing tag.
     assert view.token_ids == [*begun[1:], letters[0]]
@@ -127,7 +127,9 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
     assert view.spans is not None
     plain = [ByteExactTokenizer(one, "model") for one in tokenizers]
     judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
-    own, theirs = (b"".join(map(p.bytes_of, i)) for p, i in zip(plain, (judged, view.token_ids), strict=True))
+    own, theirs = (
+        b"".join(map(p.decode_bytes, i)) for p, i in zip(plain, (judged, view.token_ids), strict=True)
+    )
     assert own == theirs
     whole = turn(student.tags, thought) if kind == "hint" else thought + "\n"
     assert own.decode() == whole  # without eos, which is no text
@@ -135,7 +137,7 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
     for counts in view.spans:
         pieces = []
         for side, (p, ids) in enumerate(((plain[1], view.token_ids), (plain[0], judged))):
-            pieces.append(b"".join(map(p.bytes_of, ids[place[side] : place[side] + counts[side]])))
+            pieces.append(b"".join(map(p.decode_bytes, ids[place[side] : place[side] + counts[side]])))
             place[side] += counts[side]
         assert pieces[0] == pieces[1]
     assert place == [len(view.token_ids), len(judged)]

@@ -36,7 +36,7 @@ from rlt_lightning.engines import (
     WorkersLost,
     build_requests,
 )
-from rlt_lightning.engines.threads import in_background
+from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -178,7 +178,7 @@ class Asked:
         samples, numbers = request.open()
         self.seen = Event()
         self.prompts = [sample.prompt for sample in samples]
-        self.done = in_background(lambda: request.receive(self.samples(), numbers))
+        self.done = run_in_background(lambda: request.receive(self.samples(), numbers))
 
     def samples(self) -> Iterator[tuple[int, Completion]]:
         while (arrival := self.queue.get()) is not None:
@@ -254,7 +254,7 @@ def test_a_failure_is_told_once_and_then_asked_for_again() -> None:
     asked.end(EngineError("broken"))
     with pytest.raises(EngineError, match="broken"):
         request.next_chunk(100)
-    chunk = in_background(lambda: request.next_chunk(100)).result(timeout=10)
+    chunk = run_in_background(lambda: request.next_chunk(100)).result(timeout=10)
     assert (chunk.complete, chunk.sampling) == (False, False)
     assert Asked(request).prompts == [[1], [2]]
 
@@ -278,7 +278,7 @@ def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Pat
     with pytest.raises(EngineError, match="broken"):
         trainer(tmp_path, callback).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
     again = trainer(tmp_path, callback, witness)
-    fit = in_background(lambda: again.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path)))
+    fit = run_in_background(lambda: again.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path)))
     fit.result(timeout=120)
     assert len(rows(witness)) == 8
 
@@ -308,7 +308,7 @@ def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:
         wait_until(lambda: len(fast.delivered) > 3)  # three have come: it was asked for the next
         slow.gate.set()
 
-    waited = in_background(let_the_slow_one_go_on)
+    waited = run_in_background(let_the_slow_one_go_on)
     found = list(engine.sample(build_requests(PROMPTS, SEEDS, 2), SAMPLING, END))
     waited.result()
     assert [c.worker for _, c in found[:3]] == [fast.url] * 3

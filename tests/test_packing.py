@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
-from rlt_lightning.models.packed import HeadOptions, log_probs_of, verified_layout
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs, verify_layout
 from rlt_lightning.numerics import (
     Extent,
     MicroBatch,
@@ -104,7 +104,7 @@ def tiny_models(tmp_path_factory):
 
 def log_probs_in(model: PreTrainedModel, layout: str) -> Tensor:
     rows = [PackedSequences.from_sequences(SEQUENCES, families) for families in LAYOUTS[layout]]
-    return torch.cat([log_probs_of(model, row, 0.7, HeadOptions(1))[0] for row in rows])
+    return torch.cat([compute_log_probs(model, row, 0.7, HeadOptions(1))[0] for row in rows])
 
 
 def log_probs_one_by_one(model: PreTrainedModel) -> Tensor:
@@ -166,7 +166,7 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
 
 @pytest.mark.parametrize("family", OWN)
 def test_known_architectures_share_prefixes_without_a_warning(family, tiny_models, recwarn):
-    assert verified_layout(StrictEntry(load_model(tiny_models[family])), family, "auto") == "auto"
+    assert verify_layout(StrictEntry(load_model(tiny_models[family])), family, "auto") == "auto"
     assert not [warning for warning in recwarn if "layout" in str(warning.message)]
 
 
@@ -174,7 +174,7 @@ def test_known_architectures_share_prefixes_without_a_warning(family, tiny_model
 def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(family, tiny_models):
     model = load_model(tiny_models[family])
     assert model.config._attn_implementation != SEGMENT_ATTENTION
-    assert verified_layout(StrictEntry(model), family, "auto") == "packed"
+    assert verify_layout(StrictEntry(model), family, "auto") == "packed"
     torch.testing.assert_close(
         log_probs_in(model, "packed"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
@@ -185,14 +185,14 @@ def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(fa
 def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
     with pytest.warns(UserWarning, match=r"runs with layout 'single'"):
         assert (
-            verified_layout(StrictEntry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
+            verify_layout(StrictEntry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
         )
 
 
 @pytest.mark.parametrize("family", ["bloom", "codegen"])
 def test_models_that_mask_by_themselves_keep_their_attention(family, tiny_models):
     model, plain = load_model(tiny_models[family]), FAMILIES[family][1].from_pretrained(tiny_models[family])
-    layout = verified_layout(StrictEntry(model), family, "auto")
+    layout = verify_layout(StrictEntry(model), family, "auto")
     ours = log_probs_in(model, layout)
     torch.testing.assert_close(ours, log_probs_one_by_one(plain), atol=1e-5, rtol=1e-5)
 
@@ -203,7 +203,7 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_model
     config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="'single', which is slower: with 'auto' the longest sequence"):
-        assert verified_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
+        assert verify_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
 
 
 def test_our_attention_is_refused_for_windows(tiny_models):
@@ -223,20 +223,20 @@ def test_attention_that_cannot_be_had_is_named_in_one_line(attention, tiny_model
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
     model = load_model(tiny_models["llama"], attn_implementation="sdpa")
     with pytest.raises(InputError, match=r"\('sdpa'\) does not share prefixes. Use model.layout"):
-        verified_layout(StrictEntry(model), "llama", "shared_prefix", attention_chosen=True)
-    assert verified_layout(StrictEntry(model), "llama", "auto", attention_chosen=True) == "packed"
+        verify_layout(StrictEntry(model), "llama", "shared_prefix", attention_chosen=True)
+    assert verify_layout(StrictEntry(model), "llama", "auto", attention_chosen=True) == "packed"
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
 def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
     model = load_model(tiny_models[family])
     with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single', which is slower"):
-        assert verified_layout(StrictEntry(model), family, "auto") == "single"
+        assert verify_layout(StrictEntry(model), family, "auto") == "single"
     torch.testing.assert_close(
         log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
     with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
-        verified_layout(StrictEntry(model), family, "shared_prefix")
+        verify_layout(StrictEntry(model), family, "shared_prefix")
 
 
 def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monkeypatch):
@@ -250,7 +250,7 @@ def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monke
 
     monkeypatch.setattr(type(model), "forward", doubled)
     with pytest.raises(InputError, match="with layout 'single' must equal its own"):
-        verified_layout(StrictEntry(model), "llama", "auto")
+        verify_layout(StrictEntry(model), "llama", "auto")
 
 
 def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):

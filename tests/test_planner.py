@@ -209,7 +209,7 @@ def test_time_is_work_by_rate() -> None:
     seconds = {phase.name: phase.seconds for phase in time.estimate_step(SETUP).phases}
     assert seconds["score"] == seconds["reference"] == pytest.approx(forward / 0.5e6)
     assert seconds["train"] == pytest.approx(3 * forward / 0.5e6)  # a backward is two
-    assert time.estimate_step(replace(SETUP, worker=WORKER)).sum_of("push") == 100 * 4 / 100
+    assert time.estimate_step(replace(SETUP, worker=WORKER)).sum_seconds("push") == 100 * 4 / 100
 
 
 def test_student_reads_the_solution_after_each_completion() -> None:
@@ -248,14 +248,14 @@ def test_the_slowest_rank_is_that_of_drawn_lengths() -> None:
 
 def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
     from rlt_lightning.modules.phases import flops, forward_flops
-    from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, row_of
+    from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, build_row
 
     step = replace(STEP, prompts=2, layout="shared_prefix")
     sequences = [ScoredSequence([1] * 4, [2] * 5, [False] * 4 + [True] * 5)] * 4
     families = ((0, 1), (2, 3))
     model = meta_model(tiny_model)
     counted = forward_flops(model, PackedSequences.from_sequences(sequences, families))
-    pairs = time.count_pairs(row_of(families, step.mean_sequences), step.mean_sequences)
+    pairs = time.count_pairs(build_row(families, step.mean_sequences), step.mean_sequences)
     assert flops(model, 28, pairs, 20) == pytest.approx(counted)
 
 
@@ -287,7 +287,7 @@ def test_token_steps_are_those_of_a_queue(places: int) -> None:
         for length in lengths:
             heapq.heapreplace(free, free[0] + min(limit, length))
         played.append(max(free))
-    steps = (number / places - 1) * RECIPE.mean_completion_length + RECIPE.longest_of(number)
+    steps = (number / places - 1) * RECIPE.mean_completion_length + RECIPE.expect_longest(number)
     assert steps == pytest.approx(sum(played) / 10, rel=0.1)
 
 
@@ -340,14 +340,14 @@ def test_a_teacher_is_sharded_and_may_wait_on_the_host() -> None:
 
 
 def test_a_teacher_costs_one_forward_after_its_own_prompts() -> None:
-    step = replace(STEP, layout="packed", reader_prompts=((10, 6),))
+    step = replace(STEP, layout="packed", scoring_prompts=((10, 6),))
     setup = replace(DISTILLING, step=step)
     own = time.forward_flops(setup, MODEL)
     teachers = time.forward_flops(replace(setup, step=replace(step, mean_prompt_length=6)), TEACHER)
     assert teachers > own
-    train = time.estimate_step(setup).sum_of("train")
+    train = time.estimate_step(setup).sum_seconds("train")
     assert train == pytest.approx((3 * own + teachers) / 0.5e6)
-    assert time.estimate_step(setup).sum_of("score", "reference") == 0
+    assert time.estimate_step(setup).sum_seconds("score", "reference") == 0
 
 
 def test_two_heads_need_what_their_trace_shows() -> None:
@@ -391,7 +391,7 @@ def test_on_policy_distillation_is_planned_with_its_teacher(
     assert ("  teacher miniature" in found.stdout) == (role is not None)
     assert plan["setup"]["compares_words"] != sampled
     # A view holds the solution, which the student does not see.
-    [[longest, _]] = plan["setup"]["step"]["reader_prompts"]
+    [[longest, _]] = plan["setup"]["step"]["scoring_prompts"]
     assert longest > plan["setup"]["step"]["prompt_length"]
 
 
@@ -422,7 +422,7 @@ def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
     adapter = make_plan(replace(SETUP, worker=with_adapter))
     assert adapter.phases[0].host["sleeping worker"] == 100 * 2 / 2  # its weights, by two GPUs
     for worker, sleep in (workers[True], False), (with_adapter, True):  # only what is kept is copied
-        assert bool(time.estimate_step(replace(SETUP, worker=worker)).sum_of("sleep")) == sleep
+        assert bool(time.estimate_step(replace(SETUP, worker=worker)).sum_seconds("sleep")) == sleep
     assert not plans[False].fits
 
 

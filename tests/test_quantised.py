@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.models.lora import LoRA, add_adapter, merged_weights, without_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
 from rlt_lightning.models.weights import stored_once, trained, whole_tensors
 from rlt_lightning.modules import SFTModule
@@ -61,7 +61,7 @@ def log_probs(model: Any) -> Tensor:
 
 def merged(model: Any) -> dict[str, Tensor]:
     weights = {}
-    for name, tensor in merged_weights(model, stored_once(model)):
+    for name, tensor in merge_weights(model, stored_once(model)):
         with whole_tensors([tensor]) as [whole]:
             weights[name] = whole.detach().clone()
     return weights

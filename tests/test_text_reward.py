@@ -159,9 +159,9 @@ def test_a_prompt_is_what_the_student_sees_and_an_answer_its_whole_turn(
     assert made.stop == ""
     turn = in_tags("7")
     ids = tokenizer(turn).input_ids
-    ended = made.rollout(problem, Completion([*ids, tokenizer.eos_token_id], None, "eos"))
+    ended = made.build_rollout(problem, Completion([*ids, tokenizer.eos_token_id], None, "eos"))
     assert (ended.text, ended.closed) == (turn, True)
-    cut = made.rollout(problem, Completion(ids, None, "length"))
+    cut = made.build_rollout(problem, Completion(ids, None, "length"))
     assert (cut.text, cut.closed) == (turn, False)
 
 

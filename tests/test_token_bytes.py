@@ -71,7 +71,7 @@ def test_tokens_have_exactly_the_bytes_of_a_text(tokenizer: Any) -> None:
     plain = ByteExactTokenizer(tokenizer, "student")
     for text in [*TEXTS, CONTROLS]:
         ids, ends = plain.encode(text)
-        pieces = [plain.bytes_of(token_id) for token_id in ids]
+        pieces = [plain.decode_bytes(token_id) for token_id in ids]
         # A tokenizer with ▁ for a space reads the character ▁ as one.
         read = text if plain.is_byte_level else text.replace("▁", " ")
         assert b"".join(pieces).decode() == read
@@ -100,7 +100,7 @@ def test_added_white_space_stays_a_token() -> None:
     assert gemma.convert_ids_to_tokens(ids)[1] == "\n\n"
     assert gemma.convert_ids_to_tokens(ids)[-2:] == ["▁▁▁▁", "c"]
     # As a teacher's token it is four spaces, not four of the character ▁.
-    text, ends = plain.text_of(ids)
+    text, ends = plain.decode_text(ids)
     assert text == "a\n\nif b:\n    c"
     assert ends[:2] + ends[-2:] == [1, 3, 13, 14]
 
@@ -120,8 +120,9 @@ def test_what_the_teacher_wrote_is_its_tokens_bytes(smollm2: str) -> None:
     plain = ByteExactTokenizer(tokenizer, "teacher")
     ids = tokenizer("So <|im_start|> 🧮!", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") in ids  # sampled as a control token
-    assert plain.text_of(ids)[0] == "So <|im_start|> 🧮!"
-    assert plain.text_of([*ids, 10**6])[1][-2:] == [len("So <|im_start|> 🧮!".encode())] * 2  # no such token
+    assert plain.decode_text(ids)[0] == "So <|im_start|> 🧮!"
+    missing = 10**6  # no such token
+    assert plain.decode_text([*ids, missing])[1][-2:] == [len("So <|im_start|> 🧮!".encode())] * 2
 
 
 def test_line_breaks_are_tokenised_as_before_what_follows(smollm2: str) -> None:

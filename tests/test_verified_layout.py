@@ -13,7 +13,7 @@ from tiny import StrictEntry
 from torch import Tensor
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.models.packed import Differences, verified_layout
+from rlt_lightning.models.packed import Differences, verify_layout
 from rlt_lightning.modules import SFTModule, base
 from rlt_lightning.numerics import Segments
 from rlt_lightning.numerics.attention import looped_attention
@@ -28,9 +28,9 @@ def test_the_check_runs_in_the_precision_of_the_run(
 
     def watched(run: Any, *arguments: Any) -> str:
         seen.append(run(lambda model: model.lm_head(torch.zeros(1, model.config.hidden_size)).dtype))
-        return verified_layout(run, *arguments)
+        return verify_layout(run, *arguments)
 
-    monkeypatch.setattr(base, "verified_layout", watched)
+    monkeypatch.setattr(base, "verify_layout", watched)
     data = StratosDataModule(
         task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2
     )
@@ -81,7 +81,7 @@ def lopsided(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scal
 @pytest.mark.parametrize("name", ["miniature", full("smollm2-135m")])
 def test_wrong_attention_is_found_in_half_precision(wrong: Any, name: str, monkeypatch: pytest.MonkeyPatch):
     model = StrictEntry(load_model(name, "bfloat16"))
-    assert verified_layout(model, name, "shared_prefix") == "shared_prefix"
+    assert verify_layout(model, name, "shared_prefix") == "shared_prefix"
     monkeypatch.setattr("rlt_lightning.models.attention.segment_attention", wrong)
     with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
-        verified_layout(model, name, "shared_prefix")
+        verify_layout(model, name, "shared_prefix")

@@ -54,8 +54,8 @@ from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dtype
 from rlt_lightning.engines.push import Staging, split_pieces
-from rlt_lightning.engines.threads import in_background as run_in_thread
-from rlt_lightning.models.lora import LoRA, adapter_weights, add_adapter
+from rlt_lightning.engines.threads import run_in_background as run_in_thread
+from rlt_lightning.models.lora import LoRA, add_adapter, list_adapter_weights
 from rlt_lightning.models.weights import Deferred, gather_in_groups
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError
@@ -708,7 +708,7 @@ def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
 ) -> None:
     model = load_model(tiny_model)
     add_adapter(model, LoRA(rank=2, alpha=4.0), seed=0)
-    tensors = adapter_weights(dict(model.named_parameters()))
+    tensors = list_adapter_weights(dict(model.named_parameters()))
     push = AdapterPush(folder=str(tmp_path / "pushed"))
     with FakeWorker() as worker, closing(VLLMEngine([worker.url], push=push)) as engine:
         engine.start(model, SimpleNamespace(eos_token_id=EOS), tmp_path)

@@ -12,7 +12,7 @@ from common import DEVICE, HALF, TINY, Finding, attempt, distance
 from torch import Tensor
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.packed import layout_fault, log_probs_of
+from rlt_lightning.models.packed import compute_log_probs, layout_fault
 from rlt_lightning.numerics import (
     Divergence,
     Head,
@@ -155,7 +155,7 @@ def whole_model(dtype: torch.dtype, autocast: bool) -> Finding:
         model.zero_grad()
         packed = PackedSequences.from_sequences(sequences, families, DEVICE)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-            flat, _ = log_probs_of(model, packed, 0.7)
+            flat, _ = compute_log_probs(model, packed, 0.7)
         flat.mean().backward()
         scores[layout] = flat.detach()
         gradients[layout] = torch.cat([p.grad.flatten().float() for p in model.parameters()])

@@ -256,7 +256,7 @@ class Arms:
         rows = read(self.folder / "warmup" / "traces" / "traces.jsonl")
         return {
             **{name: min(one[name] for one in found) for name in found[0]},
-            "right_traces": kinds_of(rows)["steps"] / 100,
+            "right_traces": measure_kinds(rows)["steps"] / 100,
             "closed": sum(row["finish_reason"] == "stop" for row in rows) / len(rows),
         }
 
@@ -283,7 +283,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def kinds_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+def measure_kinds(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the share of each kind of trace, in percent."""
     from rlt_lightning.tasks.stepwise import TRACE_KINDS, chain_kind
 

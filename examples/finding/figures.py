@@ -9,7 +9,7 @@ from collections import defaultdict
 from statistics import fmean, stdev
 from typing import Any
 
-from arms import NUM_GROUPS, TRAINED, Arms, Setting, kinds_of, read
+from arms import NUM_GROUPS, TRAINED, Arms, Setting, measure_kinds, read
 
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import chain_kind
@@ -62,7 +62,7 @@ def figures_of(ones: list[Arms], arm: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accuracy": [accuracy(one, arm) for one in ones],
         "greedy": [accuracy(one, arm, "greedy") for one in ones],
-        "kinds": [kinds_of(rows) for rows in traces],
+        "kinds": [measure_kinds(rows) for rows in traces],
     }
     if "reward" in traces[0][0]:
         found["terms"] = [{term: fmean(row[term] for row in rows) for term in TERMS} for rows in traces]
@@ -91,7 +91,7 @@ def kinds_over_iterations(one: Arms, arm: str) -> dict[str, list[float]]:
     rows = defaultdict(list)
     for row in read(one.folder / arm / "teacher" / "rollouts.jsonl"):
         rows[row["step"]].append({"question": row["question"], "reasoning_trace": row["explanation"]})
-    shares = [kinds_of(rows[step]) for step in sorted(rows)]
+    shares = [measure_kinds(rows[step]) for step in sorted(rows)]
     return {kind: [share[kind] for share in shares] for kind in shares[0]}
 
 
@@ -99,7 +99,7 @@ def reward_by_kind(ones: list[Arms]) -> dict[str, dict[str, float]]:
     """Return the mean reward and the number of the warm-up teacher's traces of each kind."""
     rewards = defaultdict(list)
     for row in (row for one in ones for row in traces_of(one, "warmup")):
-        [kind] = [kind for kind, share in kinds_of([row]).items() if share]
+        [kind] = [kind for kind, share in measure_kinds([row]).items() if share]
         rewards[kind].append(row["reward"])
     return {kind: {"reward": fmean(values), "num": len(values)} for kind, values in rewards.items()}
 
@@ -114,7 +114,12 @@ def groups_of(ones: list[Arms], name: str) -> list[dict[str, Any]]:
         accuracies = [accuracy(one, f"{name}/{group}") for one in ones]
         taken = [right_steps(one, f"{name}/{group}") for one in ones]
         found.append(
-            {"reward": fmean(means), "accuracy": accuracies, "right_steps": taken, "kinds": kinds_of(rows)}
+            {
+                "reward": fmean(means),
+                "accuracy": accuracies,
+                "right_steps": taken,
+                "kinds": measure_kinds(rows),
+            }
         )
     return found
 

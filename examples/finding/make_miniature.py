@@ -198,8 +198,8 @@ class Corpus:
         """Return the conversation of a teacher or of a student as a training example."""
         form, solution = self.format, R1.wrap(f"\\boxed{{{problem.answer}}}")
         if as_teacher:
-            return form.teacher_sft_example(form.problem(1, problem.question, solution), trace)
-        return form.student_sft_example(1, problem.question, R1.wrap(trace), solution)
+            return form.build_teacher_sft_example(form.build_problem(1, problem.question, solution), trace)
+        return form.build_student_sft_example(1, problem.question, R1.wrap(trace), solution)
 
     def batch(self, examples: list[SFTExample]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pad examples to token ids and labels, each (B, L)."""

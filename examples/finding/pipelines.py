@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import Arms, Setting, kinds_of, read
+from arms import Arms, Setting, measure_kinds, read
 from figures import NAMES, accuracy, difference
 from page import kinds_text, plus_minus
 from stages import StageError, Stages
@@ -122,7 +122,7 @@ def show(folder: Path, ones: list[Pipelines], names: list[str]) -> None:
         arm: {
             "accuracy": [accuracy(one, arm) for one in ones],
             "greedy": [accuracy(one, arm, "greedy") for one in ones],
-            "kinds": kinds_of([row for one in ones for row in read(one.traces(arm))]),
+            "kinds": measure_kinds([row for one in ones for row in read(one.traces(arm))]),
         }
         for arm in names
     }

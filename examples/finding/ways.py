@@ -33,7 +33,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from arms import Arms, Setting, kinds_of, read
+from arms import Arms, Setting, measure_kinds, read
 from figures import accuracy, difference, right_steps
 from make_miniature import Corpus
 from page import draw_accuracies, kinds_text, mean_kinds, plus_minus
@@ -120,7 +120,7 @@ def thoughts(one: Arms, arm: str) -> dict[str, float]:
     """Return the kinds of the thoughts that an arm's student samples for held-out problems, in percent."""
     questions = [row["question"] for row in read(one.data("test"))]
     rows = read(one.folder / arm / "sampled" / "responses.jsonl")
-    return kinds_of(
+    return measure_kinds(
         [
             {
                 "question": questions[int(row["id"].split("/")[1]) - 1],
@@ -207,7 +207,9 @@ def collect(ones: list[Ways], arms: list[str]) -> dict[str, Any]:
         for teacher in teachers
     }
     traces = {
-        arm: [kinds_of(read(one.traces(arm))) for one in ones] for arm in ("warmup", "rlt") if arm in arms
+        arm: [measure_kinds(read(one.traces(arm))) for one in ones]
+        for arm in ("warmup", "rlt")
+        if arm in arms
     }
     costs = {name: some for name, some in costs.items() if some}
     return {"arms": found, "traces": traces, "last_step": last, "costs": costs}

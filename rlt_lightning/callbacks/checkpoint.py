@@ -23,7 +23,7 @@ from rlt_lightning.checkpoints.folder import (
     write_best,
 )
 from rlt_lightning.console import announce_writing
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.models.weights import trained_parameters, weights_size
 from rlt_lightning.run.metrics_csv import MetricsCSV
@@ -152,7 +152,7 @@ class Checkpoint(ModelCheckpoint):
             InputError: If nothing brings it, or it never comes in a step with a checkpoint.
         """
         if not self.is_evaluated:
-            if not stratos_of(trainer).val_items:
+            if not get_stratos_data(trainer).val_items:
                 raise InputError(
                     f"checkpoint.monitor {metric} needs held-out rows, but there are none. Set "
                     "data.val_rows or data.val_source."

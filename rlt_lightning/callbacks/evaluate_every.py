@@ -36,7 +36,7 @@ from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.evaluation.metrics import compute_figures, name_figures
@@ -128,7 +128,7 @@ class EvaluateEvery(Callback):
         """Read the sets and check, before any model is loaded, that answers fit."""
         if stage != "fit":
             return
-        data, module = stratos_of(trainer), pl_module
+        data, module = get_stratos_data(trainer), pl_module
         assert isinstance(module, PolicyModule)
         require_student_task(data.task)
         self.questions = self._questions(data)
@@ -136,7 +136,7 @@ class EvaluateEvery(Callback):
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
         self.dispatcher = self.own_dispatcher = None
-        if self.engine is not None or rollouts_of(trainer) is None:
+        if self.engine is not None or find_rollout_callback(trainer) is None:
             self.own_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)
             require_gathering(self.own_dispatcher.engine, trainer)
         if self.every_n_steps > module.total_steps():
@@ -195,7 +195,7 @@ class EvaluateEvery(Callback):
         begin = time.monotonic()
         bar = trainer.progress_bar_callback
         what = f"the evaluation after iteration {trainer.global_step}"
-        with isolate_rng(), bar.doing(what) if isinstance(bar, IterationBar) else nullcontext():
+        with isolate_rng(), bar.show_phases_of(what) if isinstance(bar, IterationBar) else nullcontext():
             responses = self._responses(trainer, module)
             figures = self.collectives.on_rank_zero(
                 trainer,
@@ -238,7 +238,7 @@ class EvaluateEvery(Callback):
         self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
     ) -> Dispatcher:
         """Return what asks the engine, which is started and samples nothing else."""
-        rollouts = rollouts_of(trainer)
+        rollouts = find_rollout_callback(trainer)
         if self.dispatcher is None:
             assert self.own_dispatcher is not None or rollouts is not None
             self.dispatcher = self.own_dispatcher or rollouts.dispatcher  # type: ignore[union-attr]
@@ -289,7 +289,7 @@ class EvaluateEvery(Callback):
         return questions
 
 
-def rollouts_of(trainer: Trainer) -> RolloutCallback | None:
+def find_rollout_callback(trainer: Trainer) -> RolloutCallback | None:
     """Return the trainer's RolloutCallback, which every run of the command line has."""
     found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
     return next(found, None)

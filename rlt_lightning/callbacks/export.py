@@ -18,7 +18,7 @@ from rlt_lightning.checkpoints.export import (
 from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.console import announce_writing
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.hub.client import PushError, open_repository
 from rlt_lightning.hub.push import push
 from rlt_lightning.models.weights import trained, weights_size
@@ -66,7 +66,7 @@ class ModelExporter(Callback):
             return
         module: Any = pl_module
         with replace_folder(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
-            tokenizer = stratos_of(trainer).format.tokenizer
+            tokenizer = get_stratos_data(trainer).format.tokenizer
             metadata, policy = module.build_metadata(), module.policy
             # DeepSpeed computes with rounded copies of the weights that it trains, and of the frozen weights.
             strategy: Any = trainer.strategy

@@ -22,7 +22,7 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward, CorrectnessTerms
@@ -30,7 +30,12 @@ from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
 from rlt_lightning.run.jsonl import Row, append_rows, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
-from rlt_lightning.run.rollout_rows import completion_columns, pair_with_scores, resume_rows, token_columns
+from rlt_lightning.run.rollout_rows import (
+    build_token_columns,
+    completion_columns,
+    pair_with_scores,
+    resume_rows,
+)
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
@@ -44,7 +49,7 @@ class ScoreWriter(Callback):
     It does nothing if the teacher writes the traces. A resumed run scores only what is missing.
 
     Args:
-        per_token: Also write every token with its log-prob or KL, see `token_columns`.
+        per_token: Also write every token with its log-prob or KL, see `build_token_columns`.
         rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file, and
             plot them. Not for several data.trace_columns: then the traces of one problem are compared.
     """
@@ -56,7 +61,7 @@ class ScoreWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in the source's order."""
-        data = stratos_of(trainer)
+        data = get_stratos_data(trainer)
         if stage != "predict" or data.task != "score":
             return
         require_one_process(trainer)
@@ -87,19 +92,19 @@ class ScoreWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if stratos_of(trainer).task != "score":
+        if get_stratos_data(trainer).task != "score":
             return
         rows = [{**rollout.problem.columns, **terms} for _, rollout, terms in pair_with_scores(batch)]
         if self.per_token:
-            formats = stratos_of(trainer).readers.formats
+            formats = get_stratos_data(trainer).student_views.formats
             for i, rollout in enumerate(batch.rollouts.rollouts):
-                rows[i] |= token_columns(rollout, batch.scores, i, formats)
+                rows[i] |= build_token_columns(rollout, batch.scores, i, formats)
         append_rows(self._path(trainer), rows)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Rank and compare. Lightning does not call this after a failure."""
-        data = stratos_of(trainer)
+        data = get_stratos_data(trainer)
         if stage != "predict" or data.task != "score":
             return
         rows, folder = list(read_json_rows(self._path(trainer))), self._path(trainer).parent
@@ -108,7 +113,7 @@ class ScoreWriter(Callback):
             write_groups(rows, self.rank_groups, terms, folder)
         if len(data.trace_columns) == 2:
             problems = data.problems[: len(rows)]
-            rollouts = [data.rollout(p, p.given_completion) for p in problems if p.given_completion]
+            rollouts = [data.build_rollout(p, p.given_completion) for p in problems if p.given_completion]
             write_comparison(rows, rollouts, data.trace_columns, terms, folder)
 
     def _path(self, trainer: Trainer) -> Path:
@@ -181,7 +186,7 @@ class DistillationWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
-        data = stratos_of(trainer)
+        data = get_stratos_data(trainer)
         if stage != "predict" or data.task not in ("rlt", "student_rl"):
             return
         is_answers = data.task == "student_rl"
@@ -202,7 +207,7 @@ class DistillationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        data = stratos_of(trainer)
+        data = get_stratos_data(trainer)
         if data.task in ("rlt", "student_rl"):
             make_rows = build_trace_rows if data.task == "rlt" else build_answer_rows
             append_rows(self._folder(trainer) / TRACES, make_rows(batch, data, str(pl_module.pretrained)))
@@ -210,7 +215,7 @@ class DistillationWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the set. Lightning does not call this after a failure."""
-        data = stratos_of(trainer)
+        data = get_stratos_data(trainer)
         if stage != "predict" or data.task not in ("rlt", "student_rl"):
             return
         folder, is_answers = self._folder(trainer), data.task == "student_rl"

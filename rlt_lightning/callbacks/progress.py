@@ -14,7 +14,7 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from rlt_lightning.console import waiting_for
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.base import PolicyModule
 
 # What a phase is in the line of a long wait.
@@ -88,7 +88,7 @@ class IterationBar(ProgressBar):
         return waiting_for(f"{WAITED_FOR.get(phase, phase)} of {batch}")
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def show_phases_of(self, what: str) -> Iterator[None]:
         """Show phases as those of `what`, not of the iteration, until the block ends."""
         self.batch = what
         try:
@@ -169,8 +169,8 @@ class IterationBar(ProgressBar):
     ) -> None:
         total = trainer.num_predict_batches[dataloader_idx]
         if self.enabled and trainer.is_global_zero:
-            source = stratos_of(trainer).source
-            done = "generated" if stratos_of(trainer).task == "rlt" else "scored"
+            source = get_stratos_data(trainer).source
+            done = "generated" if get_stratos_data(trainer).task == "rlt" else "scored"
             print(f"{done} batch {batch_idx + 1}/{total} of {source}", file=sys.stderr, flush=True)
         self.batch = f"batch {batch_idx + 2}/{total}"
 

@@ -13,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, read_json_rows
 from rlt_lightning.run.rollout_rows import (
+    build_token_columns,
     gather_rows,
     rollout_rows,
     spread_evenly,
-    token_columns,
 )
 from rlt_lightning.run.wandb_logger import TABLE, WandbLogger
 from rlt_lightning.types import InputError, PromptBatch
@@ -62,9 +62,9 @@ class RolloutRecorder(Callback):
         assert batch.rollouts is not None
         assert batch.scores is not None
         if batch.scores.kl:  # empty if the reward asks no model
-            formats = stratos_of(trainer).readers.formats
+            formats = get_stratos_data(trainer).student_views.formats
             for i in self._choose_with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
-                rows[i] |= token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
+                rows[i] |= build_token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
         rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import replace_folder
-from rlt_lightning.models.lora import merged_weights, unadapted_name
+from rlt_lightning.models.lora import merge_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.modules.sampled import SampledModule
@@ -79,7 +79,7 @@ class ReferenceSync(Callback):
         step = trainer.global_step
         if module.reference is None or step % self.every_n_steps or step == self.synced_at:
             return
-        merged = dict(merged_weights(module.policy, dict(module.policy.named_parameters())))
+        merged = dict(merge_weights(module.policy, dict(module.policy.named_parameters())))
         move_towards(module.reference.model, merged, self.alpha)
         self.synced_at = step
         save_folder(module.reference.model, self._folder(trainer), trainer.strategy)

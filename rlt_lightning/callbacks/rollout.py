@@ -20,14 +20,14 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout_checks import (
     FIXED,
     choose_weights,
-    find_reading_models,
+    list_model_contexts,
     require_even,
     require_gathering,
     require_rewarded,
     require_room,
     require_trainable,
 )
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.rlt import RLTModule
@@ -171,7 +171,7 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
-        data = stratos_of(trainer)
+        data = get_stratos_data(trainer)
         if not isinstance(pl_module, SampledModule):
             return
         self.sampler.bind(trainer, pl_module)
@@ -187,8 +187,8 @@ class RolloutCallback(Callback):
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        for reader in find_reading_models(pl_module, data):
-            require_room(data.all_items, reader, longest)
+        for model in list_model_contexts(pl_module, data):
+            require_room(data.all_items, model, longest)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -203,7 +203,7 @@ class RolloutCallback(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if stratos_of(trainer).task != "score":
+        if get_stratos_data(trainer).task != "score":
             self._start_engine(trainer, pl_module)
 
     @override
@@ -260,6 +260,6 @@ class RolloutCallback(Callback):
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, SampledModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-            data = stratos_of(trainer)
+            data = get_stratos_data(trainer)
             longest += int(data.all_items.numbers(*FIXED["teacher"]).max())
             self.dispatcher.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)

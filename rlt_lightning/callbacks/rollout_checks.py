@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.console import announce
-from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
@@ -20,7 +20,7 @@ from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import context_length
-from rlt_lightning.strategies.sharding import sharding_of
+from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
 
 # The pieces of a problem that stand around a completion in a sequence of the teacher, or of the student.
@@ -116,7 +116,7 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
         InputError: If the engine is outside the process and has only the `gather_weights` of `Engine`, which
             gathers nothing.
     """
-    sharded = trainer.world_size > 1 and sharding_of(trainer.strategy).sharded
+    sharded = trainer.world_size > 1 and get_sharding(trainer.strategy).sharded
     kind = type(engine)
     gathers = kind.gather_weights is not Engine.gather_weights
     if kind.gather_weights is ServedEngine.gather_weights:  # for engines that send no weights
@@ -135,7 +135,7 @@ def require_even(engine: Engine, trainer: Trainer) -> None:
     Raises:
         InputError: If they have not.
     """
-    data = stratos_of(trainer)
+    data = get_stratos_data(trainer)
     sizes = (len(data.val_items), data.val_batch_size)
     if not engine.in_process and any(size % trainer.world_size for size in sizes):
         raise InputError(
@@ -146,7 +146,7 @@ def require_even(engine: Engine, trainer: Trainer) -> None:
 
 
 @dataclass(frozen=True)
-class ReadingModel:
+class ModelContext:
     """A model that reads all problems of a run.
 
     Attributes:
@@ -160,7 +160,7 @@ class ReadingModel:
     fixed: np.ndarray
 
 
-def find_reading_models(module: SampledModule, data: StratosDataModule) -> Iterator[ReadingModel]:
+def list_model_contexts(module: SampledModule, data: StratosDataModule) -> Iterator[ModelContext]:
     """Yield the models that read, with their tokens of all problems; held-out ones are the last."""
     items = data.all_items
 
@@ -170,30 +170,30 @@ def find_reading_models(module: SampledModule, data: StratosDataModule) -> Itera
     trained = items.numbers(*FIXED["teacher"])
     if isinstance(module, OPDModule):
         teacher = module.teacher_name or module.pretrained
-        yield ReadingModel("student", context(module.pretrained), trained)
-        yield ReadingModel("teacher", context(teacher), items.numbers("teacher_view"))
+        yield ModelContext("student", context(module.pretrained), trained)
+        yield ModelContext("teacher", context(teacher), items.numbers("teacher_view"))
     if not isinstance(module, RLTModule):
         return
     names = module.students.names
-    yield ReadingModel("teacher", context(module.pretrained), trained)
+    yield ModelContext("teacher", context(module.pretrained), trained)
     for name, fixed in zip(names, count_student_tokens(data), strict=False):
         role = "student" if len(names) == 1 else f"student {name}"
-        yield ReadingModel(role, context(name), fixed)
+        yield ModelContext(role, context(name), fixed)
 
 
 def count_student_tokens(data: StratosDataModule) -> Iterator[np.ndarray]:
     """Yield each student's tokens of all problems, beside the completion's; the held-out ones last."""
     yield (first := data.all_items.numbers(*FIXED["student"]))
-    for reader in data.readers.others:
-        if reader is None:
+    for view in data.student_views.others:
+        if view is None:
             yield first
         else:
             yield np.array(
-                [count_fixed_tokens(reader.build_problem(problem), "student") for problem in data.problems]
+                [count_fixed_tokens(view.build_problem(problem), "student") for problem in data.problems]
             )
 
 
-def require_room(problems: StoredItems, model: ReadingModel, max_completion_length: int) -> None:
+def require_room(problems: StoredItems, model: ModelContext, max_completion_length: int) -> None:
     """Check that every problem and its completion, given or of full length, fit into a context, in tokens.
 
     Raises:

@@ -29,9 +29,9 @@ from rlt_lightning.models.format import (
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
     LoRA,
-    adapter_weights,
     add_adapter,
-    merged_weights,
+    list_adapter_weights,
+    merge_weights,
     save_adapter_config,
 )
 from rlt_lightning.models.weights import (
@@ -88,9 +88,9 @@ def export_model(
         else:
             save_adapter_config(model, resolve(metadata["pretrained"]), folder)
     if adapter == "merged":
-        named_tensors, file_name = merged_weights(model, tensors), SAFETENSORS
+        named_tensors, file_name = merge_weights(model, tensors), SAFETENSORS
     else:
-        named_tensors, file_name = adapter_weights(tensors), ADAPTER_FILE
+        named_tensors, file_name = list_adapter_weights(tensors), ADAPTER_FILE
     write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
 
 

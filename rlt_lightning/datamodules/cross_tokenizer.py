@@ -92,7 +92,7 @@ class CrossTokenizerFormat(ChatFormat):
         own = self.student_tags
         before = SENTINEL + own.separator
         _, closing = encode_pieces(student_tokenizer, [before, own.thought_close])
-        if b"".join(map(self.students_text.bytes_of, closing)) != own.thought_close.encode():
+        if b"".join(map(self.students_text.decode_bytes, closing)) != own.thought_close.encode():
             raise InputError(
                 "The student's tokenizer must divide the separator from the tag after it, but "
                 f"{own.separator!r} shares a token with {own.thought_close!r}. Set other data.student_tags."
@@ -100,7 +100,7 @@ class CrossTokenizerFormat(ChatFormat):
         separator = own.separator if own.separator != self.tags.separator else ""
         self.after_explanation = separator + own.thought_close
 
-    def problem(
+    def build_problem(
         self,
         row_number: int,
         question: str,
@@ -108,9 +108,9 @@ class CrossTokenizerFormat(ChatFormat):
         student_system_prompt: str | None = None,
         columns: dict[str, Any] | None = None,
     ) -> Problem:
-        """See `ChatFormat.problem`; the student's pieces are in its own tokens. No separator is given."""
+        """See `ChatFormat.build_problem`; the student's pieces are in its own tokens, without a separator."""
         texts = row_number, question, solution, student_system_prompt
-        teachers, students = super().problem(*texts, columns), self.student.problem(*texts)
+        teachers, students = super().build_problem(*texts, columns), self.student.build_problem(*texts)
         return replace(
             teachers,
             teacher_prefix=teachers.teacher_prompt,
@@ -120,16 +120,16 @@ class CrossTokenizerFormat(ChatFormat):
             solution_ids=students.solution_ids,
         )
 
-    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """See `ChatFormat.rollout`; the student reads the explanation in its own tokens.
+    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
+        """See `ChatFormat.build_rollout`; the student reads the explanation in its own tokens.
 
         r_KL counts the spans that hold the explanation. If the student's tokens glue the separator after it
         to its last character, the last span holds that too. Tokens of a character that is incomplete at the
         end are in no span.
         """
-        rollout = super().rollout(problem, completion)
+        rollout = super().build_rollout(problem, completion)
         [own] = rollout.views  # in the teacher's tokens
-        text, ends = self.students_text.spellable(*self.teachers_text.text_of(own.token_ids))
+        text, ends = self.students_text.spellable(*self.teachers_text.decode_text(own.token_ids))
         token_ids, student_ends = self.students_text.encode(text, self.after_explanation)
         spans: list[Span] = []
         num_tokens = 0
@@ -151,10 +151,10 @@ class CrossTokenizerFormat(ChatFormat):
 
     def num_read(self, problem: Problem, completion: Completion) -> int:
         """Return how many tokens of its own the student reads of a completion."""
-        [view] = self.rollout(problem, completion).views
+        [view] = self.build_rollout(problem, completion).views
         return len(view.token_ids)
 
-    def student_sft_example(
+    def build_student_sft_example(
         self,
         row_number: int,
         question: str,
@@ -162,9 +162,9 @@ class CrossTokenizerFormat(ChatFormat):
         solution: str,
         student_system_prompt: str | None = None,
     ) -> SFTExample:
-        """See `ChatFormat.student_sft_example`; in the student's own tokens."""
+        """See `ChatFormat.build_student_sft_example`; in the student's own tokens."""
         texts = question, thought, solution, student_system_prompt
-        return self.student.student_sft_example(row_number, *texts)
+        return self.student.build_student_sft_example(row_number, *texts)
 
 
 def load_tokenizers(name: str, student: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -217,19 +217,19 @@ class ByteExactTokenizer:
                 "two of one family."
             )
 
-    def bytes_of(self, token_id: int) -> bytes:
+    def decode_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text; of an added token those of its text."""
         if token_id not in self.known:
-            self.known[token_id] = self._bytes_of(token_id)
+            self.known[token_id] = self._decode_bytes(token_id)
         return self.known[token_id]
 
-    def text_of(self, token_ids: list[int]) -> tuple[str, list[int]]:
+    def decode_text(self, token_ids: list[int]) -> tuple[str, list[int]]:
         """Return the text of tokens, and where each of them ends in it, in bytes.
 
         Bytes that are no character become U+FFFD. A character that is incomplete at the end is left out: the
         tokens that hold it end one byte after the text.
         """
-        pieces = [self.bytes_of(token_id) for token_id in token_ids]
+        pieces = [self.decode_bytes(token_id) for token_id in token_ids]
         data, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
         try:
             return data.decode(), ends
@@ -298,7 +298,7 @@ class ByteExactTokenizer:
             return False
         return self._ends(ids, text) is not None
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def _decode_bytes(self, token_id: int) -> bytes:
         name = self.added.get(token_id) or self.tokenizer.id_to_token(token_id)
         if name is None:  # a row of the embedding that no token uses
             return b""
@@ -314,7 +314,7 @@ class ByteExactTokenizer:
         """Return where tokens end in a text, in bytes; None if their bytes are not those of the text."""
         data, end, ends = text.encode(), 0, []
         for token_id in token_ids:
-            piece = self.bytes_of(token_id)
+            piece = self.decode_bytes(token_id)
             if data.startswith(piece, end):
                 end += len(piece)
             elif not self.is_byte_level and b" " in piece:

@@ -306,6 +306,6 @@ def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
     return Response(text, num_tokens, reason, num_thinking)
 
 
-def evaluation_of(trainer: Trainer) -> EvaluationDataModule:
+def get_evaluation_data(trainer: Trainer) -> EvaluationDataModule:
     """Return a run's datamodule, which Lightning's types do not know."""
     return cast(EvaluationDataModule, trainer.datamodule)  # type: ignore[attr-defined]

@@ -150,18 +150,18 @@ class RowFilter:
         rate = columns.get("pass_rate")
         # A text or a truth value is no rate.
         rate = rate if isinstance(rate, int | float) and not isinstance(rate, bool) else None
-        if not within(rate, filters.min_pass_rate, filters.max_pass_rate):
+        if not is_within(rate, filters.min_pass_rate, filters.max_pass_rate):
             return FilterReason.PASS_RATE, f"pass_rate is {columns.get('pass_rate')!r}"
         for trace in traces:
-            if not within(len(trace), filters.min_trace_chars, None):
+            if not is_within(len(trace), filters.min_trace_chars, None):
                 return (
                     FilterReason.SHORT_TRACE,
                     f"{len(trace)} characters, at least {filters.min_trace_chars}",
                 )
-            if not within(len(trace), None, filters.max_trace_chars):
+            if not is_within(len(trace), None, filters.max_trace_chars):
                 return FilterReason.LONG_TRACE, f"{len(trace)} characters, at most {filters.max_trace_chars}"
             repeated = repetition(trace, filters.repetition_ngram)
-            if not within(repeated, None, filters.max_repetition):
+            if not is_within(repeated, None, filters.max_repetition):
                 return (
                     FilterReason.REPETITION,
                     f"{repeated:.2f} of its n-grams, at most {filters.max_repetition}",
@@ -273,7 +273,7 @@ def repetition(text: str, size: int) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def within(value: float | None, least: float | None, most: float | None) -> bool:
+def is_within(value: float | None, least: float | None, most: float | None) -> bool:
     """Return whether a value keeps to bounds; a missing one keeps to none."""
     if least is None and most is None:
         return True

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlt_lightning.models.format import without_opened_thought
+from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, ModelView, Problem, Rollout, SFTExample
 
@@ -132,7 +133,7 @@ class ChatFormat:
 
     # Problems
 
-    def problem(
+    def build_problem(
         self,
         row_number: int,
         question: str,
@@ -183,7 +184,7 @@ class ChatFormat:
             columns=columns or {},
         )
 
-    def student_problem(
+    def build_student_problem(
         self,
         row_number: int,
         question: str,
@@ -254,6 +255,15 @@ class ChatFormat:
         # Ours replaces it.
         return without_opened_thought(text)
 
+    # Names of the last release
+
+    problem = rename_method("problem", "build_problem")
+    rollout = rename_method("rollout", "build_rollout")
+    student_problem = rename_method("student_problem", "build_student_problem")
+    student_rollout = rename_method("student_rollout", "build_student_rollout")
+    teacher_sft_example = rename_method("teacher_sft_example", "build_teacher_sft_example")
+    student_sft_example = rename_method("student_sft_example", "build_student_sft_example")
+
     # Completions
 
     def completion_from_text(self, problem: Problem, text: str) -> Completion:
@@ -271,7 +281,7 @@ class ChatFormat:
         """Tokenise a reasoning trace as the completion that a perfect teacher would sample."""
         return self.completion_from_text(problem, trace.strip() + self.tags.separator + self.end_tag)
 
-    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Find the spans of a completion by looking at its last tokens only.
 
         A token that holds the start of the end tag is not part of the body, even if it also holds the
@@ -289,7 +299,7 @@ class ChatFormat:
         view = ModelView(problem, completion, read, num_tokens=num_think, num_own=num_think)
         return Rollout(problem, completion, text, closed, (view,))
 
-    def student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
+    def build_student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a student's own answer, tags included, to its problem."""
         closed = completion.finish_reason == "eos"
         body = completion.token_ids[:-1] if closed else completion.token_ids
@@ -298,7 +308,7 @@ class ChatFormat:
 
     # Supervised fine-tuning
 
-    def teacher_sft_example(self, problem: Problem, trace: str) -> SFTExample:
+    def build_teacher_sft_example(self, problem: Problem, trace: str) -> SFTExample:
         """Make an example of the teacher's prompt with a human's or a model's trace as its explanation.
 
         The prompt has the same tokens as in RL. The loss counts the explanation, its end tag and the eos.
@@ -306,7 +316,7 @@ class ChatFormat:
         completion = [*self.completion_from_trace(problem, trace).token_ids, self.tokenizer.eos_token_id]
         return masked_example(problem.row, problem.teacher_prompt, completion)
 
-    def student_sft_example(
+    def build_student_sft_example(
         self,
         row_number: int,
         question: str,

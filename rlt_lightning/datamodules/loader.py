@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.tokenised import StoredItems
+from rlt_lightning.moved import rename_method
 from rlt_lightning.types import InputError
 
 Item = TypeVar("Item")
@@ -108,7 +109,7 @@ class StepLoader(Generic[Item, Batch]):
         """Return the next batch without advancing."""
         return self.batch(self._next_start())
 
-    def more(self, number: int) -> list[Item]:
+    def take_more(self, number: int) -> list[Item]:
         """Return the next items of the order that this step has not had, the same on every rank, and advance.
 
         They are fewer if as many items as an epoch has hold no more.
@@ -122,6 +123,8 @@ class StepLoader(Generic[Item, Batch]):
                 self.served.add(item)
                 found.append(item)
         return [self.items[i] for i in found]
+
+    more = rename_method("more", "take_more")
 
     def rewind(self) -> None:
         """Go back by one batch, to serve it again: callbacks/checkpoint.py saves when its engine failed."""

@@ -24,7 +24,6 @@ from rlt_lightning.datamodules.loader import (
     Weighted,
     hold_out,
 )
-from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, RawResponses, holds_tag
 from rlt_lightning.datamodules.sources import (
     Source,
@@ -33,6 +32,7 @@ from rlt_lightning.datamodules.sources import (
     parse_sources,
     parse_weights,
 )
+from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.datamodules.tokenise import (
     TASKS,
     ItemLimits,
@@ -53,6 +53,7 @@ from rlt_lightning.datamodules.tokenised import (
 )
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.format import ModelFormat
+from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     Completion,
@@ -227,7 +228,7 @@ class StratosDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""
-        self.readers.warn_of_guesses(self.system_prompts)
+        self.student_views.warn_of_guesses(self.system_prompts)
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
@@ -246,7 +247,7 @@ class StratosDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
-        self.readers.warn_of_guesses(self.system_prompts)
+        self.student_views.warn_of_guesses(self.system_prompts)
         return self._ordered(self.items[self.num_finished :])
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
@@ -254,9 +255,9 @@ class StratosDataModule(LightningDataModule):
         return self._task.build_batch(items)
 
     @property
-    def readers(self) -> Readers:
+    def student_views(self) -> StudentViews:
         """Return the formats in which teacher and students read."""
-        return self._task.readers
+        return self._task.student_views
 
     @property
     def format(self) -> ChatFormat:
@@ -273,9 +274,11 @@ class StratosDataModule(LightningDataModule):
         """Return the text that ends a completion; '' if only an end-of-sequence token does."""
         return self._task.stop
 
-    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem."""
         return self._task.build_rollout(problem, completion)
+
+    rollout = rename_method("rollout", "build_rollout")
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion; None without both."""
@@ -287,7 +290,7 @@ class StratosDataModule(LightningDataModule):
             return None
         problem, (thought, solution) = rollout.problem, map(self.format.student_tags.wrap, turn)
         example = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
-        return len(self.format.student_sft_example(*example).token_ids)
+        return len(self.format.build_student_sft_example(*example).token_ids)
 
     def fits_student(self, rollout: Rollout) -> bool:
         """Return whether a student can learn from a completion.
@@ -407,7 +410,7 @@ class StratosDataModule(LightningDataModule):
         self._task.chosen.check_rows(self.system_prompts)
 
 
-def stratos_of(trainer: Trainer) -> StratosDataModule:
+def get_stratos_data(trainer: Trainer) -> StratosDataModule:
     """Return a run's datamodule, which Lightning's types do not know."""
     return cast(StratosDataModule, trainer.datamodule)  # type: ignore[attr-defined]
 
@@ -497,5 +500,5 @@ def find_models(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
     """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
     module: Any = trainer.lightning_module
     students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
-    readers = students.names if students else (teacher,) if teacher else ()
-    return getattr(module, "pretrained", None), readers
+    frozen = students.names if students else (teacher,) if teacher else ()
+    return getattr(module, "pretrained", None), frozen

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from typing_extensions import override
 
-from rlt_lightning.console import counted
+from rlt_lightning.console import show_count
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.filters import Row, RowFilter
@@ -36,7 +36,6 @@ from rlt_lightning.datamodules.format_choice import (
     choose_formats,
 )
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.readers import Readers
 from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
@@ -48,6 +47,7 @@ from rlt_lightning.datamodules.rows import (
     split_response,
 )
 from rlt_lightning.datamodules.sources import Source, SourceReader
+from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.datamodules.tokenised import Item, MadeItem, describe_format, hash_code, hash_value
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, build_views, with_other_solutions
 from rlt_lightning.models.format import Role
@@ -103,7 +103,7 @@ class Task(ABC):
     """What the rows are made into; one subclass for each value of `data.task`.
 
     Args:
-        readers: The formats in which teacher and students read.
+        student_views: The formats in which teacher and students read.
         trace_columns: Columns of the traces.
         limits: The most tokens of an item.
 
@@ -127,11 +127,11 @@ class Task(ABC):
 
     def __init__(
         self,
-        readers: Readers,
+        student_views: StudentViews,
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
         limits: ItemLimits = ItemLimits(),
     ) -> None:
-        self.readers = readers
+        self.student_views = student_views
         self.trace_columns = list(trace_columns)
         self.limits = limits
 
@@ -161,8 +161,8 @@ class Task(ABC):
             InputError: If a setting contradicts what a model was trained in, or a tokenizer cannot be loaded.
         """
         formats = cls.choose_formats(options, model, frozen)
-        readers = Readers(formats, model, frozen[: len(formats)], trust_remote_code)
-        return cls(readers, trace_columns, limits)
+        student_views = StudentViews(formats, model, frozen[: len(formats)], trust_remote_code)
+        return cls(student_views, trace_columns, limits)
 
     @classmethod
     def choose_formats(cls, options: FormatOptions, model: str, frozen: Sequence[str]) -> list[ChosenFormat]:
@@ -172,12 +172,12 @@ class Task(ABC):
     @property
     def format(self) -> ChatFormat:
         """Return the contexts of the teacher and of the first student."""
-        return self.readers.formats[0]
+        return self.student_views.formats[0]
 
     @property
     def chosen(self) -> ChosenFormat:
         """Return how the format was chosen."""
-        return self.readers.chosen[0]
+        return self.student_views.chosen[0]
 
     @property
     def needed_traces(self) -> list[str]:
@@ -239,7 +239,7 @@ class Task(ABC):
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
-        return self.readers.build_rollout(problem, completion)
+        return self.student_views.build_rollout(problem, completion)
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion.
@@ -272,7 +272,9 @@ class RLTTask(Task):
 
     def build_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
         """Tokenise question and solution for teacher and student."""
-        problem = self.format.problem(number, row.question, row.solution, self._row_prompt(row), columns)
+        problem = self.format.build_problem(
+            number, row.question, row.solution, self._row_prompt(row), columns
+        )
         self.limits.require_prompt(len(problem.teacher_prompt))
         if self.limits.max_solution_length is not None:
             num_solution = len(problem.solution_ids)
@@ -324,7 +326,9 @@ class TeacherSFTTask(RLTTask):
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         problem = self.build_problem(number, row, columns)
         traces = [row.traces[name] for name in self.trace_columns]
-        return [self.limits.shorten(self.format.teacher_sft_example(problem, trace)) for trace in traces]
+        return [
+            self.limits.shorten(self.format.build_teacher_sft_example(problem, trace)) for trace in traces
+        ]
 
     @override
     def build_batch(self, items: list[Any]) -> SFTBatch:
@@ -345,7 +349,7 @@ class StudentSFTTask(Task):
 
     def _build_example(self, number: int, row: ParsedRow, thought: str) -> SFTExample:
         prompt = self._row_prompt(row)
-        example = self.format.student_sft_example(number, row.question, thought, row.solution, prompt)
+        example = self.format.build_student_sft_example(number, row.question, thought, row.solution, prompt)
         self.limits.require_prompt(example.loss_mask.index(True))
         return self.limits.shorten(example)
 
@@ -367,7 +371,7 @@ class StudentRLTask(Task):
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         prompt = self._row_prompt(row)
-        problem = self.format.student_problem(number, row.question, row.solution, prompt, columns)
+        problem = self.format.build_student_problem(number, row.question, row.solution, prompt, columns)
         require_judgeable(problem.reference)
         self.limits.require_prompt(len(problem.teacher_prompt))
         return [problem]
@@ -379,7 +383,7 @@ class StudentRLTask(Task):
 
     @override
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        return self.format.student_rollout(problem, completion)
+        return self.format.build_student_rollout(problem, completion)
 
     @override
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
@@ -410,7 +414,7 @@ class StudentOPDTask(Task):
         # With a hint a teacher answers as the student does, whatever it was trained for.
         explainer = teacher if view.kind == "explanation" else None
         chosen = choose_format(options, explainer, model)
-        task = cls(Readers([chosen], model, (), trust_remote_code), trace_columns, limits)
+        task = cls(StudentViews([chosen], model, (), trust_remote_code), trace_columns, limits)
         _, teacher_tokenizer = load_tokenizers(model, teacher, trust_remote_code)
         task.views = build_views(chosen, task.format, teacher_tokenizer, view)
         return task
@@ -422,7 +426,7 @@ class StudentOPDTask(Task):
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         shown = row.solution if row.shown is None else row.shown
-        problem = self.views.problem(number, row, shown, self._row_prompt(row), columns)
+        problem = self.views.build_problem(number, row, shown, self._row_prompt(row), columns)
         self.limits.require_prompt(max(len(problem.teacher_prompt), len(problem.teacher_view)))
         return [problem]
 
@@ -433,7 +437,7 @@ class StudentOPDTask(Task):
 
     @override
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        return self.views.rollout(problem, completion)
+        return self.views.build_rollout(problem, completion)
 
 
 TASKS: dict[str, type[Task]] = {
@@ -464,7 +468,7 @@ def tokenise(
     parsed = task.change_rows(parse_rows(rows, task, report))
     if row_filter is not None:
         parsed = row_filter.filter_rows(parsed, report)
-    for number, columns, row in counted(parsed, f"tokenising {report.source}"):
+    for number, columns, row in show_count(parsed, f"tokenising {report.source}"):
         if row_filter is not None and row_filter.is_duplicate(row):
             report.filtered.append((number, FilterReason.DUPLICATE, "an earlier row is used"))
             continue

@@ -90,14 +90,14 @@ class TeacherViews:
         """Return two words that change places in the teacher's distribution, which then ends a thought."""
         return None if self.closing is None or self.closing[0] == self.closing[1] else self.closing
 
-    def problem(
+    def build_problem(
         self, row_number: int, texts: ParsedRow, shown: str, system: str | None, columns: dict[str, Any]
     ) -> Problem:
         """Tokenise a question for the student, and with the solution that is shown for the teacher."""
         texts_of = row_number, texts.question, texts.solution
-        problem = self.student.student_problem(*texts_of, system, columns)
+        problem = self.student.build_student_problem(*texts_of, system, columns)
         if self.options.kind == "explanation":
-            view = self.teacher.problem(row_number, texts.question, shown).teacher_prompt
+            view = self.teacher.build_problem(row_number, texts.question, shown).teacher_prompt
         else:
             # In one pass: a question may hold "{solution}", as in \\frac{solution}{2}.
             given = {"{question}": texts.question, "{solution}": shown.strip()}
@@ -105,9 +105,9 @@ class TeacherViews:
             view = encode(self.teacher.tokenizer, self.teacher.student_chat(asked, system))
         return replace(problem, teacher_view=view)
 
-    def rollout(self, problem: Problem, completion: Completion) -> Rollout:
+    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach an answer to its problem, as the teacher reads it; no view if it has no thought."""
-        rollout = self.student.student_rollout(problem, completion)
+        rollout = self.student.build_student_rollout(problem, completion)
         ids = completion.token_ids
         num_body = len(ids) - rollout.closed  # without the eos
         if self.options.kind == "hint":
@@ -131,7 +131,7 @@ class TeacherViews:
         read = ids[start:end]
         if self.byte_tokenizers is not None:
             students, teachers = self.byte_tokenizers
-            text, ends = teachers.spellable(*students.text_of(read))
+            text, ends = teachers.spellable(*students.decode_text(read))
             token_ids, teacher_ends = teachers.encode(text)
             spans = split_spans(teacher_ends, ends)
             num_teacher, num_student = (sum(span[side] for span in spans) for side in (0, 1))

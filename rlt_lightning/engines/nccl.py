@@ -18,7 +18,7 @@ from rlt_lightning.engines.push import (
     call_each,
     parse_dtype,
 )
-from rlt_lightning.engines.threads import in_background
+from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
 
@@ -79,7 +79,7 @@ class NCCLPush(WeightPush):
             self.form_group(named_tensors, workers, version).send_weights()
 
         try:
-            in_background(send).result(self.timeout_s)
+            run_in_background(send).result(self.timeout_s)
         except TimeoutError as error:
             raise EngineError(
                 f"The NCCL push to {', '.join(w.url for w in workers)} must end within {self.timeout_s:g} s, "

@@ -35,7 +35,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
-from rlt_lightning.engines.threads import in_background
+from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import full_shape, gather_in_groups
@@ -207,9 +207,9 @@ class GlooPush(WeightPush):
         info = {"host": self.host, "port": self.store.port, "prefix": prefix, "world_size": world_size}
         # Twice our patience: a worker must not give up while the trainer waits for another that hangs.
         body = {"init_info": info | {"timeout_s": 2 * self.timeout_s}}
-        joined = in_background(lambda: self.post(worker, "/init_weight_transfer_engine", body))
+        joined = run_in_background(lambda: self.post(worker, "/init_weight_transfer_engine", body))
         store = PrefixStore(prefix, self.store)
-        group = in_background(lambda: join_group(store, 0, world_size, self.timeout_s, self.host))
+        group = run_in_background(lambda: join_group(store, 0, world_size, self.timeout_s, self.host))
         meeting: list[Future[Any]] = [joined, group]
         wait(meeting, return_when=FIRST_COMPLETED)
         if joined.done():
@@ -243,7 +243,9 @@ class GlooPush(WeightPush):
             "piece_bytes": self.bucket_bytes,
         }
         updates = {
-            worker.url: in_background(partial(self.post, worker, "/update_weights", {"update_info": info}))
+            worker.url: run_in_background(
+                partial(self.post, worker, "/update_weights", {"update_info": info})
+            )
             for worker in workers
         }
         self.in_flight = []
@@ -498,7 +500,7 @@ def call_each(
     workers: list[WorkerClient], function: Callable[[WorkerClient], Any], failures: Failures
 ) -> list[WorkerClient]:
     """Call a function for every worker at once; note the failures and return the others."""
-    calls = [(worker, in_background(partial(function, worker))) for worker in workers]
+    calls = [(worker, run_in_background(partial(function, worker))) for worker in workers]
     done = []
     for worker, call in calls:
         try:

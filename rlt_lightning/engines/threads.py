@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def in_background(function: Callable[[], T]) -> Future[T]:
+def run_in_background(function: Callable[[], T]) -> Future[T]:
     """Run a function in a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
@@ -33,7 +33,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    return in_background(lambda: asyncio.run(work)).result()
+    return run_in_background(lambda: asyncio.run(work)).result()
 
 
 def iterate_in_thread(items: AsyncIterator[T]) -> Iterator[T]:
@@ -48,7 +48,7 @@ def iterate_in_thread(items: AsyncIterator[T]) -> Iterator[T]:
         async for item in items:
             arrived.put(item)
 
-    thread = in_background(lambda: asyncio.run(forward()))
+    thread = run_in_background(lambda: asyncio.run(forward()))
     thread.add_done_callback(lambda _: arrived.put(None))
     try:
         while (item := arrived.get()) is not None:

@@ -18,7 +18,7 @@ from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
     EvaluationDataModule,
     Response,
-    evaluation_of,
+    get_evaluation_data,
 )
 from rlt_lightning.datamodules.evaluation_sets import OVERALL, EvaluationProblem, is_known_by_number
 from rlt_lightning.engines.base import (
@@ -35,7 +35,7 @@ from rlt_lightning.evaluation.metrics import compute_pass_at, split_by_set
 from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
 from rlt_lightning.evaluation.results import render
-from rlt_lightning.models.lora import merged_weights
+from rlt_lightning.models.lora import merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
@@ -92,7 +92,7 @@ class ResponseCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that responses fit; say whether one must be loaded."""
-        data = evaluation_of(trainer)
+        data = get_evaluation_data(trainer)
         self.context = sys.maxsize
         if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
             return
@@ -111,7 +111,7 @@ class ResponseCallback(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = evaluation_of(trainer)
+        data = get_evaluation_data(trainer)
         if not isinstance(pl_module, EvaluationModule) or data.format is None or not data.left:
             return
         self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
@@ -135,7 +135,7 @@ class ResponseCallback(Callback):
         self, trainer: Trainer, module: EvaluationModule, problems: list[EvaluationProblem]
     ) -> list[list[Response]]:
         """Sample `num_samples` responses to each problem; push again to workers that were lost."""
-        chat_format, limits = evaluation_of(trainer).chat_format, self._limits(trainer, problems)
+        chat_format, limits = get_evaluation_data(trainer).chat_format, self._limits(trainer, problems)
         with waiting_for(f"responses to {len(problems)} questions"):
             while True:
                 try:
@@ -156,7 +156,7 @@ class ResponseCallback(Callback):
 
     def _num_opening(self, trainer: Trainer) -> int:
         """Return the number of tokens that a budget adds to the prompt: the opened thought."""
-        return len(evaluation_of(trainer).chat_format.thought_opening) if self.budget else 0
+        return len(get_evaluation_data(trainer).chat_format.thought_opening) if self.budget else 0
 
     def _fit_context(self, trainer: Trainer, context: int) -> None:
         """Take over a context, in tokens, of the model or its workers.
@@ -164,7 +164,7 @@ class ResponseCallback(Callback):
         Raises:
             InputError: If it leaves no response behind the longest question, or less than a budget needs.
         """
-        data = evaluation_of(trainer)
+        data = get_evaluation_data(trainer)
         self.context = min(self.context, context)
         shortest = min(self._limits(trainer, data.problems))
         if shortest < 1:
@@ -188,7 +188,7 @@ class ResponseCallback(Callback):
 
     def _announce_limits(self, trainer: Trainer) -> None:
         """Say how many responses the context makes shorter."""
-        limits = self._limits(trainer, evaluation_of(trainer).problems)
+        limits = self._limits(trainer, get_evaluation_data(trainer).problems)
         shorter = [limit for limit in limits if limit < self.sampling.max_completion_length]
         if shorter:
             announce(
@@ -203,8 +203,8 @@ class ResponseCallback(Callback):
             self.engine.health()
             return
         tensors = dict(module.policy.named_parameters())
-        push_until_current(self.engine, lambda: merged_weights(module.policy, tensors), 0)
-        text = evaluation_of(trainer).problems[0].prompt[:PROBE_TOKENS]
+        push_until_current(self.engine, lambda: merge_weights(module.policy, tensors), 0)
+        text = get_evaluation_data(trainer).problems[0].prompt[:PROBE_TOKENS]
         self.engine.verify(text, {0: sequence_log_probs(module.policy, text).tolist()})
 
 
@@ -215,7 +215,7 @@ class EvaluationWriter(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the problems that a kill left unfinished: they are sampled again."""
         if isinstance(pl_module, EvaluationModule):
-            done = {record["id"] for record in evaluation_of(trainer).finished}
+            done = {record["id"] for record in get_evaluation_data(trainer).finished}
             keep_rows(Path(trainer.default_root_dir) / RESPONSES, lambda record: record["id"] in done)
 
     @override
@@ -237,7 +237,7 @@ class EvaluationWriter(Callback):
             return
         folder = Path(trainer.default_root_dir)
         sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]
-        summary = summarise(pl_module, evaluation_of(trainer), sampler.settings())
+        summary = summarise(pl_module, get_evaluation_data(trainer), sampler.settings())
         page = render(summary)
         rewrite(folder / "evaluation.md", [page])
         # This file is the last and appears in one step: it says that the stage is done.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from rlt_lightning.datamodules.evaluation import EvaluationBatch, evaluation_of
+from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
 from rlt_lightning.evaluation.metrics import Figures, compute_figures, name_figures
 from rlt_lightning.evaluation.protocol import Sample, evaluate
 from rlt_lightning.judging.judge import Judge
@@ -15,7 +15,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.strategies.sharding import sharding_of
+from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError
 
 
@@ -55,7 +55,7 @@ class EvaluationModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check that the model is whole, in one process."""
-        if sharding_of(self.trainer.strategy).sharded:
+        if get_sharding(self.trainer.strategy).sharded:
             raise InputError(
                 "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
                 "out; for a model that fits no GPU use a vLLM worker (docs/evaluation.md)."
@@ -76,7 +76,7 @@ class EvaluationModule(LightningModule):
 
     def on_test_start(self) -> None:
         """Begin with the records of an earlier part of the run."""
-        data = evaluation_of(self.trainer)
+        data = get_evaluation_data(self.trainer)
         self.judge = Judge(data.tags, self.judge_deadline_s)
         self.records = [drop_text(record) for record in data.finished]
 
@@ -103,7 +103,7 @@ class EvaluationModule(LightningModule):
 
     def figures(self) -> dict[str, Figures]:
         """Return the logged figures by set; see `compute_figures`."""
-        return compute_figures(self.records, evaluation_of(self.trainer).sets)
+        return compute_figures(self.records, get_evaluation_data(self.trainer).sets)
 
     def teardown(self, stage: str) -> None:
         """End the judge's processes."""

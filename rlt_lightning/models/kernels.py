@@ -42,7 +42,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from rlt_lightning.console import announce
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
-from rlt_lightning.models.packed import HeadOptions, ask, computing_dtype, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, ask, compute_log_probs, computing_dtype
 from rlt_lightning.numerics.attention import (
     KERNELS,
     Kernel,
@@ -349,7 +349,7 @@ def sample_log_probs(model: Any) -> Tensor:
     tokens = torch.randint(num_words, (24,), generator=torch.Generator().manual_seed(0)).tolist()
     sequence = ScoredSequence([], tokens, [False] + [True] * 23)
     packed = PackedSequences.from_sequences([sequence], device=next(model.parameters()).device)
-    return log_probs_of(model, packed)[0]
+    return compute_log_probs(model, packed)[0]
 
 
 def blocks(model: Any) -> list[nn.Module]:

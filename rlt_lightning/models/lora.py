@@ -173,7 +173,7 @@ def defer_merge(weight: Any, a: Tensor, b: Tensor, scale: float, transposed: boo
     return Deferred(torch.Size(full_shape(weight)), weight.dtype, merge)
 
 
-def merged_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor]:
+def merge_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor]:
     """Return all weights with the adapter merged in, under their names before; a plain model's as they are.
 
     Args:
@@ -209,7 +209,7 @@ def without_adapter(model: Any, function: Callable[..., Any], *arguments: Any) -
             layer._disable_adapters = False
 
 
-def adapter_weights(tensors: dict[str, Any]) -> list[NamedTensor]:
+def list_adapter_weights(tensors: dict[str, Any]) -> list[NamedTensor]:
     """Return the weights A and B under the names in peft's files."""
     return [
         (PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."), tensor)

@@ -60,7 +60,7 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
     return model.base_model(**options).last_hidden_state[0, packed.predictors]
 
 
-def log_probs_of(
+def compute_log_probs(
     model: Any,
     packed: PackedSequences,
     temperature: float = 1.0,
@@ -85,7 +85,7 @@ def sequence_log_probs(model: Any, token_ids: list[int], temperature: float = 1.
     sequence = ScoredSequence([], token_ids, [False] + [True] * (len(token_ids) - 1))
     with torch.no_grad():
         packed = PackedSequences.from_sequences([sequence], device=next(model.parameters()).device)
-        return log_probs_of(model, packed, temperature)[0]
+        return compute_log_probs(model, packed, temperature)[0]
 
 
 def head_log_probs(
@@ -224,7 +224,7 @@ def disable_dropout(model: nn.Module) -> None:
 # The check of a layout at the start of a run
 
 
-def verified_layout(
+def verify_layout(
     run: Callable[..., Any], name: str, wanted: Layout, attention_chosen: bool = False
 ) -> Layout:
     """Return the best layout in which this model's packed log-probs equal its own, one by one.
@@ -296,7 +296,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
 
     def ours(*rows: tuple[tuple[int, ...], ...], of: list[ScoredSequence] = sequences) -> Tensor:
         packed = [PackedSequences.from_sequences(of, families, device) for families in rows]
-        return torch.cat([log_probs_of(model, row)[0] for row in packed])
+        return torch.cat([compute_log_probs(model, row)[0] for row in packed])
 
     try:
         theirs = [own(sequence.prefix + sequence.rest) for sequence in sequences]

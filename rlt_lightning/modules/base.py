@@ -12,10 +12,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.models.packed import HeadOptions, disable_dropout, verified_layout
+from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.frozen import Run
@@ -35,7 +35,7 @@ from rlt_lightning.numerics.packing import (
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, sharding_of
+from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, get_sharding
 from rlt_lightning.types import InputError
 
 
@@ -123,7 +123,7 @@ class PolicyModule(LightningModule):
                 "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
                 "numbers of AdamW are 0. Set it to bfloat16."
             )
-        whole = type(sharding_of(self.trainer.strategy)) is Whole
+        whole = type(get_sharding(self.trainer.strategy)) is Whole
         require_settings(self.lora, self.optimizer_config, whole)
         deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         if deepspeed and precision == "32-true" and self.dtype_name != "float32":
@@ -136,7 +136,7 @@ class PolicyModule(LightningModule):
         """Load the weights, after the data have been checked."""
         if self.entry is not None:
             return
-        self.sharding = sharding_of(self.trainer.strategy)
+        self.sharding = get_sharding(self.trainer.strategy)
         if not self.needs_policy:
             return
         announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
@@ -188,7 +188,7 @@ class PolicyModule(LightningModule):
 
     def build_metadata(self) -> dict[str, Any]:
         """Return plain values: how the trained model is loaded, and how it was trained."""
-        data = stratos_of(self.trainer)
+        data = get_stratos_data(self.trainer)
         return {
             "pretrained": self.pretrained,
             "tokenizer": data.tokenizer_name,
@@ -252,7 +252,7 @@ class PolicyModule(LightningModule):
 
     def require_even_batches(self) -> None:
         """Check that each rank has equally many rows to score, if all ranks run every forward together."""
-        data = stratos_of(self.trainer)
+        data = get_stratos_data(self.trainer)
         rows = len(data.items if self.trainer.predicting else data.val_items)
         batch_size, world_size = data.val_batch_size, self.trainer.world_size
         if self.sharding.sharded and (rows % world_size or batch_size % world_size):
@@ -284,7 +284,7 @@ class PolicyModule(LightningModule):
         Lightning would then never restore the loader's position.
         """
         trainer = self.trainer
-        steps_per_epoch = len(stratos_of(trainer).step_loader())
+        steps_per_epoch = len(get_stratos_data(trainer).step_loader())
         limit = trainer.limit_train_batches
         if limit is not None:
             steps_per_epoch = (
@@ -325,7 +325,7 @@ class PolicyModule(LightningModule):
         """Return micro-batches for forwards without gradient, in which ranks meet if weights are sharded."""
         return self.plan(extents, meeting=self.sharding.sharded)
 
-    def packed(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
+    def pack_sequences(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
         """Pack the sequences of a micro-batch for one forward."""
         return PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
 
@@ -465,7 +465,7 @@ def check_model(
         divergence = Divergence("forward") if exact_kl else getattr(module, "head_loss", None)
         module.head = prepare_model(run, name, module.kernels, head, device, more, divergence)
         chosen = module.attn_implementation is not None
-        module.layout = verified_layout(run, name, module.layout, chosen)
+        module.layout = verify_layout(run, name, module.layout, chosen)
 
 
 def fused_adamw(module: PolicyModule) -> bool | None:

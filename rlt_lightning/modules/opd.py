@@ -22,15 +22,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import (
     HeadOptions,
     ModelHead,
+    compute_log_probs,
     head_divergence,
-    log_probs_of,
     scored_hidden_states,
 )
 from rlt_lightning.modules.frozen import FrozenModel
@@ -152,7 +152,7 @@ class OPDModule(SampledModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
         super().setup(stage)
-        data = stratos_of(self.trainer)
+        data = get_stratos_data(self.trainer)
         if data.task != "student_opd":
             raise InputError(
                 f"OPDModule needs data.task student_opd, but it is {data.task}. Set it, or another module."
@@ -179,8 +179,8 @@ class OPDModule(SampledModule):
         """Return the divergence that is minimised through the head, for the check of its kernels."""
         return self.divergence if self.estimator == "full" else None
 
-    def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
-        """See `SampledModule.frozen_readers`."""
+    def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
+        """See `SampledModule.list_scoring_models`."""
         return [] if self.teacher is None else [(str(self.teacher_name), self.teacher)]
 
     def configure_model(self) -> None:
@@ -251,7 +251,7 @@ class OPDModule(SampledModule):
         _, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         sums = UpdateSums()
-        with self.asked() as ask:
+        with self.place_teacher() as ask:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro_batch in self.pack(sequences, measure_extents(rows), stats):
                 loss, values, metrics, mismatch = self.micro_batch_loss(
@@ -285,7 +285,7 @@ class OPDModule(SampledModule):
             engine's mismatch.
         """
         rows = rollouts.rollouts
-        teachers = self.packed([build_teacher_sequence(row) for row in rows], micro_batch)
+        teachers = self.pack_sequences([build_teacher_sequence(row) for row in rows], micro_batch)
         temperature = self.temperature or rollouts.temperature
         metrics, mismatch, num_tokens = {}, Mismatch(), max(1.0, num_tokens)
         if self.estimator == "full":
@@ -357,8 +357,8 @@ class OPDModule(SampledModule):
         """
         with torch.no_grad():
             read = exchange_targets(teachers, packed.targets, self.views.exchanged)
-            theirs, _ = ask(log_probs_of, read, temperature, self.head)
-        log_probs, entropy = self.run(log_probs_of, packed, temperature, self.head, True)  # (M,)
+            theirs, _ = ask(compute_log_probs, read, temperature, self.head)
+        log_probs, entropy = self.run(compute_log_probs, packed, temperature, self.head, True)  # (M,)
         found = [span for row in rows for view in row.views for span in view.spans or ()]
         spans = found if self.views.byte_tokenizers else None
         advantages = sampled_advantages(log_probs, theirs, spans)
@@ -372,7 +372,7 @@ class OPDModule(SampledModule):
     @property
     def views(self) -> Any:
         """Return what the teacher sees, a TeacherViews."""
-        return stratos_of(self.trainer).views
+        return get_stratos_data(self.trainer).views
 
     @property
     def copies_student(self) -> bool:
@@ -386,7 +386,7 @@ class OPDModule(SampledModule):
         return self.teacher is None and self.reference is None
 
     @contextmanager
-    def asked(self) -> Iterator[Asked]:
+    def place_teacher(self) -> Iterator[Asked]:
         """Yield what calls the teacher, with its weights on the device inside the block."""
         frozen = self.teacher or self.reference
         if frozen is not None:
@@ -407,9 +407,9 @@ class OPDModule(SampledModule):
         rows = rollouts.rollouts
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         sequences = [build_student_sequence(row) for row in rows]
-        with self.phase("score"), self.asked() as ask:
+        with self.phase("score"), self.place_teacher() as ask:
             for micro_batch, _ in self.plan_forward(measure_extents(rows)):
-                packed = self.packed(sequences, micro_batch)
+                packed = self.pack_sequences(sequences, micro_batch)
                 num_tokens = sum(map(count_judged, rows))
                 _, values, _, _ = self.micro_batch_loss(rollouts, ask, micro_batch, packed, num_tokens)
                 for i, own in zip(micro_batch.indices, values, strict=True):

@@ -30,11 +30,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA, without_adapter
-from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
@@ -159,7 +159,7 @@ class RLTModule(SampledModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
-        data = stratos_of(self.trainer)
+        data = get_stratos_data(self.trainer)
         if data.task not in self.reward.tasks:
             raise InputError(
                 f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but "
@@ -167,7 +167,7 @@ class RLTModule(SampledModule):
             )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
-        require_scorable(self.reward, data.readers.formats, self.students.names)
+        require_scorable(self.reward, data.student_views.formats, self.students.names)
 
     def configure_model(self) -> None:
         """Load teacher, student and, where the loss has a KL penalty, the reference."""
@@ -186,8 +186,8 @@ class RLTModule(SampledModule):
         """Add the student's type."""
         return super().types() | {"model.student_dtype": self.student_dtype}
 
-    def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
-        """See `SampledModule.frozen_readers`."""
+    def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
+        """See `SampledModule.list_scoring_models`."""
         return list(zip(self.students.names, self.student_models, strict=True))
 
     def build_metadata(self) -> dict[str, Any]:
@@ -299,7 +299,9 @@ class RLTModule(SampledModule):
             numbers = [scored.shard[i] for i in micro_batch.indices]
             chosen = [rows[i] for i in micro_batch.indices]
             lengths = [len(row.completion.token_ids) for row in chosen]
-            flat, entropy = self.run(log_probs_of, micro_batch.packed, temperature, self.head, True)  # (M,)
+            flat, entropy = self.run(
+                compute_log_probs, micro_batch.packed, temperature, self.head, True
+            )  # (M,)
             log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
             require_finite(log_probs, "policy log-prob", [row.problem.row for row in chosen])
             old_log_probs, weights, mismatch = self.engine_weights(chosen, log_probs, token_mask, stale)
@@ -344,7 +346,7 @@ class RLTModule(SampledModule):
             self.plan_forward,
             self.device,
             self.head,
-            stratos_of(self.trainer).readers,
+            get_stratos_data(self.trainer).student_views,
             self.recomputes,
             reference if self.policy_loss.kl_coef else None,
         )

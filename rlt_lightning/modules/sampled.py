@@ -104,7 +104,7 @@ class SampledModule(PolicyModule):
         # RolloutCallback sets it.
         self.sampler: Sampler | None = None
 
-    def frozen_readers(self) -> list[tuple[str, FrozenModel]]:
+    def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
         """Return the frozen models that read completions, with their names."""
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class SampledModule(PolicyModule):
     def get_ready(self) -> None:
         """Place frozen models too, since Lightning moves only what it trains."""
         super().get_ready()
-        get_frozen_ready(self, self.frozen_readers())
+        get_frozen_ready(self, self.list_scoring_models())
 
     def build_metadata(self) -> dict[str, Any]:
         """See `PolicyModule.build_metadata`."""
@@ -199,7 +199,7 @@ class SampledModule(PolicyModule):
         """
         planned = self.plan(extents, meeting=True)
         for number, (micro_batch, weight) in enumerate(planned):
-            packed = self.packed(sequences, micro_batch)
+            packed = self.pack_sequences(sequences, micro_batch)
             flops = self.forwards_per_step * forward_flops(self.policy, packed)
             stats.count(packed, sequences, micro_batch, weight, flops)
             with self.sharding.micro_batch(last=number == len(planned) - 1):
@@ -246,12 +246,12 @@ def require_group(group_size: int) -> None:
         )
 
 
-def get_frozen_ready(module: SampledModule, readers: list[tuple[str, FrozenModel]]) -> None:
-    """Place the frozen models that read completions and the reference; only the readers choose a layout.
+def get_frozen_ready(module: SampledModule, scoring: list[tuple[str, FrozenModel]]) -> None:
+    """Place the frozen models that score, which choose a layout, and the reference.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.
     """
-    for frozen in (*(reader for _, reader in readers), module.reference):
+    for frozen in (*(model for _, model in scoring), module.reference):
         if frozen is not None:
             frozen.place(module.device, module.sharding)
     if module.reference is not None:
@@ -259,6 +259,6 @@ def get_frozen_ready(module: SampledModule, readers: list[tuple[str, FrozenModel
         with module.reference.on(module.device) as run, precision.forward_context():
             fuse_blocks(run, module.pretrained, module.kernels, device)
     exact_kl = getattr(getattr(module, "reward", None), "kl_estimator", "") == "exact"
-    for name, reader in readers:
-        with reader.on(module.device) as run:
+    for name, model in scoring:
+        with model.on(module.device) as run:
             check_model(module, run, name, exact_kl=exact_kl)

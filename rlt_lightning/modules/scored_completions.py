@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.scorer import TokenScores, known_empty
+from rlt_lightning.modules.scorer import TokenScores, collect_empty_scores
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
@@ -93,7 +93,7 @@ class ScoredCompletions:
 
     def collect_known_empty(self) -> dict[int, tuple[Tensor, ...]]:
         """Return what students computed of empty explanations for earlier chunks, by the problem's row."""
-        return known_empty(self.build_rollouts(list(self.students)), list(self.students.values()))
+        return collect_empty_scores(self.build_rollouts(list(self.students)), list(self.students.values()))
 
     def divide_again(self, shards: Shards) -> list[int]:
         """Divide all completions, after some were replaced; return the numbers of this rank's shard."""

@@ -34,14 +34,14 @@ from torch.nn.utils.rnn import pad_sequence
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.readers import Readers
+from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import (
     HeadOptions,
     ModelHead,
     ask,
+    compute_log_probs,
     head_divergence,
-    log_probs_of,
     scored_hidden_states,
     states_and_log_probs,
 )
@@ -221,7 +221,7 @@ class Scorer:
         plan: Divides sequences into micro-batches.
         device: The device on which models compute.
         head: How log-probs are computed from hidden states.
-        readers: How each student reads; None: no baseline and no text is asked for.
+        student_views: How each student reads; None: no baseline and no text is asked for.
         recompute: recompute(missing) returns whether to run the teacher again. `missing` is true if some of
             this rank's completions came without the teacher's log-probs. Ranks that wait for each other in a
             forward must get the same answer.
@@ -235,7 +235,7 @@ class Scorer:
     plan: Plan
     device: torch.device
     head: HeadOptions = HeadOptions()
-    readers: Readers | None = None
+    student_views: StudentViews | None = None
     recompute: Callable[[bool], bool] = bool
     reference: ReadModel | None = None
 
@@ -257,7 +257,7 @@ class Scorer:
             rows: The completions.
             temperature: The temperature at which they were sampled.
             known: What each student has computed of empty explanations already, by the problem's row; see
-                `known_empty`.
+                `collect_empty_scores`.
             stats: Counts the tokens that models compute.
 
         Returns:
@@ -291,7 +291,7 @@ class Scorer:
         with self.reference.on(self.device) as reference:
             for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
                 packed = self._pack(sequences, micro_batch, weight, stats)
-                flat, _ = reference(log_probs_of, packed, temperature, self.head)
+                flat, _ = reference(compute_log_probs, packed, temperature, self.head)
                 lengths = [len(rows[i].completion.token_ids) for i in micro_batch.indices]
                 for i, values in zip(micro_batch.indices, flat.split(lengths), strict=True):
                     found[i] = values
@@ -310,8 +310,8 @@ class Scorer:
             InputError: If the reward's extra terms have wrong names or shapes.
         """
         if isinstance(self.reward, TextReward):
-            assert self.readers is not None, "a reward of texts needs their tags"
-            terms = judge_texts(self.reward, rows, self.readers.formats[0].tags)
+            assert self.student_views is not None, "a reward of texts needs their tags"
+            terms = judge_texts(self.reward, rows, self.student_views.formats[0].tags)
             return Scores(terms.to(self.device), [], [], [])
         extra = self.extra_terms(rows)
         by_student = [
@@ -327,9 +327,9 @@ class Scorer:
 
     def score_empty(self, problem: Problem, temperature: float) -> Scores:
         """Return the scores, N = 1, of an empty explanation, with which others are compared."""
-        assert self.readers is not None, "an empty explanation needs a format"
-        completion = build_empty_completion(problem, self.readers.formats[0])
-        return self([self.readers.build_rollout(problem, completion)], temperature)
+        assert self.student_views is not None, "an empty explanation needs a format"
+        completion = build_empty_completion(problem, self.student_views.formats[0])
+        return self([self.student_views.build_rollout(problem, completion)], temperature)
 
     @torch.no_grad()
     def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
@@ -340,7 +340,7 @@ class Scorer:
             packed = self._pack(sequences, micro_batch, weight)
             chosen = [rows[i] for i in micro_batch.indices]
             # The engine's log-probs of greedy completions are at temperature 1.
-            flat, _ = self.teacher(log_probs_of, packed, temperature or 1.0, self.head)
+            flat, _ = self.teacher(compute_log_probs, packed, temperature or 1.0, self.head)
             log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
             engine_log_probs = pad_engine_log_probs(chosen, log_probs, needed=False)
             if engine_log_probs is not None and weight:
@@ -399,9 +399,11 @@ class Scorer:
         """
         if self.rlt_reward.baseline == "none":
             return self._score_student(student, views, temperature, teacher_log_probs, stats)
-        assert self.readers is not None, "a baseline needs the format of empty explanations"
+        assert self.student_views is not None, "a baseline needs the format of empty explanations"
         missing = {v.problem.row: v.problem for v in views if v.problem.row not in known}
-        empty = [build_empty_view(problem, self.readers.formats[number]) for problem in missing.values()]
+        empty = [
+            build_empty_view(problem, self.student_views.formats[number]) for problem in missing.values()
+        ]
         if teacher_log_probs is not None:  # what the teacher says of an empty one enters nothing
             lengths = (len(list_think_tokens(view, self.rlt_reward.score_given)) for view in empty)
             zeros = (torch.zeros(length, device=self.device) for length in lengths)
@@ -508,7 +510,7 @@ class Scorer:
 
     def _teacher_forward(self, packed: PackedSequences) -> Tensor:
         """Return the teacher's log-probs of the scored tokens, (M,), nats."""
-        log_probs, _ = self.teacher(log_probs_of, packed, self.rlt_reward.teacher_temperature, self.head)
+        log_probs, _ = self.teacher(compute_log_probs, packed, self.rlt_reward.teacher_temperature, self.head)
         return log_probs
 
     def _sampled_log_probs(
@@ -613,7 +615,7 @@ class Scorer:
         return packed
 
 
-def known_empty(
+def collect_empty_scores(
     rows: Sequence[Rollout], found: Sequence[tuple[TokenScores, ...]]
 ) -> dict[int, tuple[Tensor, ...]]:
     """Return what each student computed of empty explanations, by the problem's row; {} without a baseline.
@@ -708,7 +710,7 @@ def build_empty_completion(problem: Problem, chat_format: ChatFormat) -> Complet
 
 def build_empty_view(problem: Problem, chat_format: ChatFormat) -> ModelView:
     """Return an empty explanation as a student reads it."""
-    [view] = chat_format.rollout(problem, build_empty_completion(problem, chat_format)).views
+    [view] = chat_format.build_rollout(problem, build_empty_completion(problem, chat_format)).views
     return view
 
 

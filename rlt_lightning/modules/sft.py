@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.models.packed import HeadOptions, log_probs_of
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import forward_flops
@@ -72,7 +72,7 @@ class SFTModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""
         super().setup(stage)
-        data = stratos_of(self.trainer)
+        data = get_stratos_data(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
         items = data.all_items
         lengths = items.numbers("token_ids") if items.is_examples else items.rows[:0]
@@ -94,11 +94,11 @@ class SFTModule(PolicyModule):
         with self.phase("train") as stats:
             plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
             for number, (micro_batch, weight) in enumerate(plan, 1):
-                packed = self.packed(sequences, micro_batch)
+                packed = self.pack_sequences(sequences, micro_batch)
                 flops = self.forwards_per_step * forward_flops(self.policy, packed)
                 stats.count(packed, sequences, micro_batch, weight, flops)
                 with self.sharding.micro_batch(last=number == len(plan)):
-                    log_probs, _ = self.run(log_probs_of, packed, 1.0, self.head)
+                    log_probs, _ = self.run(compute_log_probs, packed, 1.0, self.head)
                     rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
                     require_finite(log_probs, "completion log-prob", rows)
                     # The strategy averages gradients over ranks: a rank's share counts world_size times.
@@ -117,7 +117,10 @@ class SFTModule(PolicyModule):
         sequences = [example_sequence(example) for example in batch.examples]
         with self.phase("score"):
             sums = [
-                weight * self.run(log_probs_of, self.packed(sequences, micro_batch), 1.0, self.head)[0].sum()
+                weight
+                * self.run(compute_log_probs, self.pack_sequences(sequences, micro_batch), 1.0, self.head)[
+                    0
+                ].sum()
                 for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
             ]
         self.validation.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, largest={})

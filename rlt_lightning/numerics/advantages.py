@@ -26,7 +26,7 @@ class AdvantageEstimator(ABC):
         Raises:
             ValueError: If `group_size` is below 2 or does not divide N.
         """
-        groups = in_groups(rewards, group_size)  # (P, G)
+        groups = split_groups(rewards, group_size)  # (P, G)
         equal = zero_std_groups(rewards, group_size).unsqueeze(1)  # (P, 1)
         return self.compare(groups).masked_fill(equal, 0.0).flatten()
 
@@ -106,7 +106,7 @@ def zero_std_groups(rewards: Tensor, group_size: int) -> Tensor:
     Raises:
         ValueError: If `group_size` is below 2 or does not divide N.
     """
-    groups = in_groups(rewards, group_size)
+    groups = split_groups(rewards, group_size)
     return groups.amax(dim=1) == groups.amin(dim=1)
 
 
@@ -117,7 +117,7 @@ def center(groups: Tensor) -> Tensor:
     return centered - centered.mean(dim=1, keepdim=True)
 
 
-def in_groups(rewards: Tensor, group_size: int) -> Tensor:
+def split_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Return rewards with one prompt per row, (N,) -> (P, G)."""
     if group_size < 2:
         raise ValueError(

@@ -33,7 +33,7 @@ def divide(
     """
     loads = list(loads or [0] * world_size)
     line = [i for family in families for i in family]
-    parts = cut(line, num_tokens, room_of(loads, sum(num_tokens[i] for i in line)))
+    parts = cut(line, num_tokens, compute_room(loads, sum(num_tokens[i] for i in line)))
     for rank, part in enumerate(parts):
         loads[rank] += sum(num_tokens[i] for i in part)
     while improve(parts, loads, num_tokens):
@@ -42,7 +42,7 @@ def divide(
     return [sorted(part) for part in parts]
 
 
-def room_of(loads: Sequence[int], num_tokens: int) -> list[float]:
+def compute_room(loads: Sequence[int], num_tokens: int) -> list[float]:
     """Return how many of the tokens each rank should get, so that all that get some end with equal loads."""
     heights, level = sorted(loads), 0.0
     for lowest in range(len(heights), 0, -1):

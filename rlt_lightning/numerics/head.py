@@ -91,10 +91,10 @@ class HeadBlock:
 
     def __init__(self, head: Head, block: slice, dtype: torch.dtype) -> None:
         exchanged, bias = head.scale.exchanged, head.bias
-        self.weight = rows_of(head.weight, block, exchanged).to(dtype)  # (w, H)
+        self.weight = select_rows(head.weight, block, exchanged).to(dtype)  # (w, H)
         self.bias = None
         if bias is not None:
-            self.bias = rows_of(bias, block, exchanged).to(full_precision(dtype)).clamp(min=IMPOSSIBLE)
+            self.bias = select_rows(bias, block, exchanged).to(full_precision(dtype)).clamp(min=IMPOSSIBLE)
         self.scale = head.scale
 
     def logits(self, states: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class HeadBlock:
         return self.scale.apply_(raw)
 
 
-def rows_of(values: Tensor, block: slice, exchanged: tuple[int, int] | None) -> Tensor:
+def select_rows(values: Tensor, block: slice, exchanged: tuple[int, int] | None) -> Tensor:
     """Return the rows of a head's weight or bias for one block of words, two of them exchanged."""
     rows = values[block]
     for place, other in () if exchanged is None else (exchanged, exchanged[::-1]):

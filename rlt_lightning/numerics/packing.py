@@ -103,12 +103,12 @@ def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto
             families += [tuple(sorted(members[j] for j in bin)) for bin in bins]
         else:
             families += [(i,) for i in members]
-    lengths = [row_of((family,), extents).num_tokens for family in families]
+    lengths = [build_row((family,), extents).num_tokens for family in families]
     bins = first_fit(lengths, 1 if layout == "single" else max_tokens)
-    return by_size([row_of(tuple(families[j] for j in bin), extents) for bin in bins])
+    return sort_by_size([build_row(tuple(families[j] for j in bin), extents) for bin in bins])
 
 
-def row_of(families: tuple[tuple[int, ...], ...], extents: list[Extent]) -> MicroBatch:
+def build_row(families: tuple[tuple[int, ...], ...], extents: list[Extent]) -> MicroBatch:
     """Return a row of families, each with its prefix once."""
     prefixes = sum(extents[family[0]].num_prefix for family in families)
     rests = sum(extents[i].num_rest for family in families for i in family)
@@ -142,18 +142,18 @@ def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[
             break
         row = divisible[0]
         rows.remove(row)
-        rows = by_size([*rows, *halves(row, extents)])
+        rows = sort_by_size([*rows, *halves(row, extents)])
     return rows
 
 
 def halves(row: MicroBatch, extents: list[Extent]) -> list[MicroBatch]:
     """Deal a row's families out to two rows or, if it has only one, the members of that one."""
     if len(row.families) > 1:
-        return [row_of(row.families[half::2], extents) for half in range(2)]
-    return [row_of((row.families[0][half::2],), extents) for half in range(2)]
+        return [build_row(row.families[half::2], extents) for half in range(2)]
+    return [build_row((row.families[0][half::2],), extents) for half in range(2)]
 
 
-def by_size(rows: list[MicroBatch]) -> list[MicroBatch]:
+def sort_by_size(rows: list[MicroBatch]) -> list[MicroBatch]:
     """Sort rows, longest first, so that ranks run rows of like size at a time; ties by the first index."""
     return sorted(rows, key=lambda row: (-row.num_tokens, row.indices))
 
@@ -251,13 +251,13 @@ class RowInProgress:
         """Return tokens and positions, (L,), then predictors, targets and their sequences, (M,), int64."""
         # array() reads a list several times as fast as torch.tensor().
         tokens = torch.frombuffer(array("q", self.tokens), dtype=torch.long)
-        places = numbers_in(self.places)
+        places = list_run_numbers(self.places)
         numbers, counts = torch.tensor(self.members).unbind(1)
         owners = numbers.repeat_interleave(counts)
         scored = torch.frombuffer(self.scored, dtype=torch.bool).nonzero().squeeze(1)  # (M,)
         # A first token is never scored, so the token before is one of the same sequence.
         predictors, targets = places[scored - 1], tokens[places[scored]]
-        return [tokens, numbers_in(self.positions), predictors, targets, owners[scored]]
+        return [tokens, list_run_numbers(self.positions), predictors, targets, owners[scored]]
 
 
 class Run(NamedTuple):
@@ -267,7 +267,7 @@ class Run(NamedTuple):
     length: int
 
 
-def numbers_in(runs: list[Run]) -> Tensor:
+def list_run_numbers(runs: list[Run]) -> Tensor:
     """Return the numbers of all runs, one after another."""
     firsts, lengths = torch.tensor(runs).unbind(1)
     before = lengths.cumsum(0) - lengths

@@ -274,7 +274,7 @@ class RLTReward(Reward):
         processed_kl = self.process_kl(kl, kl_mask)
 
         solution = student_solution_reward(log_probs, solution_mask, self.min_coef)  # (N,)
-        baseline = self.baseline_of(empty_log_probs, solution_mask)
+        baseline = self.compute_baseline(empty_log_probs, solution_mask)
         solution = self.solution_weight * (solution if baseline is None else solution - baseline)
         penalty = -self.kl_weight * student_kl_penalty(processed_kl, kl_mask, self.max_coef)
         format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
@@ -295,7 +295,7 @@ class RLTReward(Reward):
             extra=extra or {},
         )
 
-    def baseline_of(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
+    def compute_baseline(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
         """Return r_SS of an empty explanation, (N,), from its log-probs, (N, S); None without a baseline."""
         if self.baseline == "none":
             return None

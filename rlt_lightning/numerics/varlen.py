@@ -56,7 +56,7 @@ class PackedKernel(ABC):
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        q, k, v = inputs_of(part, query, key, value)
+        q, k, v = select_inputs(part, query, key, value)
         found, found_lse = self.attend(q, k, v, varlen_limits(part, query.device), part.causal, scale)
         output = undo_pick(found, part.queries, query)
         if covers_all(part.queries, query.shape[1]):
@@ -70,7 +70,7 @@ class PackedKernel(ABC):
         part: Part, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """See `Kernel`."""
-        q, k, v = inputs_of(part, query, key, value)
+        q, k, v = select_inputs(part, query, key, value)
         g, o = pick_ranges(grad, part.queries), pick_ranges(output, part.queries)
         if not covers_all(part.queries, query.shape[1]):
             lse = torch.cat([lse[:, start:end] for start, end in part.queries], dim=1)
@@ -150,7 +150,7 @@ def part_ranges(part: Part) -> tuple[Ranges, ...]:
     return part.queries, part.keys, part.keys
 
 
-def inputs_of(part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def select_inputs(part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Return the part's queries, keys and values."""
     pairs = zip((query, key, value), part_ranges(part), strict=True)
     return tuple(pick_ranges(tensor, ranges) for tensor, ranges in pairs)

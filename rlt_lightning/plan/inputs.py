@@ -194,11 +194,11 @@ class Step:
     balanced: bool = False  # whether ranks get equal tokens rather than equal numbers of problems
     # Prompts of each model that reads completions after another one than they were sampled from, the longest
     # and the mean: a student with its own tokens, or the teacher of on-policy distillation. None: the same.
-    reader_prompts: tuple[tuple[int, int] | None, ...] = ()
+    scoring_prompts: tuple[tuple[int, int] | None, ...] = ()
 
-    def of_reader(self, number: int) -> Step:
-        """Return the step with a reader's prompts; its completions are as long as those sampled."""
-        lengths = self.reader_prompts[number] if self.reader_prompts else None
+    def with_scoring_prompts(self, number: int) -> Step:
+        """Return the step with a scoring model's prompts; its completions are as long as those sampled."""
+        lengths = self.scoring_prompts[number] if self.scoring_prompts else None
         if lengths is None:
             return self
         return replace(self, prompt_length=lengths[0], mean_prompt_length=lengths[1])
@@ -218,7 +218,7 @@ class Step:
         """Return the mean of squared lengths of completions, as a multiple of their squared mean."""
         return math.exp(self.spread_between**2 + self.spread_within**2)
 
-    def longest_of(self, number: int) -> float:
+    def expect_longest(self, number: int) -> float:
         """Return the expected length of the longest of so many completions, tokens."""
         spread = math.hypot(self.spread_between, self.spread_within)
         typical = self.mean_completion_length / math.sqrt(self.mean_square)

@@ -54,8 +54,8 @@ class Lengths:
     mean_rest: int
     mean_solution: int
     spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
-    # Of each model that reads completions after other prompts (`Step.reader_prompts`).
-    readers: tuple[tuple[int, int] | None, ...] = ()
+    # Of each model that reads completions after other prompts (`Step.scoring_prompts`).
+    scoring_prompts: tuple[tuple[int, int] | None, ...] = ()
 
 
 def read_step(
@@ -94,7 +94,7 @@ def read_step(
         f"prompts of up to {lengths.prompt} tokens, {lengths.mean_prompt} on average ({source}); "
         f"completions of up to {lengths.rest}, {lengths.mean_rest} on average"
     )
-    notes += note_readers(lengths, module)
+    notes += note_scoring_prompts(lengths, module)
     prompts, group_size = read_sizes(verb, sampled, data, rollouts)
     return Step(
         num_processes=num_processes,
@@ -110,18 +110,18 @@ def read_step(
         spread_between=BETWEEN if sampled else 0.0,
         spread_within=WITHIN if sampled else lengths.spread,
         balanced=sampled is not None,
-        reader_prompts=lengths.readers,
+        scoring_prompts=lengths.scoring_prompts,
     )
 
 
-def note_readers(lengths: Lengths, module: PolicyModule) -> list[str]:
+def note_scoring_prompts(lengths: Lengths, module: PolicyModule) -> list[str]:
     """Return a line for each model that reads completions after prompts of its own."""
     if not isinstance(module, RLTModule):
         read = "the teacher reads them after prompts with the solution, of up to {} tokens, {} on average"
-        return [read.format(*found) for found in lengths.readers if found is not None]
+        return [read.format(*found) for found in lengths.scoring_prompts if found is not None]
     names = module.students.names
     notes = []
-    for name, found in zip(names, lengths.readers, strict=False):
+    for name, found in zip(names, lengths.scoring_prompts, strict=False):
         if found is not None:
             whose = "the student" if len(names) == 1 else f"the student {name}"
             notes.append(
@@ -217,11 +217,11 @@ def read_rows(
             (int(fixed.max()), rounded_mean(fixed.tolist()))
             if isinstance(chat_format, CrossTokenizerFormat)
             else None
-            for chat_format, fixed in zip(data.readers.formats, count_student_tokens(data), strict=True)
+            for chat_format, fixed in zip(data.student_views.formats, count_student_tokens(data), strict=True)
         )
     sizes = max(prompts), rounded_mean(prompts)
     if limit is not None:
-        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, readers=own)
+        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, scoring_prompts=own)
     rests = items.numbers("completion_ids").tolist()
     return Lengths(*sizes, max(rests), rounded_mean(rests), solution, measure_spread(rests), own)
 
@@ -245,7 +245,7 @@ def assume_lengths(
     solution = round(SOLUTION_FRAC * average)
     mean_rest = max(1, round(MEAN_FRAC * rest))
     if data.task == "student_opd":  # only the teacher reads the solution
-        return Lengths(longest, average - solution, rest, mean_rest, 0, readers=((longest, average),))
+        return Lengths(longest, average - solution, rest, mean_rest, 0, scoring_prompts=((longest, average),))
     return Lengths(longest, average, rest, mean_rest, solution)
 
 
@@ -263,7 +263,7 @@ def apply_options(found: Lengths, options: PlanOptions, samples: bool) -> Length
         mean_rest=min(options.mean_completion_length or mean_rest, rest),
         mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
         spread=found.spread,
-        readers=found.readers,
+        scoring_prompts=found.scoring_prompts,
     )
 
 

@@ -221,7 +221,7 @@ def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     returned = [returned_weights(setup, student) for student in setup.students]
     forwards = [
         {"student weights": lasting["student weights"] + own}
-        | forward_parts(replace(setup, step=setup.step.of_reader(number)), student)
+        | forward_parts(replace(setup, step=setup.step.with_scoring_prompts(number)), student)
         for number, (student, own) in enumerate(zip(setup.students, returned, strict=True))
     ]
     if setup.teacher_passes:
@@ -319,7 +319,7 @@ def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
         ]
     gathered = gathered_bytes(setup, policy, backward=True) + gathered_head(setup)
     if setup.teacher is not None:
-        reads = forward_parts(replace(setup, step=setup.step.of_reader(0)), setup.teacher)
+        reads = forward_parts(replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher)
         gathered = max(gathered, reads["gathered"])
         moments.append({"gradients": grads, "gradient buckets": sent} | reads)
     found = max(moments, key=lambda parts: sum(parts.values()))

@@ -152,12 +152,12 @@ def format_splits(plan: Plan) -> list[str]:
     """Return a table of the step's seconds by how the GPUs are divided; no line if there is no choice."""
     if not plan.splits:
         return []
-    columns = [name for name in COLUMNS if any(split.time.sum_of(name) for split in plan.splits)]
+    columns = [name for name in COLUMNS if any(split.time.sum_seconds(name) for split in plan.splits)]
     first = max(len(split.name) for split in plan.splits) + 2
     header = "".join(name.rjust(len(name) + 2) for name in [*columns, "total"])
     lines = ["The same step by how these GPUs are divided, seconds:", f"  {'':<{first}}{header}"]
     for split in plan.splits:
-        seconds = [split.time.sum_of(name) for name in columns] + [split.time.total]
+        seconds = [split.time.sum_seconds(name) for name in columns] + [split.time.total]
         figures = [f"{value:,.0f}" if value else "." for value in seconds]
         names = [*columns, "total"]
         cells = "".join(figure.rjust(len(name) + 2) for figure, name in zip(figures, names, strict=True))

@@ -185,7 +185,7 @@ def add_students(
     """Add to a setup the frozen models of reinforcement learning and predictions, and when they score."""
     dtype = module.student_dtype
     students = tuple(
-        read_model(name, dtype, None, module, processes, setup.step.of_reader(number), models)
+        read_model(name, dtype, None, module, processes, setup.step.with_scoring_prompts(number), models)
         for number, name in enumerate(module.students.names)
     )
     outside = not rollouts.engine.in_process and not rollouts.engine.takes_turns
@@ -214,7 +214,7 @@ def add_teacher(setup: Setup, module: OPDModule, processes: Processes, models: M
         return replace(setup, teacher=setup.policy, is_own_teacher=True, compares_words=compares)
     name = module.teacher_name or module.pretrained
     dtype = module.teacher_dtype if module.teacher_name else module.dtype_name
-    teacher = read_model(name, dtype, None, module, processes, setup.step.of_reader(0), models)
+    teacher = read_model(name, dtype, None, module, processes, setup.step.with_scoring_prompts(0), models)
     return replace(setup, teacher=teacher, compares_words=compares)
 
 

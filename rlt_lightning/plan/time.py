@@ -1,7 +1,7 @@
 """Estimate the time of a step: work divided by stated rates, without waiting and communication.
 
-Lengths differ, so the longest completion and the slowest rank count (`Step.longest_of`, `Step.load`). How the
-phases add up depends on the run:
+Lengths differ, so the longest completion and the slowest rank count (`Step.expect_longest`, `Step.load`).
+How the phases add up depends on the run:
 
     one after the other    generate ─ push ─ sleep ─ score ─ reference ─ train ─ cpu
     score while sampling   [generate | score ─ reference] ─ push ─ train ─ cpu
@@ -45,16 +45,16 @@ class StepTime:
     scores_early: bool = False
     asynchronous: bool = False
 
-    def sum_of(self, *names: str) -> float:
+    def sum_seconds(self, *names: str) -> float:
         """Return the seconds of the named phases."""
         return sum(phase.seconds for phase in self.phases if phase.name in names)
 
     @property
     def total(self) -> float:
         """Return the seconds of a step."""
-        sampling, scoring = self.sum_of("generate"), self.sum_of("score", "reference")
-        training = self.sum_of("train", "step", "cpu")
-        between = self.sum_of("push", "sleep")
+        sampling, scoring = self.sum_seconds("generate"), self.sum_seconds("score", "reference")
+        training = self.sum_seconds("train", "step", "cpu")
+        between = self.sum_seconds("push", "sleep")
         if self.asynchronous:
             return max(sampling, scoring + training) + between
         if self.scores_early:
@@ -159,7 +159,7 @@ def sampling_seconds(setup: Setup) -> float:
     places = min(number, worker.max_sequences if worker else setup.hf_sequences)
     if worker and not device.is_cpu:
         places = max(1, min(places, int(kv_capacity(setup, worker) / (prompt + so_far))))
-    steps = (number / places - 1) * mean + step.longest_of(number)
+    steps = (number / places - 1) * mean + step.expect_longest(number)
     gpus = worker.tensor_parallel_size if worker else 1
     size = worker.weight_bytes if worker else policy.weight_bytes
     bandwidth = device.bandwidth * gpus * (1.0 if device.is_cpu else READ_EFFICIENCY)
@@ -216,7 +216,7 @@ def estimate_step(setup: Setup) -> StepTime:
         passes += len(students) + setup.teacher_passes
         flops = setup.teacher_passes * forward
         for number, student in enumerate(students):
-            of_student = replace(setup, step=setup.step.of_reader(number))
+            of_student = replace(setup, step=setup.step.with_scoring_prompts(number))
             flops += forward_flops(of_student, student, setup.step.mean_solution_length)
         found.append(work("score", flops, describe_scoring(len(students), setup.teacher_passes)))
     if setup.with_reference:
@@ -228,7 +228,7 @@ def estimate_step(setup: Setup) -> StepTime:
         flops, reason = repeated * forward, f"{repeated} forwards' worth"
         if setup.teacher is not None:
             passes += 1
-            flops += forward_flops(replace(setup, step=setup.step.of_reader(0)), setup.teacher)
+            flops += forward_flops(replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher)
             reason += " and the teacher's forward"
         found.append(work("train", flops, reason))
     if setup.offload_optimizer and setup.trains:

@@ -254,7 +254,7 @@ class Teacher:
         found: list[tuple[Rollout, Score | None]] = []
         for batch in batches:
             for place, rollout in enumerate(batch.rollouts.rollouts):
-                parts = (rollout.views, batch.scores, place, self.reward, data.readers.formats)
+                parts = (rollout.views, batch.scores, place, self.reward, data.student_views.formats)
                 found.append((rollout, Score.of(*parts) if self.module.students.names else None))
         return found
 

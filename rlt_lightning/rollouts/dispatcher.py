@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
@@ -37,8 +37,8 @@ from rlt_lightning.engines.base import (
     require_context,
     stream_completions,
 )
-from rlt_lightning.engines.threads import in_background
-from rlt_lightning.models.lora import adapter_weights, merged_weights
+from rlt_lightning.engines.threads import run_in_background
+from rlt_lightning.models.lora import list_adapter_weights, merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.rollouts.collectives import Collectives, waiting_for_ranks
 from rlt_lightning.rollouts.request import Chunk, RolloutRequest
@@ -116,7 +116,7 @@ class Dispatcher:
         self.probe = self.probe or prompt[:PROBE_TOKENS]
 
         def start() -> None:
-            tokenizer = stratos_of(trainer).format.tokenizer
+            tokenizer = get_stratos_data(trainer).format.tokenizer
             self.engine.start(module.policy, tokenizer, Path(trainer.default_root_dir))
             require_context(longest, self.engine.max_model_len)
 
@@ -176,7 +176,7 @@ class Dispatcher:
             with module.phase("generate"), trainer.precision_plugin.forward_context():
                 self._sample(request)()
         elif trainer.is_global_zero:
-            in_background(self._sample(request))
+            run_in_background(self._sample(request))
 
     def next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
         """Return what has come of a request since the chunk before; see `RolloutRequest.next_chunk`.
@@ -251,7 +251,7 @@ class Dispatcher:
     def _weights(self, policy: Any) -> list[NamedTensor]:
         """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
         tensors = dict(policy.named_parameters())
-        return adapter_weights(tensors) if self.engine.takes_adapters else merged_weights(policy, tensors)
+        return list_adapter_weights(tensors) if self.engine.takes_adapters else merge_weights(policy, tensors)
 
     def _verify(self) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 from lightning.pytorch import Trainer
 
-from rlt_lightning.datamodules.stratos import stratos_of
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.rollouts.collectives import gather_from_ranks
@@ -159,7 +159,7 @@ class Sampler:
         Problems may be fewer than places. None: there are no places, or no problems.
         """
         loader: Any = self.trainer.train_dataloader
-        problems: list[Problem] = loader.more(len(places)) if places else []
+        problems: list[Problem] = loader.take_more(len(places)) if places else []
         if not problems:
             return None
         request = self._build_training(problems, self.module.global_step, 0)
@@ -201,7 +201,7 @@ class Sampler:
         """Sample the traces of a prediction; they depend only on seed and row, however rows are batched."""
         request = self._build_own(problems, PREDICTION, self.settings.sampling, self.settings.num_traces)
         found = self._finish(request)
-        data, rollouts = stratos_of(self.trainer), found.rollouts
+        data, rollouts = get_stratos_data(self.trainer), found.rollouts
         for attempt in range(1, self.settings.max_resamples + 1):
             misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
             if not misfits:
@@ -261,7 +261,7 @@ class Sampler:
             policy_version=self.module.global_step,
             sampling=sampling,
             num_completions=num_completions,
-            stop=stratos_of(self.trainer).stop,
+            stop=get_stratos_data(self.trainer).stop,
         )
         self._attach(request, problems, num_own)
         return request
@@ -271,7 +271,7 @@ class Sampler:
         first = self.trainer.global_rank * num_own
         request.problems, request.places = problems, range(len(problems))
         request.own = range(first, first + num_own)
-        request.build = stratos_of(self.trainer).rollout
+        request.build = get_stratos_data(self.trainer).rollout
 
     def _gather(self, problems: list[Problem]) -> list[Problem]:
         """Return the problems of all ranks, in rank order."""

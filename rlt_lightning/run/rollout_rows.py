@@ -80,7 +80,7 @@ def completion_columns(rollout: Rollout, data: Any) -> Row:
     }
 
 
-def token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequence[Any]) -> Row:
+def build_token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequence[Any]) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
@@ -93,15 +93,15 @@ def token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequ
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, of the first
         student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
     """
-    columns = own_token_columns(rollout.views[0], scores, position, formats[0])
+    columns = build_student_token_columns(rollout.views[0], scores, position, formats[0])
     for number, (label, one) in enumerate(scores.by_student.items()):
-        own = own_token_columns(rollout.views[number], one, position, formats[number])
+        own = build_student_token_columns(rollout.views[number], one, position, formats[number])
         columns |= {f"{name}/{label}": values for name, values in own.items() if number}
     return columns
 
 
-def own_token_columns(view: ModelView, scores: Scores, position: int, chat_format: Any) -> Row:
-    """Return the columns of `token_columns` for one student."""
+def build_student_token_columns(view: ModelView, scores: Scores, position: int, chat_format: Any) -> Row:
+    """Return the columns of `build_token_columns` for one student."""
     columns: Row = {"thought_tokens": decode_each(chat_format.tokenizer, scores.think_tokens[position])}
     columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
     columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, view.problem.solution_ids)

@@ -14,7 +14,7 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, read_json_rows
-from rlt_lightning.run.rollout_rows import choose_student, rollout_rows, score_rows, token_columns
+from rlt_lightning.run.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
 from rlt_lightning.scoring.one_problem import score_problems
 from rlt_lightning.scoring.text import (
     Terminal,
@@ -211,10 +211,10 @@ def explain(
         require_replaceable(Path(options.html))
     [scored] = score_problems(module, data, rollouts, with_empty=True, **trainer)
     assert scored.empty is not None
-    formats = data.readers.formats
+    formats = data.student_views.formats
     [row], [rollout] = rollout_rows(scored.batch), scored.rollouts.rollouts
-    row |= token_columns(rollout, scored.scores, 0, formats)
-    empty = score_rows(scored.empty)[0] | token_columns(rollout, scored.empty, 0, formats)
+    row |= build_token_columns(rollout, scored.scores, 0, formats)
+    empty = score_rows(scored.empty)[0] | build_token_columns(rollout, scored.empty, 0, formats)
     terminal, by_student = find_terminal(), scored.scores.by_student
     if by_student:
         print("\n".join([*describe_students(row, module.students, terminal), ""]))

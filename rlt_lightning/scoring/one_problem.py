@@ -21,14 +21,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import find_reading_models
+from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
-from rlt_lightning.datamodules.readers import Readers
-from rlt_lightning.datamodules.stratos import StratosDataModule, stratos_of
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
+from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.datamodules.tokenise import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
-from rlt_lightning.models.packed import HeadOptions, verified_layout
+from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import FrozenModel, Run
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Named, Scorer, Students, require_scorable, split_student_setting
@@ -135,7 +135,7 @@ class ScoreCollector(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stratos_of(trainer).task == "rlt":
+        if get_stratos_data(trainer).task == "rlt":
             fit_context(trainer, cast(RLTModule, pl_module), self.max_model_len)
 
     @override
@@ -147,7 +147,7 @@ class ScoreCollector(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if stratos_of(trainer).task == "rlt":
+        if get_stratos_data(trainer).task == "rlt":
             self.waiting.enter_context(waiting_for("the explanation"))
 
     @override
@@ -186,9 +186,9 @@ def fit_context(trainer: Trainer, module: RLTModule, max_model_len: int = sys.ma
     Raises:
         InputError: If there is no room for an explanation.
     """
-    [problem] = stratos_of(trainer).problems
+    [problem] = get_stratos_data(trainer).problems
     room = max_model_len - len(problem.teacher_prompt)
-    for model in find_reading_models(module, stratos_of(trainer)):
+    for model in list_model_contexts(module, get_stratos_data(trainer)):
         room = min(room, model.context - int(model.fixed[0]))
     if room < 1:
         raise InputError(
@@ -245,11 +245,11 @@ class ExplanationScorer:
         self.students = Students.of(*split_student_setting(student), student_reduction)
         names = self.students.names
         chosen = choose_formats(options, teacher, names)
-        self.readers = Readers(chosen, teacher, names, trust_remote_code)
-        self.format, self.tokenizer = self.readers.formats[0], self.readers.formats[0].tokenizer
-        require_scorable(reward, self.readers.formats, names)
-        self.readers.warn_of_guesses()
-        self.task = RLTTask(self.readers)  # without limits: the caller has chosen its rows
+        self.student_views = StudentViews(chosen, teacher, names, trust_remote_code)
+        self.format, self.tokenizer = self.student_views.formats[0], self.student_views.formats[0].tokenizer
+        require_scorable(reward, self.student_views.formats, names)
+        self.student_views.warn_of_guesses()
+        self.task = RLTTask(self.student_views)  # without limits: the caller has chosen its rows
         self.teacher_name = teacher
         self.reward = reward
         self.student_dtype: Dtype = student_dtype
@@ -298,7 +298,7 @@ class ExplanationScorer:
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
-        return self.readers.build_rollout(problem, completion)
+        return self.student_views.build_rollout(problem, completion)
 
     def score(self, rollouts: Sequence[Rollout], teacher: Run, device: torch.device) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
@@ -313,7 +313,7 @@ class ExplanationScorer:
             NonFiniteError: If a log-prob or reward is NaN or infinite.
         """
         models = self._ready_students(teacher, device)
-        options = teacher, self._plan, device, self.head, self.readers
+        options = teacher, self._plan, device, self.head, self.student_views
         scorer = Scorer(self.reward, self.students, models, *options)
         return scorer(list(rollouts), self.reward.teacher_temperature).terms
 
@@ -327,10 +327,10 @@ class ExplanationScorer:
             for name in self.students.names:
                 student = FrozenModel(Entry(load_model(name, self.student_dtype, *options)).to(device))
                 self.head = prepare_model(student.run, name, Kernels(), self.head, device)
-                self.layout = verified_layout(student.run, name, self.layout)
+                self.layout = verify_layout(student.run, name, self.layout)
                 self.student_models.append(student)
             # A teacher whose attention is not ours has it by its architecture: nothing to warn of.
-            self.layout = verified_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
+            self.layout = verify_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
         for student in self.student_models:
             student.model.to(device)
         return self.student_models

@@ -30,7 +30,7 @@ from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, append_rows, format_line
 from rlt_lightning.run.metrics import COLUMNS
-from rlt_lightning.run.rollout_rows import choose_student, rollout_rows, score_rows, token_columns
+from rlt_lightning.run.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
 from rlt_lightning.scoring.explain import read_row
 from rlt_lightning.scoring.one_problem import NoReward, ScoredBatch, score_problems
 from rlt_lightning.scoring.text import (
@@ -243,10 +243,10 @@ class ExplainedProblem:
         rows, empty = list(rollout_rows(scored.batch)), None
         parts_of = {label: list_parts(one) for label, one in scores.by_student.items()}
         if scored.empty is not None:
-            rollouts, formats = scored.rollouts.rollouts, data.readers.formats
-            empty = score_rows(scored.empty)[0] | token_columns(rollouts[0], scored.empty, 0, formats)
+            rollouts, formats = scored.rollouts.rollouts, data.student_views.formats
+            empty = score_rows(scored.empty)[0] | build_token_columns(rollouts[0], scored.empty, 0, formats)
             for i, rollout in enumerate(rollouts):
-                rows[i] |= token_columns(rollout, scores, i, formats)
+                rows[i] |= build_token_columns(rollout, scores, i, formats)
                 rows[i] |= compare_probabilities(scored.empty, scores, i)
         if isinstance(module.reward, NoReward):
             rows = [{name: value for name, value in row.items() if name != "reward"} for row in rows]

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 
 from rlt_lightning.engines.hf import find_eos_token_ids
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.pretrained import plain_attention
+from rlt_lightning.pretrained import can_replace_attention
 from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import decode
@@ -175,7 +175,7 @@ def prepare_to_score(model: Any) -> Iterator[None]:
     """Let a model read packed rows in the block: without dropout, and with our attention where it fits."""
     was_training, attention = model.training, model.config._attn_implementation
     model.eval()
-    if plain_attention(model.config):
+    if can_replace_attention(model.config):
         register_segment_attention()
         model.config._attn_implementation = SEGMENT_ATTENTION
     try:

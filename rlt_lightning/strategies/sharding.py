@@ -201,7 +201,7 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         return module
 
 
-def sharding_of(strategy: Any) -> Whole:
+def get_sharding(strategy: Any) -> Whole:
     """Return how the trainer's strategy stores weights."""
     if isinstance(strategy, DeepSpeedStrategy):
         return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)

@@ -23,7 +23,7 @@ from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 
 @dataclass(frozen=True)
-class Reader:
+class StudentView:
     """How one student reads.
 
     Attributes:
@@ -45,7 +45,7 @@ class Reader:
             system = parse_row(
                 problem.columns, self.format.tags, student_tags=self.format.student_tags
             ).system
-        own = self.format.problem(problem.row, problem.question, problem.solution, system)
+        own = self.format.build_problem(problem.row, problem.question, problem.solution, system)
         prompt, given = problem.teacher_prompt, own.think_prefix
         student_prefix = own.student_prefix
         if prompt[len(prompt) - len(given) :] != given:
@@ -62,12 +62,12 @@ class Reader:
 
     def build_view(self, problem: Problem, completion: Completion) -> ModelView:
         """Return a completion as this student reads it; `problem` has this student's pieces."""
-        [view] = self.format.rollout(problem, completion).views
+        [view] = self.format.build_rollout(problem, completion).views
         return view
 
 
-class Readers:
-    """The readers of a run's students, at least one.
+class StudentViews:
+    """How each student of a run reads, at least one.
 
     Args:
         chosen: The format of each student; without a student, that of the model.
@@ -89,15 +89,15 @@ class Readers:
         self.chosen = list(chosen)
         names: Sequence[str | None] = students or [None]
         self.all = [
-            Reader(
+            StudentView(
                 one.build_format(*load_tokenizers(teacher, name, trust_remote_code)), one.keeps_row_prompts
             )
             for one, name in zip(chosen, names, strict=True)
         ]
-        keys = [reader.key() for reader in self.all] if len(self.all) > 1 else []
+        keys = [view.key() for view in self.all] if len(self.all) > 1 else []
         # None: this student reads what the first one reads.
         self.others = [
-            None if key == keys[0] else reader for reader, key in zip(self.all[1:], keys[1:], strict=True)
+            None if key == keys[0] else view for view, key in zip(self.all[1:], keys[1:], strict=True)
         ]
         # The problem of the last rollout, as the others read it: completions of a problem come together.
         self._last: tuple[Problem, list[Problem]] | None = None
@@ -105,7 +105,7 @@ class Readers:
     @property
     def formats(self) -> list[ChatFormat]:
         """Return the format of each student."""
-        return [reader.format for reader in self.all]
+        return [view.format for view in self.all]
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
@@ -113,11 +113,11 @@ class Readers:
         if not self.others:
             return rollout
         if self._last is None or self._last[0] is not problem:
-            own = [reader.build_problem(problem) if reader else problem for reader in self.others]
+            own = [view.build_problem(problem) if view else problem for view in self.others]
             self._last = problem, own
         views = list(rollout.views)
-        for reader, own_problem in zip(self.others, self._last[1], strict=True):
-            views.append(reader.build_view(own_problem, completion) if reader else rollout.views[0])
+        for view, own_problem in zip(self.others, self._last[1], strict=True):
+            views.append(view.build_view(own_problem, completion) if view else rollout.views[0])
         return replace(rollout, views=tuple(views))
 
     def warn_of_guesses(self, prompts: Counter[str] | None = None) -> None:
