@@ -109,7 +109,7 @@ class StudentViews:
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem, as every student reads it."""
-        rollout = self.formats[0].rollout(problem, completion)
+        rollout = self.formats[0].build_rollout(problem, completion)
         if not self.others:
             return rollout
         if self._last is None or self._last[0] is not problem:

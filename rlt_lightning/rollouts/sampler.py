@@ -271,7 +271,7 @@ class Sampler:
         first = self.trainer.global_rank * num_own
         request.problems, request.places = problems, range(len(problems))
         request.own = range(first, first + num_own)
-        request.build = get_stratos_data(self.trainer).rollout
+        request.build = get_stratos_data(self.trainer).build_rollout
 
     def _gather(self, problems: list[Problem]) -> list[Problem]:
         """Return the problems of all ranks, in rank order."""
