@@ -260,15 +260,17 @@ class RLTModule(SampledModule):
                 for number, one in scored.students.items()
             }
             scored.students = self.gather(own, "what models compute on all ranks")
-        own_rewards: dict[int, float] = {}
-        dtype = torch.float32
+        own_rewards: dict[int, tuple[float, torch.dtype]] = {}  # a rank without problems knows no dtype
         if scored.own:
             found = [scored.students[number] for number in scored.own]
             scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found)
             values = scored.scores.terms.reward
-            own_rewards, dtype = dict(zip(scored.own, values.tolist(), strict=True)), values.dtype
+            own_rewards = {
+                number: (value, values.dtype)
+                for number, value in zip(scored.own, values.tolist(), strict=True)
+            }
         rewards = self.gather(own_rewards, "the rewards of all ranks")
-        values_of_all = [rewards[number] for number in range(len(scored.sources))]
+        values_of_all, (dtype, *_) = zip(*(rewards[n] for n in range(len(scored.sources))), strict=True)
         scored.rewards = torch.tensor(values_of_all, dtype=dtype, device=self.device)  # (N,)
 
     def divide_again(self, scored: ScoredCompletions) -> None:
