@@ -40,7 +40,12 @@ class Watched(Callback):
         assert root.index is not None
         assert pl_module.device == root
         assert pl_module.phase.device == root
-        frozen = [f.model for f in map(vars(pl_module).get, ("student", "reference")) if f is not None]
+        frozen = []
+        if isinstance(pl_module, RLTModule):
+            frozen = [
+                one.model for one in (*pl_module.student_models, pl_module.reference) if one is not None
+            ]
+            assert frozen
         for model in (pl_module.policy, *frozen):
             for name, buffer in model.named_buffers():
                 assert self.places.has(buffer), f"buffer {name} is in main memory"
