@@ -75,7 +75,8 @@ class EvaluateEvery(Callback):
         engine: Where answers come from; None: the run's `rollouts.engine`, which by default is HFEngine(), in
             process. Another engine gets the weights pushed before each evaluation.
         judge_deadline_s: Seconds for judging one answer; an answer that takes longer counts as wrong.
-        deadline_s: How long ranks wait for each other; see RolloutCallback.
+        deadline_s: How long ranks wait for rank 0 to judge, and with an engine of its own for each other; see
+            RolloutCallback.
     """
 
     def __init__(
@@ -224,12 +225,9 @@ class EvaluateEvery(Callback):
         )
         request.asked = dispatcher.divide(len(rows))
         dispatcher.complete(request)
-        completions = request.completions
-        if dispatcher.engine.in_process:
-            parts = self.collectives.gather(trainer, completions, "all ranks to answer their problems")
-            completions = {number: completion for part in parts for number, completion in part.items()}
+        dispatcher.share_completions(request)
         found: dict[int, list[Response]] = {number: [] for number in rows}
-        for number, completion in sorted(completions.items()):
+        for number, completion in sorted(request.completions.items()):
             response = build_response(tokenizer, completion.token_ids, completion.finish_reason)
             found[rows[number // self.num_samples]].append(response)
         return found

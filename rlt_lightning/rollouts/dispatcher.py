@@ -22,9 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
@@ -42,6 +44,7 @@ from rlt_lightning.models.lora import list_adapter_weights, merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.rollouts.collectives import Collectives, waiting_for_ranks
 from rlt_lightning.rollouts.request import Chunk, RolloutRequest
+from rlt_lightning.types import Completion
 
 T = TypeVar("T")
 
@@ -202,6 +205,17 @@ class Dispatcher:
                 return
             self.submit(request)
 
+    def share_completions(self, request: RolloutRequest) -> None:
+        """Give all ranks what each has sampled in process, at the end of a request; otherwise all have it."""
+        trainer, _ = self._bound()
+        if not self.engine.in_process or trainer.world_size == 1:
+            return
+        packed = {number: pack_completion(one) for number, one in request.completions.items()}
+        parts = self.collectives.gather(trainer, packed, "the completions of all ranks")
+        request.completions = {
+            number: unpack_completion(one) for part in parts for number, one in part.items()
+        }
+
     def count_tokens(self, chunk: Chunk) -> int:
         """Return this rank's part of a chunk's tokens; the parts of all ranks add up, up to rounding."""
         trainer, _ = self._bound()
@@ -270,3 +284,18 @@ class Dispatcher:
             torch.cuda.empty_cache()
             with waiting_for_ranks(trainer, "all ranks to free their GPU"):
                 trainer.strategy.barrier()
+
+
+def pack_completion(completion: Completion) -> Completion:
+    """Store a completion's numbers in arrays, which travel faster than lists."""
+    log_probs = completion.log_probs
+    arrays: dict[str, Any] = {"token_ids": np.array(completion.token_ids, dtype=np.int32)}
+    arrays["log_probs"] = None if log_probs is None else np.array(log_probs, dtype=np.float64)
+    return replace(completion, **arrays)
+
+
+def unpack_completion(completion: Completion) -> Completion:
+    """Undo `pack_completion`."""
+    arrays: dict[str, Any] = vars(completion)
+    lists: Any = {name: array.tolist() for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    return replace(completion, **lists)

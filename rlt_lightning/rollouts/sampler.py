@@ -26,10 +26,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 from lightning.pytorch import Trainer
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -39,7 +37,7 @@ from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.rollouts.dispatcher import Dispatcher, Policy
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.types import Completion, Problem, Rollouts
+from rlt_lightning.types import Problem, Rollouts
 
 # In seeds these stand in place of the optimizer step.
 VALIDATION, PREDICTION = -1, -2
@@ -141,7 +139,8 @@ class Sampler:
                 stats.tokens += self.dispatcher.count_tokens(chunk)
                 numbers = sorted(chunk.completions)
                 if chunk.complete and self.dispatcher.engine.in_process:
-                    numbers = self._share_completions(request)
+                    self.dispatcher.share_completions(request)
+                    numbers = sorted(request.completions)
             if numbers:
                 start = time.perf_counter()
                 yield numbers
@@ -184,8 +183,7 @@ class Sampler:
     def complete(self, request: RolloutRequest) -> None:
         """Wait for all completions of a request at once; all ranks get all of them."""
         self.dispatcher.complete(request)
-        if self.dispatcher.engine.in_process:
-            self._share_completions(request)
+        self.dispatcher.share_completions(request)
 
     # Validation and prediction
 
@@ -285,32 +283,6 @@ class Sampler:
                 f"Completions were sampled for rows {request.rows}, but this batch has rows {rows}. The "
                 "loader did not bring what it had announced."
             )
-
-    def _share_completions(self, request: RolloutRequest) -> list[int]:
-        """Give all ranks what each has sampled in process; return the numbers of all completions."""
-        if self.trainer.world_size == 1:
-            return sorted(request.completions)
-        packed = {number: pack_completion(one) for number, one in request.completions.items()}
-        parts = gather_from_ranks(self.trainer, packed, "the completions of all ranks")
-        request.completions = {
-            number: unpack_completion(one) for part in parts for number, one in part.items()
-        }
-        return sorted(request.completions)
-
-
-def pack_completion(completion: Completion) -> Completion:
-    """Store a completion's numbers in arrays, which travel faster than lists."""
-    log_probs = completion.log_probs
-    arrays: dict[str, Any] = {"token_ids": np.array(completion.token_ids, dtype=np.int32)}
-    arrays["log_probs"] = None if log_probs is None else np.array(log_probs, dtype=np.float64)
-    return replace(completion, **arrays)
-
-
-def unpack_completion(completion: Completion) -> Completion:
-    """Undo `pack_completion`."""
-    arrays: dict[str, Any] = vars(completion)
-    lists: Any = {name: array.tolist() for name, array in arrays.items() if isinstance(array, np.ndarray)}
-    return replace(completion, **lists)
 
 
 def sum_hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:
