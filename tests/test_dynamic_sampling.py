@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch import Tensor
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -35,7 +37,9 @@ from rlt_lightning.modules.scored_completions import choose_rows, find_replaced_
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms
-from rlt_lightning.types import Completion, InputError, Scores
+from rlt_lightning.rollouts.dispatcher import Dispatcher
+from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Scores
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
@@ -81,6 +85,39 @@ def test_every_part_of_the_scores_is_replaced() -> None:
 def test_at_least_one_round_is_allowed() -> None:
     with pytest.raises(InputError, match="max_rounds must be at least 1, but is 0"):
         DynamicSampling(max_rounds=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_problems_take_places_and_belong_to_the_ranks_of_those(rank: int) -> None:
+    problems = [Problem(row, "q", "s", [row], [], [], [], []) for row in range(1, 9)]
+    loader: Any = StepLoader(problems, 4, PromptBatch, rank=rank, world_size=2)
+    batch = next(iter(loader))
+    data = SimpleNamespace(stop="", build_rollout=None)
+    places = {"global_rank": rank, "world_size": 2, "datamodule": data, "train_dataloader": loader}
+    callback = RolloutCallback(sampling=Sampling(max_completion_length=4))
+    dispatcher = Dispatcher(HFEngine(), 1, 1.0)
+    trainer: Any = SimpleNamespace(**places)
+    module: Any = SimpleNamespace(group_size=2, global_step=3)
+    dispatcher.trainer = trainer
+    sampler = Sampler(dispatcher, callback)
+    sampler.bind(trainer, module)
+    sampler.num_own = len(batch.problems)
+    position = loader.position
+
+    assert sampler.request_others([]) is None
+    assert loader.position == position  # no problem was taken
+    request = sampler.request_others([1, 2, 3])
+    assert request is not None
+    order = [problems[i].row for i in loader.order.of_epoch(0)]
+    assert request.rows == order[4:7]  # those that follow the step's four, alike on both ranks
+    assert (request.places, request.policy_version, request.num_completions) == ([1, 2, 3], 3, 2)
+    # The step's places 0 and 1 are rank 0's, 2 and 3 rank 1's. Each asks its engine for two of three.
+    assert request.own == ([0], [1, 2])[rank]
+    assert request.asked == ([0, 1], [2, 0])[rank]
+    last = sampler.request_others([0, 1])
+    assert last is not None
+    assert (last.rows, last.places) == (order[7:], [0])  # fewer than places
+    assert sampler.request_others([0]) is None
 
 
 # Runs

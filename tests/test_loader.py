@@ -141,7 +141,7 @@ def test_a_resumed_loader_continues_after_more(rank: int):
         resumed = make_loader(batch_size=4, rank=rank, world_size=2)
         resumed.load_state_dict(states[stop - 1])
         assert serve(resumed, range(stop, 9)) == whole[2 * stop :]
-    # `more` is the same on all ranks.
+    # `take_more` is the same on all ranks.
     other = serve(make_loader(batch_size=4, rank=1 - rank, world_size=2), range(9))
     assert other[1::2] == whole[1::2]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 KINDS = ("llama2", "mistral", "gemma", "unigram")
 SPACE = "\u2581"  # ▁
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-PAGES = ("method", "teaching", "data", "finding", "troubleshooting", "python")
+PAGES = ("method", "scoring", "data", "finding", "troubleshooting", "python")
 OTHER_TEXT = (
     "数学，很有趣。証明する 물리 Привет, ação; def f(x):\n    return x ** 2\n\n\n        for i in y:\n\n"
     "\\frac{1}{2} \\begin{align} x_i^2 \\sum_{i=1}^{n} 👩🏽‍🏫 🧮 “x” don't … <h1>a</h1> <table></table>"

@@ -34,11 +34,11 @@ class StepLoader(Generic[Item, Batch]):
     The orders of all epochs follow each other without end, each cut to its full batches:
 
         order of epoch 0 │ order of epoch 1 │ ...
-        ^ position: where the next batch begins; `more` moves it too
+        ^ position: where the next batch begins; `take_more` moves it too
 
     An order depends only on seed and epoch, and the position only on what was served. Neither depends on the
-    rank, so a run resumes exactly where it stopped. A batch lies within one epoch: what `more` leaves of an
-    epoch, if it is less than a batch, is passed over. `epoch` and `next_batch` count only the batches: an
+    rank, so a run resumes exactly where it stopped. A batch lies within one epoch: if `take_more` leaves less
+    than a batch of an epoch, that is passed over. `epoch` and `next_batch` count only the batches: an
     epoch of the run is always `len` batches.
 
     Args:
@@ -172,7 +172,7 @@ class StepLoader(Generic[Item, Batch]):
                     f"is {value}. Restore it, or start a new run from the exported model."
                 )
         self.epoch, self.next_batch = state["epoch"], state["next_batch"]
-        # Checkpoints from before `more` follow the batches.
+        # Checkpoints from before `take_more` follow the batches.
         batches = self.epoch * len(self) + self.next_batch
         self.position = state.get("position", batches * self.batch_size)
 
