@@ -14,6 +14,7 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.result import ENTROPY_BELOW, GROUP_STD_BELOW, LENGTH_BELOW
 from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
@@ -50,12 +51,12 @@ class Alarms(Callback):
         enabled: bool = True,
         patience: int = 5,
         quiet_steps: int = 100,
-        group_std_below: float = 1e-3,
-        entropy_below: float = 0.02,
+        group_std_below: float = GROUP_STD_BELOW,
+        entropy_below: float = ENTROPY_BELOW,
         truncated_rise: float = 0.5,
         staleness_above: float = 1.0,
         kl_below: float = -0.5,
-        length_below: float = 0.33,
+        length_below: float = LENGTH_BELOW,
     ) -> None:
         if patience < 1 or quiet_steps < 1:
             raise InputError(

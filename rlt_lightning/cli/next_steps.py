@@ -18,6 +18,7 @@ from rlt_lightning.datamodules.sources import parse_sources
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
+from rlt_lightning.run.result import FitResult
 from rlt_lightning.run.shipped import find_config
 from rlt_lightning.tasks import EMBEDDED
 
@@ -66,18 +67,24 @@ ANSWER_FILES = {
 }
 
 
-def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: StoredItems) -> None:
-    """Print what a finished training left, and the command of the next stage.
+def print_after_fit(config: Namespace, on_cpu: bool, result: FitResult, examples: StoredItems) -> None:
+    """Print what a finished training has learned and left, and the command of the next stage.
 
     Args:
         config: The run's resolved settings.
         on_cpu: Whether it ran on a CPU.
-        steps: Optimizer steps.
+        result: What it has learned.
         examples: The items that it was trained on.
     """
     folder = Path(config.output_dir)
     adapter = (folder / "model" / "adapter_config.json").exists()
-    print(f"\nDone: {steps} step{'s' if steps > 1 else ''}.")
+    print(f"\nDone: {result.steps} step{'s' if result.steps > 1 else ''}.")
+    if line := result.line():
+        print(f"Learned: {line}.")
+    for warning in result.warnings:
+        print(f"Warning: {warning}.")
+    if config.verbose:
+        print_explanations(result)
     resume = {"checkpoints": f"to resume: --output_dir {folder} --resume true"}
     print_files(folder, FIT_FILES | ({"model": ADAPTER} if adapter else {}) | resume)
     print(f"See it: {find_program()} report {shlex.quote(str(folder))}")
@@ -86,6 +93,16 @@ def print_after_fit(config: Namespace, on_cpu: bool, steps: int, examples: Store
     print(f"Try it: {propose_trial(config)}")
     if following := propose_after_fit(config, on_cpu, examples):
         print(f"Next: {following}")
+
+
+def print_explanations(result: FitResult) -> None:
+    """Print a typical completion of the first and of the last iteration, if the run has sampled any."""
+    for when, row in (("Before", result.before), ("After", result.after)):
+        if row is not None:
+            print(f"{when} (iteration {row['step']}, row {row['row']}, reward {row['reward']:.3g}):")
+            texts = (("question", row["question"]), ("completion", row["explanation"]))
+            for name, text in texts:
+                print(f"  {name}: {' '.join(str(text).split())}")
 
 
 def print_after_predict(config: Namespace, on_cpu: bool) -> None:

@@ -149,6 +149,13 @@ class RLTCommandLine(LightningCLI):
             default=None,
             help="Set the seeds of data, model, rollouts and all else; --data.seed and the like override it.",
         )
+        if self.verb == "fit":
+            parser.add_argument(
+                "-v",
+                "--verbose",
+                action="store_true",
+                help="At the end show an explanation before and after.",
+            )
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         for name, kind in (TESTING if self.verb == "test" else TRAINING).items():
             parser.add_lightning_class_args(kind, name)
@@ -243,8 +250,8 @@ class RLTCommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
         if self.trainer.is_global_zero:
-            steps, items = self.trainer.global_step, self.datamodule.items
-            next_steps.print_after_fit(self.config[self.subcommand], self.on_cpu, steps, items)
+            result, items = self.trainer.fit_result, self.datamodule.items  # type: ignore[attr-defined]
+            next_steps.print_after_fit(self.config[self.subcommand], self.on_cpu, result, items)
             # A script must notice; the model lies in the run folder.
             self.status = int(any(getattr(c, "push_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 

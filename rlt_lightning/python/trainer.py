@@ -56,6 +56,7 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.metrics_csv import MetricsCSV
+from rlt_lightning.run.result import FitResult, read_fit_result
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: those of `rlt test`, and those of other verbs.
@@ -134,7 +135,7 @@ class Trainer(lightning.pytorch.Trainer):
         )
 
     @override
-    def fit(
+    def fit(  # type: ignore[override]
         self,
         model: LightningModule,
         train_dataloaders: Any = None,
@@ -142,10 +143,19 @@ class Trainer(lightning.pytorch.Trainer):
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
-    ) -> None:
-        """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best."""
+    ) -> FitResult:
+        """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best.
+
+        Returns:
+            What the run has learned, the same on every rank: its figures first and last, and warnings.
+        """
         with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+        folder = Path(self.default_root_dir)
+        # Only rank 0 is sure to see the files that it has just written.
+        found = read_fit_result(folder) if self.is_global_zero else FitResult(folder)
+        self.fit_result: FitResult = self.strategy.broadcast(found)
+        return self.fit_result
 
     @override
     def validate(
