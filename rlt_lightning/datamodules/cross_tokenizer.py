@@ -294,7 +294,11 @@ class ByteExactTokenizer:
     def _spells(self, text: str) -> bool:
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception:  # the library's, of a word that is not in the vocabulary; it has no narrower type
+        except Exception as error:
+            # The library's own class, for a word that is not in the vocabulary. A class derived from it is
+            # another fault.
+            if type(error) is not Exception:
+                raise
             return False
         return self._ends(ids, text) is not None
 

@@ -192,7 +192,7 @@ class ChatFormat:
         student_system_prompt: str | None = None,
         columns: dict[str, Any] | None = None,
     ) -> Problem:
-        """Tokenise one question that the trained model answers without a teacher; see `problem`."""
+        """Tokenise one question that the trained model answers without a teacher; see `build_problem`."""
         prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
         return Problem(
             row=row_number,

@@ -160,12 +160,19 @@ class Task(ABC):
         Raises:
             InputError: If a setting contradicts what a model was trained in, or a tokenizer cannot be loaded.
         """
-        formats = cls.choose_formats(options, model, frozen)
-        student_views = StudentViews(formats, model, frozen[: len(formats)], trust_remote_code)
-        return cls(student_views, trace_columns, limits)
+        formats = cls.choose_formats(options, model, frozen, view)
+        students = () if cls.shows_teacher else frozen[: len(formats)]
+        student_views = StudentViews(formats, model, students, trust_remote_code)
+        task = cls(student_views, trace_columns, limits)
+        if cls.shows_teacher:
+            _, tokenizer = load_tokenizers(model, frozen[0] if frozen else None, trust_remote_code)
+            task.views = build_views(formats[0], task.format, tokenizer, view)
+        return task
 
     @classmethod
-    def choose_formats(cls, options: FormatOptions, model: str, frozen: Sequence[str]) -> list[ChosenFormat]:
+    def choose_formats(
+        cls, options: FormatOptions, model: str, frozen: Sequence[str], view: ViewOptions
+    ) -> list[ChosenFormat]:
         """Choose the format of each student; of a student that is trained, its own."""
         return [choose_format(options, None, model, cls.learns)]
 
@@ -263,7 +270,9 @@ class RLTTask(Task):
 
     @override
     @classmethod
-    def choose_formats(cls, options: FormatOptions, model: str, frozen: Sequence[str]) -> list[ChosenFormat]:
+    def choose_formats(
+        cls, options: FormatOptions, model: str, frozen: Sequence[str], view: ViewOptions
+    ) -> list[ChosenFormat]:
         return choose_formats(options, model, () if cls.learns else frozen, cls.learns)
 
     @override
@@ -400,24 +409,12 @@ class StudentOPDTask(Task):
 
     @override
     @classmethod
-    def load(
-        cls,
-        options: FormatOptions,
-        model: str,
-        frozen: Sequence[str],
-        trust_remote_code: bool,
-        trace_columns: Sequence[str],
-        limits: ItemLimits,
-        view: ViewOptions,
-    ) -> Self:
-        teacher = frozen[0] if frozen else None
+    def choose_formats(
+        cls, options: FormatOptions, model: str, frozen: Sequence[str], view: ViewOptions
+    ) -> list[ChosenFormat]:
         # With a hint a teacher answers as the student does, whatever it was trained for.
-        explainer = teacher if view.kind == "explanation" else None
-        chosen = choose_format(options, explainer, model)
-        task = cls(StudentViews([chosen], model, (), trust_remote_code), trace_columns, limits)
-        _, teacher_tokenizer = load_tokenizers(model, teacher, trust_remote_code)
-        task.views = build_views(chosen, task.format, teacher_tokenizer, view)
-        return task
+        teacher = frozen[0] if frozen and view.kind == "explanation" else None
+        return [choose_format(options, teacher, model)]
 
     @override
     def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
