@@ -30,6 +30,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "callbacks.together": ("rollouts.collectives",),
     "callbacks.waves": ("rollouts.sampler",),
     "chat.screen": ("chat.conversation",),
+    "chat.speakers": ("chat.conversation",),
     "checkpoints.choices": ("checkpoints.folder",),
     "checkpoints.named": ("checkpoints.io",),
     "cli.borrowed": ("cli.verbs",),

@@ -22,8 +22,7 @@ import torch
 from commands import ROOT, rlt
 from sampling import sample_groups
 
-from rlt_lightning.chat.conversation import Screen, TagSplitter, chat
-from rlt_lightning.chat.speakers import AnswerStreamer, ChatModel, LocalSpeaker
+from rlt_lightning.chat.conversation import AnswerStreamer, ChatModel, LocalSpeaker, Screen, TagSplitter, chat
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
 from rlt_lightning.pretrained import load_model, load_tokenizer

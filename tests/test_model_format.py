@@ -22,7 +22,7 @@ from tiny import tiny_options
 from transformers import AutoTokenizer
 
 from rlt_lightning.chat import conversation
-from rlt_lightning.chat.speakers import ChatModel
+from rlt_lightning.chat.conversation import ChatModel
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat, encode

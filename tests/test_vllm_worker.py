@@ -23,7 +23,7 @@ from commands import rlt, start
 from sampling import sample_groups
 from tiny import CHAINS
 
-from rlt_lightning.chat.speakers import ChatModel, choose_speaker
+from rlt_lightning.chat.conversation import ChatModel, choose_speaker
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import (
     AdapterPush,
