@@ -21,9 +21,8 @@ from tiny import QUICKSTART
 
 from rlt_lightning.checkpoints.card import inherited_header, write_model_card
 from rlt_lightning.cli.main import read_run
-from rlt_lightning.hub.cards import complete_model_card, redact_paths
 from rlt_lightning.hub.client import PushError
-from rlt_lightning.hub.push import push
+from rlt_lightning.hub.push import complete_model_card, push, redact_paths
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
