@@ -36,7 +36,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, read_api_key
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.plan import PlanOptions, make_plan, plan_page, read_setup, write_json
+from rlt_lightning.plan import PlanOptions, format_plan, make_plan, read_setup, write_json
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.scoring.explain import ExplainOptions, explain, find_explanation
@@ -124,7 +124,7 @@ class PlanCommandLine(SharedSettingsCommandLine):
         made = self.parser.instantiate_classes(config)[self.settings_verb]
         setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
         plan = make_plan(setup)
-        print(plan_page(plan))
+        print(format_plan(plan))
         if made.plan.json:
             write_json(plan, made.plan.json)
         self.status = 0 if plan.fits else 1
