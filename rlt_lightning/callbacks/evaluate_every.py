@@ -211,7 +211,7 @@ class EvaluateEvery(Callback):
         """Sample all answers; return them by the number of their problem, on every rank."""
         problems, tokenizer = self.questions.problems, self.questions.chat_format.tokenizer
         dispatcher = self._ready_dispatcher(trainer, module, [problem.prompt for problem in problems])
-        # In process each rank samples a block: of these, so that no rank gets all of the hardest set.
+        # In process each rank samples a block of rows; no rank gets all of the hardest set.
         size = trainer.world_size
         rows = [number for rank in range(size) for number in range(rank, len(problems), size)]
         request = RolloutRequest(

@@ -71,7 +71,7 @@ from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
-# The message of these says what to do in one line; a traceback would say nothing more.
+# Errors whose message says what to do in one line; a traceback would add nothing.
 MISTAKES = (InputError, NonFiniteError, EngineError, PushError, MisconfigurationException)
 
 # Kinds of failures: one that stands further on mostly follows from one before it.

@@ -41,10 +41,10 @@ class Filters:
         min_trace_chars: Least characters of a trace.
         max_trace_chars: Most characters of a trace.
         max_repetition: Most of a trace's n-grams that may repeat an earlier one, in [0, 1].
-        repetition_ngram: Words of these n-grams.
+        repetition_ngram: Length of these n-grams, words.
         overlap_with: Evaluation sets with what `data.sets` of `rlt test` takes for them. A question is left
             out that has `overlap_ngram` words in a row with one of theirs, or all words of a shorter one.
-        overlap_ngram: Words of these n-grams.
+        overlap_ngram: Length of these n-grams, words.
         right_only: Leave out rows whose solution does not have the row's right `answer`.
         duplicates: "question" keeps one row of a question, "trace" all its different traces.
     """

@@ -259,7 +259,7 @@ class Shuffled(EpochOrder):
 
 
 class Weighted(EpochOrder):
-    """Of each source its share of an epoch; an epoch ends where the first source is used up.
+    """Gives each source its share of an epoch; an epoch ends where the first source is used up.
 
     Every source is read in rounds: all its items come, in a new order every round, before one comes again.
     The next epoch continues each source where this one has left it.

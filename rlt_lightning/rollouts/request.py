@@ -82,7 +82,7 @@ class RolloutRequest:
 
     def __post_init__(self) -> None:
         self.delivered: set[int] = set()  # numbers that were in a chunk
-        self.rollouts: dict[int, Rollout] = {}  # those that `build_rollout` has built
+        self.rollouts: dict[int, Rollout] = {}  # what `build_rollout` has built
         # On the rank that talks to the engine: what has come, and at its end None or the error.
         self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
         self.sampling_now = False
@@ -105,7 +105,7 @@ class RolloutRequest:
         return [i * size + j for i in self.own for j in range(size)]
 
     def build_rollout(self, number: int) -> Rollout:
-        """Return a completion attached to its problem; each rank builds only those that it asks for."""
+        """Return a completion attached to its problem; a rank builds only what it needs."""
         if number not in self.rollouts:
             assert self.build is not None
             problem = self.problems[number // self.num_completions]
