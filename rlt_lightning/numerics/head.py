@@ -36,7 +36,7 @@ LOWEST_LOGIT = -1e10
 
 
 class LogitScale(NamedTuple):
-    """How a head's raw output r becomes the logits z of a softmax: z = cap * tanh(scale * r / cap) / temperature.
+    """Turns a head's raw output r into logits z for a softmax: z = cap * tanh(scale * r / cap) / temperature.
 
     Attributes:
         temperature: Divides the logits; the sampling temperature, so that log-probs are the sampler's.
