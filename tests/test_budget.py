@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,9 @@ def test_a_thought_that_has_waited_often_enough_may_end_short(
 
 
 def test_a_maximum_cuts_the_thought_and_opens_the_solution(engine: HFEngine, chat_format: ChatFormat) -> None:
-    [[free]] = respond(engine, chat_format, BudgetForcing())
+    [[free]] = respond(engine, chat_format, BudgetForcing(), replace(SHORT, max_completion_length=8))
     budget = BudgetForcing(max_thinking_tokens=4, min_answer_tokens=16)
-    [[response]] = respond(engine, chat_format, budget)
+    [[response]] = respond(engine, chat_format, budget, replace(SHORT, max_completion_length=40))
     assert response.cut
     assert response.num_thinking_tokens == 4 < free.num_thinking_tokens
     assert response.token_ids[:4] == free.token_ids[:4]

@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 import torch
+from cases import full
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import MINIATURES
@@ -111,7 +112,7 @@ def test_chains_are_an_embedded_source() -> None:
 # The embedded models
 
 
-@pytest.mark.parametrize("name", MINIATURES)
+@pytest.mark.parametrize("name", ["miniature", *(full(name) for name in MINIATURES if name != "miniature")])
 def test_a_miniature_takes_steps_and_copies_leaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FINDING)
     found = importlib.import_module("make_miniature").gates(load_model(name), load_tokenizer(name))

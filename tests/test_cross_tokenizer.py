@@ -84,7 +84,7 @@ PIECES = [
 ]
 
 
-BYTE_LEVEL = [("smollm2", "qwen"), ("qwen", "smollm2")]
+BYTE_LEVEL = [("smollm2", "qwen"), full(("qwen", "smollm2"))]
 # Both with a space put before texts, or one of them; runs of spaces and line breaks as added tokens; scores.
 OTHERS = [("llama2", "gemma"), ("gemma", "qwen"), ("smollm2", "mistral"), ("mistral", "unigram"),
           ("unigram", "smollm2")]  # fmt: skip

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import Running, wait_until
 
 from rlt_lightning.checkpoints.folder import write_best
 from rlt_lightning.run import folder as run_folder
@@ -215,16 +214,13 @@ def test_overwriting_keeps_the_given_config(tmp_path: Path) -> None:
 
 def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from rlt_lightning.run.folder import lock_folder; "
-    code += "lock_folder(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert other.stdout is not None
-    other.stdout.readline()
+    code += f"lock_folder(Path({str(tmp_path)!r})); print('locked', flush=True); sys.stdin.read()"
+    other = Running((), None, tmp_path, None, {}, code)
+    wait_until(lambda: bool(other.stdout))
     with pytest.raises(InputError, match="another one is writing"):
         start(tmp_path, overwrite=True)
     other.kill()
-    other.communicate()
+    other.wait()
     start(tmp_path)
     start(tmp_path)  # one process may open it again
 
