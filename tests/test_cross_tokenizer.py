@@ -198,7 +198,7 @@ def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> 
     sequence = student_sequence(rollout.views[0], score_given=False)
     tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
-    prompt = chat.student.student_chat("What is 3 + 4?", "Be brief.")
+    prompt = chat.student.render_student_chat("What is 3 + 4?", "Be brief.")
     tokens = chat.student_tokenizer(prompt + turn, add_special_tokens=False)["input_ids"]
     assert sequence.prefix + sequence.rest == tokens
     scored = [i for i, counts in zip(tokens, sequence.scored, strict=True) if counts]

@@ -231,7 +231,7 @@ def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
 
 def test_templates_are_told_that_thinking_is_on(smol: Any):
     chat = ChatFormat(with_template(smol, CHATML + "{% if not enable_thinking %}[no thoughts]{% endif %}"))
-    assert chat.student_chat("q").endswith("<|im_start|>assistant\n")
+    assert chat.render_student_chat("q").endswith("<|im_start|>assistant\n")
 
 
 def test_empty_system_prompt_sends_no_system_message(smol: Any):

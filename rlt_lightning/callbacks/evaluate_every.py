@@ -108,7 +108,7 @@ class EvaluateEvery(Callback):
         self.deadline_s = deadline_s
         self.collectives = Collectives(deadline_s)
         # Each fit sets these four.
-        self.questions = self._questions()
+        self.questions = self._build_questions()
         self.own_dispatcher: Dispatcher | None = None
         self.dispatcher: Dispatcher | None = None
         self.judge: Judge | None = None
@@ -132,7 +132,7 @@ class EvaluateEvery(Callback):
         data, module = get_stratos_data(trainer), pl_module
         assert isinstance(module, PolicyModule)
         require_student_task(data.task)
-        self.questions = self._questions(data)
+        self.questions = self._build_questions(data)
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
@@ -197,20 +197,20 @@ class EvaluateEvery(Callback):
         bar = trainer.progress_bar_callback
         what = f"the evaluation after iteration {trainer.global_step}"
         with isolate_rng(), bar.show_phases_of(what) if isinstance(bar, IterationBar) else nullcontext():
-            responses = self._responses(trainer, module)
+            responses = self._sample_responses(trainer, module)
             figures = self.collectives.on_rank_zero(
                 trainer,
-                lambda: self._judged(responses) | {SECONDS: time.monotonic() - begin},
+                lambda: self._judge_responses(responses) | {SECONDS: time.monotonic() - begin},
                 "rank 0, which judges the answers",
             )
         # What this took is no part of the next step's phases.
         module.phase.lap()
         return figures
 
-    def _responses(self, trainer: Trainer, module: PolicyModule) -> dict[int, list[Response]]:
+    def _sample_responses(self, trainer: Trainer, module: PolicyModule) -> dict[int, list[Response]]:
         """Sample all answers; return them by the number of their problem, on every rank."""
         problems, tokenizer = self.questions.problems, self.questions.chat_format.tokenizer
-        dispatcher = self._ready_dispatcher(trainer, module, [problem.prompt for problem in problems])
+        dispatcher = self._prepare_dispatcher(trainer, module, [problem.prompt for problem in problems])
         # In process each rank samples a block of rows; no rank gets all of the hardest set.
         size = trainer.world_size
         rows = [number for rank in range(size) for number in range(rank, len(problems), size)]
@@ -232,7 +232,7 @@ class EvaluateEvery(Callback):
             found[rows[number // self.num_samples]].append(response)
         return found
 
-    def _ready_dispatcher(
+    def _prepare_dispatcher(
         self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
     ) -> Dispatcher:
         """Return what asks the engine, which is started and samples nothing else."""
@@ -246,7 +246,7 @@ class EvaluateEvery(Callback):
             rollouts.sampler.wait()
         return self.dispatcher
 
-    def _judged(self, responses: dict[int, list[Response]]) -> dict[str, float]:
+    def _judge_responses(self, responses: dict[int, list[Response]]) -> dict[str, float]:
         """Judge all answers and return their figures by name, except figures that are not finite."""
         if self.judge is None:
             self.judge = Judge(self.questions.tags, self.judge_deadline_s)
@@ -273,7 +273,7 @@ class EvaluateEvery(Callback):
             text = f"accuracy after iteration {step}: {', '.join(parts)} ({figures[SECONDS]:.1f} s)"
             tqdm.write(text, file=sys.stderr)
 
-    def _questions(self, data: StratosDataModule | None = None) -> EvaluationDataModule:
+    def _build_questions(self, data: StratosDataModule | None = None) -> EvaluationDataModule:
         """Return the problems, as a run with these data asks them; without data, only check the settings."""
         try:
             questions = EvaluationDataModule(

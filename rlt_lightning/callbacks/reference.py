@@ -60,7 +60,7 @@ class ReferenceSync(Callback):
             start_at_base(pl_module.reference.model, pl_module.policy)  # type: ignore[union-attr]
             return
         own = self._folder(trainer)
-        folder = own if own.is_dir() else self._folder_of(Path(str(trainer.ckpt_path)).parents[1])
+        folder = own if own.is_dir() else self._find_folder(Path(str(trainer.ckpt_path)).parents[1])
         if not folder.is_dir():
             raise InputError(
                 f"Resuming needs the reference of step {self.synced_at} in {own}, or in {folder}, but it is "
@@ -85,9 +85,9 @@ class ReferenceSync(Callback):
         save_folder(module.reference.model, self._folder(trainer), trainer.strategy)
 
     def _folder(self, trainer: Trainer) -> Path:
-        return self._folder_of(Path(trainer.default_root_dir))
+        return self._find_folder(Path(trainer.default_root_dir))
 
-    def _folder_of(self, run: Path) -> Path:
+    def _find_folder(self, run: Path) -> Path:
         return run / "reference" / f"step={self.synced_at:06d}"
 
 

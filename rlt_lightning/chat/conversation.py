@@ -164,7 +164,7 @@ class Conversation:
         # Python turns bytes that are no text into halves of surrogate pairs.
         if holds_half_pair(question):
             raise InputError("A question must be text in UTF-8, but holds other bytes. Convert it.")
-        text = self.chat_format.student_chat(question, earlier=self.turns)
+        text = self.chat_format.render_student_chat(question, earlier=self.turns)
         prompt = encode(self.chat_format.tokenizer, text)
         room = self.speaker.context - len(prompt)
         if room < 1:

@@ -217,7 +217,7 @@ class EvaluationDataModule(LightningDataModule):
         return self.chosen.build_format(tokenizer)
 
     def _with_prompt(self, problem: EvaluationProblem) -> EvaluationProblem:
-        chat = self.chat_format.student_chat(problem.question)
+        chat = self.chat_format.render_student_chat(problem.question)
         return replace(problem, prompt=encode(self.chat_format.tokenizer, chat))
 
     def _compare_with_published(self, sets: dict[str, list[EvaluationProblem]]) -> None:

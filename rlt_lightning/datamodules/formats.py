@@ -154,8 +154,8 @@ class ChatFormat:
         """
         tags, own = self.tags, self.student_tags
         given = tags.solution_open + solution + tags.solution_close + BLOCK_BREAK + tags.explanation_open
-        teacher_prefix, think_prefix = self._encode_opening(self.teacher_chat(question) + given, tags)
-        chat = self.student_chat(question, student_system_prompt)
+        teacher_prefix, think_prefix = self._encode_opening(self.render_teacher_chat(question) + given, tags)
+        chat = self.render_student_chat(question, student_system_prompt)
         student_prefix, student_separator = self._encode_opening(chat + own.thought_open, own)
         if student_separator != think_prefix:
             # The two tags end differently, so that their prompts share no tokens.
@@ -193,7 +193,7 @@ class ChatFormat:
         columns: dict[str, Any] | None = None,
     ) -> Problem:
         """Tokenise one question that the trained model answers without a teacher; see `build_problem`."""
-        prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
+        prompt = encode(self.tokenizer, self.render_student_chat(question, student_system_prompt))
         return Problem(
             row=row_number,
             question=question,
@@ -207,11 +207,11 @@ class ChatFormat:
             columns=columns or {},
         )
 
-    def teacher_chat(self, question: str) -> str:
+    def render_teacher_chat(self, question: str) -> str:
         """Render the teacher's conversation up to the assistant's text."""
         return self.render(self.teacher_system_prompt, question)
 
-    def student_chat(
+    def render_student_chat(
         self,
         question: str,
         student_system_prompt: str | None = None,
@@ -259,6 +259,8 @@ class ChatFormat:
 
     problem = rename_method("problem", "build_problem")
     rollout = rename_method("rollout", "build_rollout")
+    student_chat = rename_method("student_chat", "render_student_chat")
+    teacher_chat = rename_method("teacher_chat", "render_teacher_chat")
     student_problem = rename_method("student_problem", "build_student_problem")
     student_rollout = rename_method("student_rollout", "build_student_rollout")
     teacher_sft_example = rename_method("teacher_sft_example", "build_teacher_sft_example")
@@ -314,7 +316,7 @@ class ChatFormat:
         The prompt has the same tokens as in RL. The loss counts the explanation, its end tag and the eos.
         """
         completion = [*self.completion_from_trace(problem, trace).token_ids, self.tokenizer.eos_token_id]
-        return masked_example(problem.row, problem.teacher_prompt, completion)
+        return build_masked_example(problem.row, problem.teacher_prompt, completion)
 
     def build_student_sft_example(
         self,
@@ -337,8 +339,8 @@ class ChatFormat:
         turn = tags.thought_open + thought + tags.thought_close + BLOCK_BREAK
         turn += tags.solution_open + solution + tags.solution_close
         # Prompt and turn are tokenised separately, as when the student is used.
-        prompt = encode(self.tokenizer, self.student_chat(question, student_system_prompt))
-        return masked_example(
+        prompt = encode(self.tokenizer, self.render_student_chat(question, student_system_prompt))
+        return build_masked_example(
             row_number, prompt, [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id]
         )
 
@@ -404,6 +406,6 @@ def fill_prompt(prompt: str | None, ours: str, tags: TagStyle, fills: bool = Tru
     return tags.fill(prompt) if fills else prompt
 
 
-def masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:
+def build_masked_example(row: int, prompt: list[int], completion: list[int]) -> SFTExample:
     """Join prompt and completion into an example whose loss counts the completion."""
     return SFTExample(row, prompt + completion, [False] * len(prompt) + [True] * len(completion))

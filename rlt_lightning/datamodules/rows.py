@@ -326,10 +326,14 @@ class RawResponses:
         return (
             (number, made)
             for number, columns in rows
-            for made in ([columns] if isinstance(columns, BadRowError) else self._rows_of(columns, tags))
+            for made in (
+                [columns] if isinstance(columns, BadRowError) else self._split_columns(columns, tags)
+            )
         )
 
-    def _rows_of(self, columns: dict[str, Any], tags: TagStyle) -> Iterator[dict[str, Any] | BadRowError]:
+    def _split_columns(
+        self, columns: dict[str, Any], tags: TagStyle
+    ) -> Iterator[dict[str, Any] | BadRowError]:
         value = columns.get(str(self.column))
         if isinstance(value, list) and value and isinstance(value[0], dict):
             try:

@@ -180,7 +180,7 @@ class SourceReader:
             InputError: If the source does not exist, cannot be read as a whole, or is empty.
         """
         number = 0
-        for number, columns in islice(self._numbered_rows(source), self.max_rows):
+        for number, columns in islice(self._read_numbered(source), self.max_rows):
             yield number, complete_row(columns)
         if not number:
             raise InputError(
@@ -197,7 +197,7 @@ class SourceReader:
         if isinstance(source, MemoryRows):
             return [*settings, source.digest()]
         if source in EMBEDDED:
-            return [*settings, list(self._numbered_rows(source))]
+            return [*settings, list(self._read_numbered(source))]
         name = parse_hub_name(source)
         folder = Path(source if name is None else name[0]).expanduser()
         if name is None and not is_saved(folder):
@@ -214,7 +214,7 @@ class SourceReader:
             files = [Path(file["filename"]) for file in dataset.cache_files]
         return [*settings, name and name[1], [(file.name, hash_file(file)) for file in files]]
 
-    def _numbered_rows(self, source: Source) -> Iterator[NumberedRow]:
+    def _read_numbered(self, source: Source) -> Iterator[NumberedRow]:
         if isinstance(source, MemoryRows):
             yield from source.numbered()
             return

@@ -505,7 +505,10 @@ def describe_format(chat_format: ChatFormat) -> dict[str, Any]:
         "tokenizer": hash_value(tokenizer.backend_tokenizer.to_str()),
         "special_tokens": [tokenizer.eos_token_id, getattr(tokenizer, "split_special_tokens", None)],
         "template": tokenizer.chat_template,
-        "conversations": [chat_format.teacher_chat(QUESTION), chat_format.student_chat(QUESTION)],
+        "conversations": [
+            chat_format.render_teacher_chat(QUESTION),
+            chat_format.render_student_chat(QUESTION),
+        ],
         "tags": asdict(chat_format.tags),
         "student_tags": asdict(chat_format.student_tags),
         "prompts": [chat_format.teacher_system_prompt, chat_format.student_system_prompt],

@@ -102,7 +102,7 @@ class TeacherViews:
             # In one pass: a question may hold "{solution}", as in \\frac{solution}{2}.
             given = {"{question}": texts.question, "{solution}": shown.strip()}
             asked = re.sub("|".join(map(re.escape, given)), lambda name: given[name[0]], self.options.hint)
-            view = encode(self.teacher.tokenizer, self.teacher.student_chat(asked, system))
+            view = encode(self.teacher.tokenizer, self.teacher.render_student_chat(asked, system))
         return replace(problem, teacher_view=view)
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:

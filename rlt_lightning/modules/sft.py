@@ -90,7 +90,7 @@ class SFTModule(PolicyModule):
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
         loss = torch.zeros((), device=self.device)
-        sequences = [example_sequence(example) for example in batch.examples]
+        sequences = [build_example_sequence(example) for example in batch.examples]
         with self.phase("train") as stats:
             plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
             for number, (micro_batch, weight) in enumerate(plan, 1):
@@ -114,7 +114,7 @@ class SFTModule(PolicyModule):
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Keep the mean loss per completion token of held-out rows."""
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
-        sequences = [example_sequence(example) for example in batch.examples]
+        sequences = [build_example_sequence(example) for example in batch.examples]
         with self.phase("score"):
             sums = [
                 weight
@@ -126,7 +126,7 @@ class SFTModule(PolicyModule):
         self.validation.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, largest={})
 
 
-def example_sequence(example: SFTExample) -> ScoredSequence:
+def build_example_sequence(example: SFTExample) -> ScoredSequence:
     """Return an example's tokens, of which the completion's are scored."""
     return ScoredSequence([], example.token_ids, example.loss_mask)
 

@@ -249,7 +249,7 @@ class Dispatcher:
             return self.engine.policy_version != step
 
         while self.call(needs_push):
-            named_tensors = self._weights(module.policy)
+            named_tensors = self._list_weights(module.policy)
             if not trainer.is_global_zero:
                 self.engine.gather_weights(named_tensors)
 
@@ -262,7 +262,7 @@ class Dispatcher:
         if pushed and (due or self.call(lambda: self.engine.unverified)):
             self._verify()
 
-    def _weights(self, policy: Any) -> list[NamedTensor]:
+    def _list_weights(self, policy: Any) -> list[NamedTensor]:
         """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
         tensors = dict(policy.named_parameters())
         return list_adapter_weights(tensors) if self.engine.takes_adapters else merge_weights(policy, tensors)
