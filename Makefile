@@ -20,8 +20,7 @@ setup-vllm:
 
 # Options of the findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
 quickstart: setup
-	$(RUN)/python examples/finding/finding.py --quick --seeds "$(SEEDS)" --arms "$(ARMS)" \
-		--output_dir $(or $(OUT),runs/quickstart)
+	$(RUN)/rlt demo --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/quickstart) --resume true
 
 finding: setup
 	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \

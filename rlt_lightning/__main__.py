@@ -8,10 +8,12 @@ import sys
 
 from rlt_lightning.allocator import grow_segments
 from rlt_lightning.cli.configs import run_configs
+from rlt_lightning.demo.command import run_demo
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
 HELP = """usage: rlt VERB --config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]
+       rlt demo [--output_dir DIR]
        rlt configs [NAME] [--copy DIR]
        rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
        rlt chat --model.path MODEL [--model.url URL]
@@ -22,6 +24,7 @@ HELP = """usage: rlt VERB --config CONFIG [--config OVERLAY ...] [--KEY VALUE ..
 
 Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).
 
+  rlt demo                                      what RLT does for a student: all stages, some minutes
   rlt configs                                   the experiments and overlays that come with the package
   rlt fit --config quickstart                   a tiny teacher, a tiny student and GRPO, in half a minute
   rlt fit --config teacher_sft                  stage 1: warm the teacher up on reasoning traces
@@ -55,12 +58,14 @@ options:
 """
 
 
-FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). A first run, half a minute long:
+FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what that does for a
+student, in two or three minutes on two CPU cores; then make a run of your own, half a minute long:
 
+  rlt demo
   rlt fit --config quickstart --output_dir runs/try
 
-Its last lines say where everything is and what to run next. `rlt configs` lists the experiments, `rlt --help`
-the verbs.
+Their last lines say where everything is and what to run next. `rlt configs` lists the experiments,
+`rlt --help` the verbs.
 """
 
 
@@ -76,6 +81,8 @@ def main() -> None:
     if arguments[0] == "--version":
         print(f"rlt {__version__}")
         return
+    if arguments[0] == "demo":
+        sys.exit(run_demo(arguments[1:]))
     if arguments[0] == "configs":
         try:
             run_configs(arguments[1:])

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from stages import run_rlt
+from rlt_lightning.demo.stages import run_rlt
 
 
 def sign_of_kl(words: list[str], log: Path) -> None:

@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import arms
-import figures
 import planted_faults
 import pytest
 import torch
-from arms import Arms, Setting
-from stages import Stages
 
+from rlt_lightning.demo import arms, figures
+from rlt_lightning.demo.arms import Arms, Setting
+from rlt_lightning.demo.stages import Stages
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import load_model, load_tokenizer
 
@@ -179,9 +178,18 @@ def started(folder: Path) -> set[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
-    script = Path(figures.__file__).with_name("finding.py")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = [sys.executable, str(script), "--quick", "--arms", "warmup rlt", "--output_dir"]
+    words = [
+        sys.executable,
+        "-m",
+        "rlt_lightning",
+        "demo",
+        "--arms",
+        "warmup",
+        "rlt",
+        "--resume",
+        "--output_dir",
+    ]
     subprocess.run([*words, str(whole)], check=True)
     seen: set[Path] = set()
     while True:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import ways
-from arms import read
-from stages import Stages
 from ways import NEW, Ways
 
+from rlt_lightning.demo.arms import read
+from rlt_lightning.demo.stages import Stages
 from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, OPERATIONS, chain_rows
 
 

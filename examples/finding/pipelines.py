@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import Arms, Setting, measure_kinds, read
-from figures import NAMES, accuracy, difference
-from page import kinds_text, plus_minus
-from stages import StageError, Stages
+from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
+from rlt_lightning.demo.figures import NAMES, accuracy, difference
+from rlt_lightning.demo.page import kinds_text, plus_minus
+from rlt_lightning.demo.stages import StageError, Stages
 
 PIPELINES = {
     "raw": NAMES["raw"],

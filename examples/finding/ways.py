@@ -33,12 +33,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from arms import Arms, Setting, measure_kinds, read
-from figures import accuracy, difference, right_steps
-from make_miniature import Corpus
-from page import draw_accuracies, kinds_text, mean_kinds, plus_minus
-from stages import StageError, Stages
+from plots import draw_accuracies
 
+from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
+from rlt_lightning.demo.figures import accuracy, difference, right_steps
+from rlt_lightning.demo.gates import Corpus
+from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
+from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_OPERATIONS, parse_chain
@@ -86,9 +87,7 @@ class Ways(Arms):
 
     def arm(self, arm: str, samples: bool = False) -> None:
         """Train an arm's student and evaluate it."""
-        if arm == "base":
-            self.evaluate(arm, self.student_base)
-        elif arm in ON_POLICY:
+        if arm in ON_POLICY:
             teacher, options = ON_POLICY[arm]
             trained = self.stages(
                 f"{self.name}/{arm}/student",

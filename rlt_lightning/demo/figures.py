@@ -9,12 +9,12 @@ from collections import defaultdict
 from statistics import fmean, stdev
 from typing import Any
 
-from arms import NUM_GROUPS, TRAINED, Arms, Setting, measure_kinds, read
-
+from rlt_lightning.demo.arms import NUM_GROUPS, TRAINED, Arms, Setting, measure_kinds, read
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import chain_kind
 
 NAMES = {  # of arms, for people
+    "base": "untrained student",
     "raw": "raw traces",
     "warmup": "warm-up teacher",
     "rlt": "RLT teacher",
@@ -58,12 +58,14 @@ def traces_of(one: Arms, arm: str) -> list[dict[str, Any]]:
 
 def figures_of(ones: list[Arms], arm: str) -> dict[str, Any]:
     """Return an arm's figures, one per seed: accuracies and kinds of traces in percent, mean reward terms."""
-    traces = [traces_of(one, arm) for one in ones]
     found: dict[str, Any] = {
         "accuracy": [accuracy(one, arm) for one in ones],
         "greedy": [accuracy(one, arm, "greedy") for one in ones],
-        "kinds": [measure_kinds(rows) for rows in traces],
     }
+    if arm == "base":
+        return found
+    traces = [traces_of(one, arm) for one in ones]
+    found["kinds"] = [measure_kinds(rows) for rows in traces]
     if "reward" in traces[0][0]:
         found["terms"] = [{term: fmean(row[term] for row in rows) for term in TERMS} for rows in traces]
     if arm in TRAINED:

@@ -1,4 +1,21 @@
-"""The arms of the finding: one setting, one seed, and in what they differ; see `finding.py`."""
+"""The arms of the finding: one setting, one seed, and in what they differ.
+
+A model of 184,000 parameters is teacher, frozen student and student. For each seed the teacher is warmed up
+on traces of uneven quality. Each arm then makes 512 traces in its own way, and a student learns from them:
+
+    base           no traces: the student before training
+    warmup         by the warm-up teacher
+    rlt            by that teacher after 40 iterations of RLT
+    solution_only  the same without r_KL (lambda 0)
+    kl_only        the same without r_SS
+    shuffled       the same with advantages shuffled within each group: nothing to learn from
+    lambda_N       the same with weight N of r_KL instead of 3
+    best_of_4      by the warm-up teacher, the best of four by the same reward
+    raw            traces like those of the warm-up
+    oracle         traces with all steps right
+
+All stages are `rlt` commands, with one setting for all arms.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages import Stages
-
+from rlt_lightning.demo.stages import Stages
 from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
 
 SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
-TRAINED: dict[str, dict[str, object]] = {  # what an arm's RLT differs in
+TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
     "rlt": {},
     "solution_only": {"model__reward__kl_weight": 0},
     "kl_only": {"model__reward__solution_weight": 0},
@@ -22,8 +38,9 @@ TRAINED: dict[str, dict[str, object]] = {  # what an arm's RLT differs in
     "lambda_1": {"model__reward__kl_weight": 1},
     "lambda_10": {"model__reward__kl_weight": 10},
 }
-ARMS = ("raw", "warmup", *TRAINED, "best_of_4", "oracle")
-QUICK_ARMS = ("warmup", "rlt", "solution_only")
+ARMS = ("base", "raw", "warmup", *TRAINED, "best_of_4", "oracle")
+QUICK_ARMS = ("base", "warmup", "rlt")  # of `rlt demo`
+SAMPLED_ARMS = ("warmup", "rlt", "solution_only")  # whose teachers explain one problem eight times
 NUM_GROUPS = 8  # of ranked traces
 STEPS_RIGHT, LEAPS_COPIED, CLOSED, RIGHT_TRACES = 0.99, 0.95, 0.95, (0.10, 0.35)  # gates
 
@@ -92,7 +109,7 @@ class Arms:
         self.student_base = setting.student or setting.base
         self.name = f"{setting.name}/seed{seed}"
         self.folder = stages.folder / self.name
-        self.seeds = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
+        self.seeds: dict[str, Any] = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
 
     def data(self, name: str) -> Path:
         """Return the path of a file of rows that `write_data` writes."""
@@ -104,7 +121,7 @@ class Arms:
 
         setting, seed = self.setting, 10 * self.seed
         mixture = Mixture() if setting.hazard is None else Mixture(hazard=setting.hazard)
-        kind = {"length": setting.length, "last": setting.last}
+        kind: dict[str, Any] = {"length": setting.length, "last": setting.last}
         rows = {
             "warmup": chain_rows(setting.num_warmup, seed + 1, "train", mixture, **kind),
             "rlt": chain_rows(512, seed + 2, "train", mixture, **kind),
@@ -215,11 +232,14 @@ class Arms:
 
     def arm(self, arm: str, samples: bool = False) -> None:
         """Run all stages of an arm; with `samples`, its teacher also explains one problem eight times."""
+        if arm == "base":
+            self.evaluate(arm, self.student_base)
+            return
         if samples and arm not in ("raw", "oracle"):
             self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
         self.student(arm, self.traces(arm))
 
-    def all_groups(self, by: dict[str, dict[str, object]]) -> None:
+    def all_groups(self, by: dict[str, dict[str, Any]]) -> None:
         """Rank the warm-up teacher's traces by rewards; train a student on each group (paper, Figure 4b)."""
         pool = self.generate("warmup", "pool", "pool") / "distillation.jsonl"
         for name, reward in by.items():
@@ -247,12 +267,14 @@ class Arms:
 
     def gates(self) -> dict[str, float]:
         """Return the figures by which the gates judge the base and the warm-up teacher's traces."""
-        from make_miniature import gates
+        from rlt_lightning.demo.gates import write_gates  # imports PyTorch
 
-        from rlt_lightning.pretrained import load_model, load_tokenizer
-
-        bases = {self.setting.base, self.student_base}
-        found = [gates(load_model(base), load_tokenizer(base)) for base in bases]
+        found = []
+        for base in {self.setting.base, self.student_base}:
+            path = self.folder / "data" / f"gates-{Path(base).name}.json"
+            if not path.exists():
+                self.stages.run([base, str(path)], path.with_suffix(".log"), write_gates)
+            found.append(json.loads(path.read_text()))
         rows = read(self.folder / "warmup" / "traces" / "traces.jsonl")
         return {
             **{name: min(one[name] for one in found) for name in found[0]},

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from rlt_lightning.run.shipped import list_shipped_configs
+
 RESULTS = {"fit": "model/config.json", "test": "evaluation.json"}  # what a finished run has, by verb
 PRELOADED = [
     "rlt_lightning.cli.main",
@@ -33,11 +35,18 @@ class Stages:
     Args:
         folder: Folder of all runs.
         target: What a process does with the words and the log of a stage; None: `run_rlt`.
+        describe: Returns what is printed of a stage by the name of its folder.
     """
 
-    def __init__(self, folder: Path, target: Callable[[list[str], Path], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Callable[[list[str], Path], None] | None = None,
+        describe: Callable[[str], str] = str,
+    ) -> None:
         self.folder = folder.resolve()
         self.target = target or run_rlt
+        self.describe = describe
         # One thread each: two stages run side by side, and the same figures come out on every machine size.
         os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -47,62 +56,80 @@ class Stages:
         """Start the process that does the imports, without waiting for them."""
         forkserver.ensure_running()
 
-    def __call__(
-        self, name: str, verb: str, config: str, result: str | None = None, **options: object
-    ) -> Path:
-        """Run `rlt VERB --config configs/CONFIG.yaml` with options and return its folder.
+    def __call__(self, name: str, verb: str, config: str, result: str | None = None, **options: Any) -> Path:
+        """Run `rlt VERB --config CONFIG` with options and return its folder.
 
         Args:
             name: Name of its folder.
             verb: fit, predict or test.
-            config: Name of a config.
+            config: Name of a shipped config; a file of that name does not win.
             result: File that a finished run has; None: by verb.
             options: Settings, with `__` for a dot.
 
         Raises:
             StageError: If it fails, or its folder was made with other settings.
         """
-        folder = self.folder / name
-        words = [verb, "--config", f"configs/{config}.yaml", "--output_dir", str(folder), "--resume", "true"]
+        folder, path = self.folder / name, list_shipped_configs()[config]
+        words = ["--output_dir", str(folder), "--resume", "true"]
         words += [
             word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", str(value))
         ]
-        made_with = "\n".join([*words, (ROOT / f"configs/{config}.yaml").read_text()])
+        made_with = "\n".join([verb, config, *words, path.read_text()])
         log, note = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "made_with"))
         if note.exists() and note.read_text() != made_with:
             raise StageError(
-                f"{folder} must have today's settings, but has others. Remove it, or set another OUT."
+                f"{folder} must have today's settings, but has others. Remove it, or choose another folder."
             )
         if (folder / (result or RESULTS[verb])).exists():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(made_with)
         begin = time.perf_counter()
-        process = self.context.Process(target=self.target, args=(words, log))
+        self.run([verb, "--config", str(path), *words], log)
+        seconds = time.perf_counter() - begin
+        folder.with_name(f"{folder.name}.seconds").write_text(f"{seconds:.1f}\n")
+        print(f"  {seconds:5.1f} s  {self.describe(name)}", flush=True)
+        return folder
+
+    def run(
+        self, words: list[str], log: Path, target: Callable[[list[str], Path], None] | None = None
+    ) -> None:
+        """Let a forked process do something with words, `rlt` commands by default, and wait for its end.
+
+        Args:
+            words: What it gets.
+            log: File that its output is appended to.
+            target: What it does; None: the target of the stages.
+
+        Raises:
+            StageError: If it fails.
+        """
+        process = self.context.Process(target=target or self.target, args=(words, log))
         process.start()
         process.join()
         if process.exitcode:
             last_lines = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "(nothing)"
             raise StageError(
-                f"rlt {verb} must end well, but ended with {process.exitcode} in {folder}. Its log is {log}:"
+                f"rlt {words[0]} must end well, but ended with {process.exitcode}. Its log is {log}:"
                 f"\n{last_lines}"
             )
-        seconds = time.perf_counter() - begin
-        folder.with_name(f"{folder.name}.seconds").write_text(f"{seconds:.1f}\n")
-        print(f"  {seconds:5.1f} s  {name}", flush=True)
-        return folder
 
 
 def run_rlt(words: list[str], log: Path) -> None:
     """Run `rlt` with these words in this process, which ends when the one that started it has ended."""
+    from rlt_lightning.cli.main import run
+
+    enter_stage(log)
+    sys.argv = ["rlt", *words]
+    sys.exit(run())
+
+
+def enter_stage(log: Path) -> None:
+    """Send the output of this process to a log, and end it when the process that started it has ended."""
     from rlt_lightning.judging.judge import end_with_run
 
     threading.Thread(target=end_with_run, daemon=True).start()
-    os.chdir(ROOT)
+    log.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    sys.argv = ["rlt", *words]
-    from rlt_lightning.__main__ import main
-
-    main()

@@ -1,0 +1,166 @@
+"""`rlt demo`: a student learns more from a teacher that RLT has trained; minutes on two CPU cores."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlt_lightning.demo.arms import QUICK_ARMS, VARIATIONS, Arms, Setting
+from rlt_lightning.demo.figures import NAMES, collect, failures
+from rlt_lightning.demo.page import build_scores, compare_students, show_explanations, write_results
+from rlt_lightning.demo.picture import draw_picture
+from rlt_lightning.demo.run import CLOCK, make_folder, read_arms, read_seeds, run_arms
+from rlt_lightning.demo.stages import StageError, Stages
+
+STAGES = {  # the folder of a stage -> what it does
+    "teacher": "train the teacher",
+    "traces": "write 512 explanations",
+    "samples": "explain one problem eight times",
+    "student": "train a student on them",
+    "sampled": "test the student on 512 problems",
+    "greedy": "test it again, without sampling",
+}
+# All that a demo writes into its folder.
+ENTRIES = {"finding.json", "finding.md", "finding.svg", "report.html", "report.log", CLOCK, f"{CLOCK}.tmp"}
+ENTRIES |= {Setting.name, *VARIATIONS}
+ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
+"start 2, add 1, times 7?". Students, which begin as the same model, learn from what
+it writes: one before RLT has trained it, one after. Nothing is downloaded."""
+
+
+def run_demo(words: Sequence[str]) -> int:
+    """Run `rlt demo` with these words and return the exit status.
+
+    It is 1 if a stage fails or the finding does not show, 2 for a mistake of the user's.
+    """
+    parser = argparse.ArgumentParser(
+        prog="rlt demo",
+        description="Show that a student learns more from a teacher that RLT has trained, in two or three "
+        "minutes on two idle CPU cores. It writes finding.json, a picture, a page, and every stage.",
+    )
+    parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/demo-<time> by default")
+    parser.add_argument("--seeds", nargs="*", default=[], help="such as 10 11 12; 0 by default")
+    parser.add_argument(
+        "--arms", nargs="*", default=[], help=f"what is compared; {' '.join(QUICK_ARMS)} by default"
+    )
+    add_switch(parser, "resume", "continue the demo in --output_dir after its finished stages")
+    add_switch(parser, "overwrite", "replace the demo in --output_dir")
+    options = parser.parse_args(words)
+    folder = Path(options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        seeds, arms = read_seeds(options.seeds, (0,)), read_arms(options.arms, QUICK_ARMS)
+        open_folder(folder, options.resume == "true", options.overwrite == "true")
+        return run(folder, seeds, arms)
+    except StageError as error:
+        print(f"rlt: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        resume = shlex.join(["rlt", "demo", *drop_switches(words, folder), "--resume", "true"])
+        print(f"\nrlt: interrupted. Finished stages are kept. To resume: {resume}", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def add_switch(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
+    """Add an option that is true or false, as those of other verbs; alone it means true."""
+    parser.add_argument(
+        f"--{name}", nargs="?", const="true", default="false", choices=("true", "false"), help=meaning
+    )
+
+
+def drop_switches(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the options of a command line that --resume continues, with the folder that it wrote to."""
+    kept: list[str] = []
+    for word in words:
+        name = word.partition("=")[0] if word.startswith("--") else None
+        if name is not None or not kept:
+            skipping = name in ("--resume", "--overwrite", "--output_dir")
+        if not skipping:
+            kept.append(word)
+    return ["--output_dir", str(folder), *kept]
+
+
+def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Make the folder, or refuse to mix two demos in one.
+
+    Raises:
+        StageError: If it holds anything and neither was asked for, or files that no demo writes.
+    """
+    make_folder(folder)
+    entries = sorted(folder.iterdir())
+    if resume or not entries:
+        return
+    if not overwrite:
+        raise StageError(
+            f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace what is "
+            "there (--overwrite true), or resume it (--resume true)."
+        )
+    if strangers := [entry.name for entry in entries if entry.name not in ENTRIES]:
+        raise StageError(
+            f"--overwrite replaces a demo and nothing else, but {folder} also holds "
+            f"{', '.join(strangers[:5])}. Choose another folder or move them away."
+        )
+    for entry in entries:
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def run(folder: Path, seeds: list[int], arms: list[str]) -> int:
+    """Run the demo, write its files and print what came out; return 1 if the finding does not show."""
+    stages = Stages(folder, describe=lambda name: describe_stage(name, len(seeds) > 1))
+    ones = [Arms(stages, Setting(), seed) for seed in seeds]
+    print(ABOUT)
+    print("\nStages, one line as each ends; with imports, the first takes half a minute:", flush=True)
+    _, seconds = run_arms(stages, ones, arms)
+    figures = collect(ones, [], arms, False, seconds)
+    page = write_results(figures, ones[0])
+    draw_picture(figures, stages.folder / "finding.svg")
+    show_explanations(ones[0])
+    print(f"\n{build_scores(figures, Setting.num_test)}")
+    wrong = failures(figures)
+    if not wrong and {"warmup", "rlt"} <= set(arms):
+        print(f"\n{compare_students(figures)}")
+    print(f"\nDone in {seconds:.0f} s:")
+    print(f"  picture   {folder / 'finding.svg'}")
+    if page:
+        print(f"  page      {folder / page.name}   (how the teacher learned)")
+    print(f"  figures   {folder / 'finding.json'}, as tables: finding.md")
+    for sentence in wrong:
+        print(f"rlt: the finding does not show: {sentence}.", file=sys.stderr)
+    print(propose_next(ones[0], folder, arms))
+    return int(bool(wrong))
+
+
+def describe_stage(name: str, several: bool) -> str:
+    """Return a line for a stage, by its folder: SETTING/SEED/ARM/STAGE."""
+    _, seed, arm, stage = name.split("/")
+    what = STAGES[stage]
+    if stage == "teacher":
+        what = "warm the teacher up" if arm == "warmup" else "train the teacher by RLT"
+    return f"{seed}: {NAMES[arm]}: {what}" if several else f"{NAMES[arm]}: {what}"
+
+
+def propose_next(one: Arms, folder: Path, arms: Sequence[str]) -> str:
+    """Return the commands that go on from here."""
+    best = "rlt" if "rlt" in arms else "warmup"
+    place = folder / one.name / best
+    lines = ["", "Next:"]
+    if best in arms:
+        lines += [
+            "  the trained teacher explains a problem of its training, the student answers another:",
+            f"    {shlex.join(['rlt', 'teach', f'{place}/teacher', '--row', '1'])}",
+            f"    {shlex.join(['rlt', 'chat', '--model.path', f'{place}/student/model'])}",
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "  the RLT stage by itself, half a minute; its last lines name the stage after it:",
+            "    rlt fit --config quickstart",
+            "  all experiments: SmolLM2 on a laptop, 7B on GPUs, your own rows:",
+            "    rlt configs",
+        ]
+    )

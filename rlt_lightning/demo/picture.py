@@ -1,0 +1,85 @@
+"""Draw the students' accuracies beside the traces that they were trained on, as SVG without matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlt_lightning.demo.figures import NAMES, interval
+from rlt_lightning.demo.page import KIND_COLORS, mean_kinds
+from rlt_lightning.run.ranking import draw_text
+
+WIDTH = 860  # pixels
+PANELS = ((220, 260), (550, 280))  # left edge and width of the accuracies and of the kinds
+TOP, ROW, BAR, BOTTOM = 40, 44, 26, 64  # heights: title, a row with its bar, axis and legend
+
+
+def draw_picture(figures: dict[str, Any], path: Path) -> None:
+    """Draw one row per arm: held-out accuracy with its 95 % interval, and the kinds of its traces.
+
+    Args:
+        figures: What `collect` returns.
+        path: File to write.
+    """
+    arms = figures["arms"]
+    bottom = TOP + ROW * len(arms)
+    parts = ['<rect width="100%" height="100%" fill="#fff"/>']
+    titles = ("held-out problems solved, %", "the traces that it was trained on, %")
+    for (left, width), title in zip(PANELS, titles, strict=True):
+        parts += [draw_text(left, TOP - 16, title, 'font-weight="600"')]
+        for percent in (0, 50, 100):
+            x = left + width * percent / 100
+            parts += [f'<path stroke="#ddd" d="M{x:.1f},{TOP - 4}V{bottom}"/>']
+            parts += [draw_text(x, bottom + 16, str(percent), 'text-anchor="middle" fill="#555"')]
+    for number, (arm, found) in enumerate(arms.items()):
+        y = TOP + ROW * number + (ROW - BAR) / 2
+        parts += [draw_text(PANELS[0][0] - 12, y + BAR / 2 + 4, NAMES[arm], 'text-anchor="end"')]
+        parts += draw_accuracy(found["accuracy"], y, "#2a6f97" if arm == "rlt" else "#9db4c0")
+        parts += draw_kinds(found["kinds"], y) if "kinds" in found else []
+    parts += draw_legend(bottom + 44)
+    height = bottom + BOTTOM
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+    head += f'height="{height}" font-family="sans-serif" font-size="13">'
+    path.write_text("\n".join([head, *parts, "</svg>\n"]), encoding="utf-8")
+
+
+def draw_accuracy(accuracies: list[float], y: float, color: str) -> list[str]:
+    """Return a bar, its interval and its figure."""
+    left, width = PANELS[0]
+    mean, half = fmean(accuracies), interval(accuracies)
+    low, high = (left + width * min(max(end, 0), 100) / 100 for end in (mean - half, mean + half))
+    middle = y + BAR / 2
+    return [
+        draw_bar(left, y, width * mean / 100, color),
+        f'<path stroke="#333" d="M{low:.1f},{middle}H{high:.1f}"/>',
+        *(f'<path stroke="#333" d="M{end:.1f},{middle - 4}v8"/>' for end in (low, high)),
+        draw_text(high + 6, middle + 4, f"{mean:.0f}", 'font-weight="600"'),
+    ]
+
+
+def draw_kinds(per_seed: list[dict[str, float]], y: float) -> list[str]:
+    """Return the shares of the kinds of traces as one stacked bar."""
+    (left, width), parts = PANELS[1], []
+    x = float(left)
+    for kind, share in mean_kinds(per_seed).items():
+        parts.append(draw_bar(x, y, width * share / 100, KIND_COLORS[kind]))
+        x += width * share / 100
+    return parts
+
+
+def draw_legend(y: float) -> list[str]:
+    """Return the colours of the kinds with their names."""
+    x, parts = PANELS[1][0], []
+    for kind, color in KIND_COLORS.items():
+        parts += [
+            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{color}"/>',
+            draw_text(x + 14, y, kind),
+        ]
+        x += 58
+    return parts
+
+
+def draw_bar(x: float, y: float, width: float, color: str) -> str:
+    """Return a horizontal bar."""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BAR}" fill="{color}"/>'
