@@ -21,6 +21,7 @@ from rlt_lightning.demo.figures import collect, difference, failures
 from rlt_lightning.demo.page import build_tables, show_explanations, write_results
 from rlt_lightning.demo.run import Job, make_folder, read_arms, read_seeds, run_arms
 from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.types import InputError
 
 RANKED_BY: dict[str, dict[str, object]] = {  # rewards by which the warm-up teacher's traces are grouped
     "groups": {},
@@ -52,13 +53,13 @@ def main() -> int:
         arms, seeds = read_arms([options.arms], ARMS), read_seeds([options.seeds], (0, 1, 2))
         named, known = options.variations.split(), VARIATIONS | FURTHER
         if unknown := [name for name in named if name not in known]:
-            raise StageError(
+            raise InputError(
                 f"--variations may name {', '.join(known)}, but names {', '.join(unknown)}. Correct it."
             )
         whole = not options.arms
         varied = {known[name]: seeds for name in named} or (choose_variations(seeds) if whole else {})
         return run(make_folder(options.output_dir), seeds, arms, varied, whole)
-    except StageError as error:
+    except (InputError, StageError) as error:
         print(f"finding: {error}", file=sys.stderr)
         return 1
 

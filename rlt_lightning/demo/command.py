@@ -17,15 +17,17 @@ from rlt_lightning.demo.page import build_scores, compare_students, show_explana
 from rlt_lightning.demo.picture import draw_picture
 from rlt_lightning.demo.run import CLOCK, make_folder, read_arms, read_seeds, run_arms
 from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.types import InputError
 
-STAGES = {  # the folder of a stage -> what it does
-    "teacher": "train the teacher",
-    "traces": "write 512 explanations",
+STAGES = {  # the folder of a stage -> what happens there
+    "teacher": "RLT, 40 iterations",
+    "traces": "explain 512 problems",
     "samples": "explain one problem eight times",
-    "student": "train a student on them",
-    "sampled": "test the student on 512 problems",
-    "greedy": "test it again, without sampling",
+    "student": "learn from these explanations",
+    "sampled": "answer 512 held-out problems",
+    "greedy": "answer them again, without sampling",
 }
+OF_STUDENTS = ("student", "sampled", "greedy")
 # All that a demo writes into its folder.
 ENTRIES = {"finding.json", "finding.md", "finding.svg", "report.html", "report.log", CLOCK, f"{CLOCK}.tmp"}
 ENTRIES |= {Setting.name, *VARIATIONS}
@@ -57,9 +59,9 @@ def run_demo(words: Sequence[str]) -> int:
         seeds, arms = read_seeds(options.seeds, (0,)), read_arms(options.arms, QUICK_ARMS)
         open_folder(folder, options.resume == "true", options.overwrite == "true")
         return run(folder, seeds, arms)
-    except StageError as error:
+    except (InputError, StageError) as error:
         print(f"rlt: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         resume = shlex.join(["rlt", "demo", *drop_switches(words, folder), "--resume", "true"])
         print(f"\nrlt: interrupted. Finished stages are kept. To resume: {resume}", file=sys.stderr)
@@ -89,19 +91,19 @@ def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
     """Make the folder, or refuse to mix two demos in one.
 
     Raises:
-        StageError: If it holds anything and neither was asked for, or files that no demo writes.
+        InputError: If it holds anything and neither was asked for, or files that no demo writes.
     """
     make_folder(folder)
     entries = sorted(folder.iterdir())
     if resume or not entries:
         return
     if not overwrite:
-        raise StageError(
+        raise InputError(
             f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace what is "
             "there (--overwrite true), or resume it (--resume true)."
         )
     if strangers := [entry.name for entry in entries if entry.name not in ENTRIES]:
-        raise StageError(
+        raise InputError(
             f"--overwrite replaces a demo and nothing else, but {folder} also holds "
             f"{', '.join(strangers[:5])}. Choose another folder or move them away."
         )
@@ -138,10 +140,9 @@ def run(folder: Path, seeds: list[int], arms: list[str]) -> int:
 def describe_stage(name: str, several: bool) -> str:
     """Return a line for a stage, by its folder: SETTING/SEED/ARM/STAGE."""
     _, seed, arm, stage = name.split("/")
-    what = STAGES[stage]
-    if stage == "teacher":
-        what = "warm the teacher up" if arm == "warmup" else "train the teacher by RLT"
-    return f"{seed}: {NAMES[arm]}: {what}" if several else f"{NAMES[arm]}: {what}"
+    who = f"{NAMES[arm]}'s student" if stage in OF_STUDENTS and arm != "base" else NAMES[arm]
+    what = "learn from uneven explanations" if (arm, stage) == ("warmup", "teacher") else STAGES[stage]
+    return f"{seed}: {who}: {what}" if several else f"{who}: {what}"
 
 
 def propose_next(one: Arms, folder: Path, arms: Sequence[str]) -> str:

@@ -136,7 +136,10 @@ def show_explanations(one: Arms) -> None:
         counts = ", ".join(f"{n} {KIND_WORDS[kind]}" for kind, n in Counter(kinds.values()).most_common())
         print(f"\n  {NAMES[arm]}: {counts}")
         rows.sort(key=lambda row: row["reward"])
-        for name, row in (("best", rows[-1]), ("worst", rows[0])):
+        shown = [("best", rows[-1]), ("worst", rows[0])]
+        if rows[0]["reasoning_trace"] == rows[-1]["reasoning_trace"]:
+            shown = [("both", rows[-1])]
+        for name, row in shown:
             print(f"    {name:5} {row['reward']:6.2f}  ({KIND_WORDS[kinds[row['trace']]]})")
             print(wrap(row["reasoning_trace"], 6))
 
@@ -153,7 +156,7 @@ def build_scores(figures: dict[str, Any], num_problems: int) -> str:
     over = f"mean of {len(figures['seeds'])} seeds" if len(figures["seeds"]) > 1 else "one seed"
     lines = [f"Held-out problems solved, in % of {num_problems} (± 95 %; {over}):", ""]
     for arm, found in figures["arms"].items():
-        name = NAMES[arm] if arm == "base" else f"student of: {NAMES[arm]}"
+        name = NAMES[arm] if arm == "base" else f"{NAMES[arm]}'s student"
         mean = fmean(found["accuracy"])
         bar = "#" * round(BAR * mean / 100)
         lines.append(f"  {name:<40.40} {plus_minus(found['accuracy']):>11}  {bar}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlt_lightning.demo.arms import ARMS, SAMPLED_ARMS, TRAINED, Arms
 from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.types import InputError
 
 Job = Callable[[], object]
 CLOCK = "seconds"  # file with what earlier starts took that were broken off
@@ -96,13 +97,13 @@ def make_folder(folder: Path) -> Path:
     """Make the folder of a run and return its absolute path.
 
     Raises:
-        StageError: If it cannot be written.
+        InputError: If it cannot be written.
     """
     folder = folder.expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StageError(
+        raise InputError(
             f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). "
             "Choose another."
         ) from error
@@ -113,11 +114,11 @@ def read_arms(words: list[str], default: Sequence[str]) -> list[str]:
     """Return the named arms, or the default if none is named.
 
     Raises:
-        StageError: If there is no such arm.
+        InputError: If there is no such arm.
     """
     names = " ".join(words).split() or list(default)
     if unknown := [name for name in names if name not in ARMS]:
-        raise StageError(f"--arms may name {', '.join(ARMS)}, but names {', '.join(unknown)}. Correct it.")
+        raise InputError(f"--arms may name {', '.join(ARMS)}, but names {', '.join(unknown)}. Correct it.")
     return list(dict.fromkeys(names))
 
 
@@ -125,9 +126,9 @@ def read_seeds(words: list[str], default: Sequence[int]) -> list[int]:
     """Return the named seeds in order, each once, or the default if none is named.
 
     Raises:
-        StageError: If one is no number.
+        InputError: If one is no number.
     """
     names = " ".join(words).split()
     if odd := [name for name in names if not name.isdecimal()]:
-        raise StageError(f"--seeds must be numbers such as 0 1 2, but names {', '.join(odd)}. Correct it.")
+        raise InputError(f"--seeds must be numbers such as 0 1 2, but names {', '.join(odd)}. Correct it.")
     return sorted(set(map(int, names))) or list(default)
