@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -48,7 +49,7 @@ def rlt(programs: Path, tmp_path: Path) -> Rlt:
             input=text,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
         assert (tmp_path / "reads").read_text() == "", words
         return done
@@ -84,11 +85,26 @@ def test_a_file_of_the_checkout_would_be_noticed(programs: Path, tmp_path: Path)
 
 def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt, tmp_path: Path) -> None:
     first = re.findall(r"^  rlt (.+)$", rlt().stdout, re.MULTILINE)
-    assert first == ["fit --config quickstart --output_dir runs/try"]
-    verbs = follow(rlt, shlex.split(first[0]))
+    assert first == ["demo", "fit --config quickstart --output_dir runs/try"]
+    verbs = follow(rlt, shlex.split(first[1]))
     assert verbs == ["fit", "report", "teach", "predict", "fit", "report", "chat", "test"]
     for config in (tmp_path / "empty").glob("runs/*/config.yaml"):
         assert str(ROOT) not in config.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt, tmp_path: Path) -> None:
+    done = rlt("demo", "--output_dir", "runs/demo")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "empty" / "runs" / "demo"
+    figures = json.loads((folder / "finding.json").read_text())
+    accuracy = {arm: found["accuracy"][0] for arm, found in figures["arms"].items()}
+    print(f"figure: accuracy in percent {accuracy}, {figures['seconds']} s")
+    assert accuracy["rlt"] > accuracy["warmup"] + 30
+    assert all(f"{value:.1f} ±" in done.stdout for value in accuracy.values())
+    assert {"finding.svg", "finding.md", "report.html"} <= {path.name for path in folder.iterdir()}
+    assert max(map(len, done.stdout.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("config", ["miniature_warmup", "miniature_grpo"])

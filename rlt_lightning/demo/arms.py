@@ -286,9 +286,10 @@ class Arms:
         """Print the figures of the gates and return whether all gates hold."""
         found, (low, high), num_overlaps = self.gates(), RIGHT_TRACES, self.num_overlaps()
         print(
-            f"{self.name}, what must hold: steps right {found['step_accuracy']:.3f} > {STEPS_RIGHT}, leaps copied "
-            f"{found['leaps_copied']:.3f} > {LEAPS_COPIED},\n    right traces of the warm-up teacher {low} < "
-            f"{found['right_traces']:.2f} < {high}, closed {found['closed']:.3f} > {CLOSED},\n"
+            f"{self.name}, what must hold: steps right {found['step_accuracy']:.3f} > {STEPS_RIGHT}, leaps "
+            f"copied {found['leaps_copied']:.3f} > {LEAPS_COPIED},\n"
+            f"    right traces of the warm-up teacher {low} < {found['right_traces']:.2f} < {high}, closed "
+            f"{found['closed']:.3f} > {CLOSED},\n"
             f"    held-out questions in a training stream: {num_overlaps} of {self.setting.num_test}",
             flush=True,
         )
