@@ -33,11 +33,11 @@ FIGURE = "figure: "  # begins a printed line that the summary repeats
 LEFT = pytest.StashKey[Counter[str]]()
 SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
 SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_devices", "test_opd_runs")
+SHARE_RANKS += ("test_dynamic_sampling", "test_students", "test_token_cache")
 LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
 LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_docs")
-LONGEST += ("test_dynamic_sampling", "test_vllm_engine", "test_cli", "test_rank_failures", "test_hub")
-LONGEST += ("test_students", "test_configs", "test_async_rollouts", "test_cross_tokenizer")
-LONGEST += ("test_evaluation", "test_python")
+LONGEST += ("test_vllm_engine", "test_cli", "test_rank_failures", "test_hub", "test_async_rollouts")
+LONGEST += ("test_cross_tokenizer", "test_configs", "test_evaluation")
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
 SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
 # Files about what people read, and about the project itself: their tests get the mark docs.

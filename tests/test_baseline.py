@@ -116,7 +116,7 @@ def test_advantages_and_gradients_are_those_without_it(
     print(f"figure: advantages differ by {difference:.1e}, gradients of up to {size:.2g} by {largest:.1e}")
 
 
-@pytest.mark.parametrize("student", ["miniature", "other"])
+@pytest.mark.parametrize("student", [full("miniature"), "other"])
 def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     student: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

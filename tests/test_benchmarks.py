@@ -17,6 +17,7 @@ from typing import Any
 import generate
 import plan
 import pytest
+from cases import full
 from commands import ROOT, Running
 from jsonargparse import capture_parser
 
@@ -89,7 +90,7 @@ def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
     checked_result(name, run_benchmark(name, output), output)
 
 
-@pytest.mark.parametrize("name", ["memory", "gpu"])
+@pytest.mark.parametrize("name", ["memory", full("gpu")])
 def test_a_benchmark_prints_before_it_draws(name: str, tmp_path: Path) -> None:
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text("")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import full
 from commands import ROOT, rlt
 
 from rlt_lightning.numerics.rewards import RLTReward
@@ -57,7 +58,7 @@ def values(text: str) -> list[list[float]]:
     return [list(map(float, cells.split())) for _, cells in sorted(rows, key=lambda row: int(row[0]))]
 
 
-@pytest.mark.parametrize("score_given", ["true", "false"])
+@pytest.mark.parametrize("score_given", [full("true"), "false"])
 def test_the_terms_and_tokens_are_those_that_predict_scores(
     score_given: str, tiny_model: str, tmp_path: Path
 ) -> None:

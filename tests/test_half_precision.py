@@ -57,9 +57,8 @@ def test_offloading_changes_nothing(runs: dict[str, Path]) -> None:
     assert largest_difference(weights(runs["zero3_offload"]), weights(runs["zero3"])) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "strategy", [full("fsdp2_bf16"), full("zero1_bf16"), "zero3_bf16", full("zero3_offload")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp2_bf16", "zero1_bf16", "zero3_bf16", "zero3_offload"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:

@@ -237,6 +237,7 @@ BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
     "pretrained": "which tokenizer a name stands for; what it holds is in the key",
+    "moved": "functions by their old names",
     "numerics.spans": "pairs of tokens, found for each completion when it is there",
     "run.metrics": "names of metrics",
 }
