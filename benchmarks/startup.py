@@ -15,7 +15,7 @@ from side_by_side import alternate, bars, benchmark_parser, finish, read_options
 GOAL = 1.25
 COMMANDS = {
     "import\nlightning": ["-c", "import lightning.pytorch, lightning.pytorch.cli"],
-    "rlt fit\n--help": ["-m", "rlt_lightning", "fit", "--help"],
+    "rlt fit\n--help-all": ["-m", "rlt_lightning", "fit", "--help-all"],
     "rlt --help": ["-m", "rlt_lightning", "--help"],
 }
 

@@ -672,9 +672,9 @@ def test_only_a_terminal_is_told_of_the_imports(
 
 
 @pytest.mark.full
-def test_fit_help_imports_neither_transformers_nor_datasets() -> None:
+def test_the_whole_help_of_fit_imports_neither_transformers_nor_datasets() -> None:
     code = (
-        "import sys; sys.argv = ['rlt', 'fit', '--help']\n"
+        "import sys; sys.argv = ['rlt', 'fit', '--help-all']\n"
         "import lightning.pytorch; before = set(sys.modules)\n"
         "from rlt_lightning.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit: pass\n"

@@ -40,7 +40,7 @@ from rlt_lightning.run.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
-VERBS = [*stages.VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
+VERBS = [*stages.TRAINER_VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 OVERLAY_OF = {"docs/serving.md": ("predict", "generate")}  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
@@ -362,7 +362,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     known |= {"runs/warmup": model} if verb == "teach" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
-    if verb in stages.VERBS and "--output_dir" not in options:
+    if verb in stages.TRAINER_VERBS and "--output_dir" not in options:
         options += ["--output_dir", str(runs / verb)]
     result = rlt(verb, *options, cwd=runs, text="What is 17 + 25?" if verb == "chat" else "")
     assert result.returncode == 0, result.stderr

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from rlt_lightning.cli.help import VERBS
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
@@ -26,12 +27,7 @@ def run_configs(words: Sequence[str]) -> None:
     Raises:
         InputError: If there is no config of that name, or a copy would replace a file.
     """
-    parser = argparse.ArgumentParser(
-        prog="rlt configs", description="List the configs of the package, show one of them, or copy it."
-    )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="such as quickstart or overlays/lora")
-    parser.add_argument("--copy", metavar="DIR", help="copy it there, with the configs of its launch line")
-    options = parser.parse_args(words)
+    options = build_configs_parser().parse_args(words)
     if options.name is None and options.copy is not None:
         raise InputError("--copy needs the name of a config: rlt configs NAME --copy DIR.")
     if options.name is None:
@@ -40,6 +36,14 @@ def run_configs(words: Sequence[str]) -> None:
         print(find_config(options.name).read_text(), end="")
     else:
         print(copy_config(options.name, Path(options.copy)))
+
+
+def build_configs_parser() -> argparse.ArgumentParser:
+    """Return the parser of `rlt configs`."""
+    parser = argparse.ArgumentParser(prog="rlt configs", description=VERBS["configs"].line)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="such as quickstart or overlays/lora")
+    parser.add_argument("--copy", metavar="DIR", help="copy it there, with the configs of its launch line")
+    return parser
 
 
 def list_configs() -> str:

@@ -22,9 +22,10 @@ from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli import ranks
+from rlt_lightning.cli.help import HELPS, VERBS
 from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
-from rlt_lightning.cli.stages import VERBS, RLTCommandLine, SaveConfig
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.cli.verbs import ExplainCommandLine, PlanCommandLine, TeachCommandLine
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.hub.push import push
@@ -41,15 +42,12 @@ from rlt_lightning.run.wandb_logger import dashboard
 from rlt_lightning.types import InputError
 
 # The verbs without a trainer.
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "export": (
-        export_checkpoint,
-        "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
-    ),
-    "dashboard": (dashboard, "Save a W&B workspace that shows all metrics of a project's runs by iteration."),
-    "chat": (chat, "Ask a trained student in the terminal; what is piped in is one question."),
-    "push": (push, "Publish a run's model, or with --data its distillation set, on the Hugging Face hub."),
-    "report": (report, "Write one page of runs, RUN_DIR [RUN_DIR ...]: curves, completions, token by token."),
+COMMANDS: dict[str, Callable[..., None]] = {
+    "export": export_checkpoint,
+    "dashboard": dashboard,
+    "chat": chat,
+    "push": push,
+    "report": report,
 }
 
 COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine, "teach": TeachCommandLine}
@@ -78,7 +76,7 @@ def run() -> int:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and sys.argv[1] not in VERBS:
+        if isinstance(error, BrokenPipeError) and sys.argv[1] not in TRAINER_VERBS:
             # The reader has closed the pipe; Python must not try to write the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
@@ -103,15 +101,15 @@ def run() -> int:
 
 def run_command(verb: str) -> int:
     """Run a verb that has no trainer, and return the exit status."""
-    function, description = COMMANDS[verb]
     readers = {"report": read_folders, "push": read_run}
     auto_cli(
-        function,
+        COMMANDS[verb],
         args=readers.get(verb, list)(sys.argv[2:]),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
-        description=description,
+        usage=f"rlt {verb} {VERBS[verb].usage}",
+        description=VERBS[verb].line,
     )
     return 0
 
@@ -129,7 +127,7 @@ def read_run(words: list[str]) -> list[str]:
     Raises:
         InputError: If not one run is named.
     """
-    following = [*words[1:], ""]
+    following = [*words[1:], ""][: len(words)]
     is_switch = [
         word == "--data" and after not in ("true", "false")
         for word, after in zip(words, following, strict=True)
@@ -137,11 +135,11 @@ def read_run(words: list[str]) -> list[str]:
     switched = [f"{word}=true" if switch else word for word, switch in zip(words, is_switch, strict=True)]
     folders, options = split_words(switched)
     others = [word for option in options for word in option]
-    if not folders and {"--help", "-h"} & set(others):
+    if not folders and {*HELPS, "--help-all"} & set(others):
         return others
     if len(folders) != 1:
         came = ", ".join(folders) or "none"
-        raise InputError(f"rlt push takes one run, but got {came}: rlt push RUN [--data] --repo_id USER/NAME")
+        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'].usage}")
     return [f"--run_dir={folders[0]}", *others]
 
 

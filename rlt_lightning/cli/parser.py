@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
+from rlt_lightning.cli.help import HELPS
 from rlt_lightning.engines import Engine
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.run.shipped import find_config
@@ -153,9 +154,20 @@ class OneLineParser(LightningArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *others: Any, **options: Any
     ) -> Namespace:
-        """Parse a command line; the name of a shipped config stands for its file."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_args(replace_config_names(words), *others, **options)
+        """Parse a command line; the name of a shipped config stands for its file.
+
+        `--help` shows what most people set, `--help-all` the parser's own help.
+        """
+        words = replace_config_names(sys.argv[1:] if args is None else args)
+        # The parser of a verb gets the --help that --help-all has become.
+        if HELPS & set(words) and getattr(self, "parent_parser", None) is None:
+            # `rlt fit --help` without a config has been answered by __main__.
+            from rlt_lightning.cli.options import print_config
+
+            print_config(self, sys.argv[1], [word for word in words if word not in HELPS])
+            sys.exit(0)
+        words = ["--help" if word == "--help-all" else word for word in words]
+        return super().parse_args(words, *others, **options)
 
     def error(self, message: str, *args: Any) -> NoReturn:
         """Print the innermost reason and exit with status 2."""

@@ -28,6 +28,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 
 from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.cli import next_steps, ranks
+from rlt_lightning.cli.help import VERBS
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.modules import EvaluationModule
@@ -41,7 +42,7 @@ from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package
 from rlt_lightning.version import __version__
 
-VERBS: dict[str, set[str]] = {
+TRAINER_VERBS: dict[str, set[str]] = {
     "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
     "validate": {"model", "dataloaders", "datamodule"},
     "predict": {"model", "dataloaders", "datamodule"},
@@ -112,8 +113,8 @@ class RLTCommandLine(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the verbs, or only the one that the command line names: building a parser takes time."""
-        named = [verb for verb in VERBS if verb in sys.argv[1:2]]
-        return {verb: VERBS[verb] for verb in named or VERBS}
+        named = [verb for verb in TRAINER_VERBS if verb in sys.argv[1:2]]
+        return {verb: TRAINER_VERBS[verb] for verb in named or TRAINER_VERBS}
 
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
@@ -125,6 +126,11 @@ class RLTCommandLine(LightningCLI):
         else:
             self._model_class, self._datamodule_class = PolicyModule, StratosDataModule
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        typed = sys.argv[1]
+        parser.description, parser.usage = VERBS[typed].line, f"rlt {typed} {VERBS[typed].usage}"
+        for group in parser._action_groups:
+            if any(action.dest == "ckpt_path" for action in group._group_actions):
+                group.title = f"Further arguments of Lightning's Trainer.{subcommand}"  # else its docstring
         if subcommand == "test":
             parser.set_defaults({"verbose": False})  # the table says it
         return parser

@@ -26,8 +26,9 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
+from rlt_lightning.cli.help import HELPS
 from rlt_lightning.cli.parser import replace_config_names, split_words
-from rlt_lightning.cli.stages import VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
@@ -73,7 +74,7 @@ class SharedSettingsCommandLine(RLTCommandLine):
     @classmethod
     def subcommands(cls) -> dict[str, set[str]]:
         """Return the other verb, whose parser this one uses."""
-        return {cls.settings_verb: VERBS[cls.settings_verb]}
+        return {cls.settings_verb: TRAINER_VERBS[cls.settings_verb]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the further options."""
@@ -207,7 +208,6 @@ class TeachCommandLine(OneProblemCommandLine):
 
     def build_words(self, given: list[str]) -> list[str]:
         """Return the options of `rlt predict` for a teacher, in the order of the drawing above."""
-        self.shared_parser.usage = f"{USAGE} [options]"
         bare, options = split_words(given)
         if len(bare) > 1:
             raise InputError(
@@ -218,7 +218,7 @@ class TeachCommandLine(OneProblemCommandLine):
         names = {name for name, _ in named}
         configs = [option for name, option in named if name in ("--config", "-c")]
         others = [option for name, option in named if name not in ("--config", "-c")]
-        if not (bare or configs or names & {"--help", "-h", "--model"}):
+        if not (bare or configs or names & {*HELPS, "--help-all", "--model"}):
             raise InputError(
                 f"rlt teach needs a teacher: {USAGE}. It is a run, a model folder, a hub id, miniature or "
                 "smollm2-135m."

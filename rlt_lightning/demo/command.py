@@ -41,19 +41,7 @@ def run_demo(words: Sequence[str]) -> int:
 
     It is 1 if a stage fails or the finding does not show, 2 for a mistake of the user's.
     """
-    parser = argparse.ArgumentParser(
-        prog="rlt demo",
-        description="Show that a student learns more from a teacher that RLT has trained, in two or three "
-        "minutes on two idle CPU cores. It writes finding.json, a picture, a page, and every stage.",
-    )
-    parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/demo-<time> by default")
-    parser.add_argument("--seeds", nargs="*", default=[], help="such as 10 11 12; 0 by default")
-    parser.add_argument(
-        "--arms", nargs="*", default=[], help=f"what is compared; {' '.join(QUICK_ARMS)} by default"
-    )
-    add_switch(parser, "resume", "continue the demo in --output_dir after its finished stages")
-    add_switch(parser, "overwrite", "replace the demo in --output_dir")
-    options = parser.parse_args(words)
+    options = build_demo_parser().parse_args(words)
     folder = Path(options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         seeds, arms = read_seeds(options.seeds, (0,)), read_arms(options.arms, QUICK_ARMS)
@@ -66,6 +54,23 @@ def run_demo(words: Sequence[str]) -> int:
         resume = shlex.join(["rlt", "demo", *drop_switches(words, folder), "--resume", "true"])
         print(f"\nrlt: interrupted. Finished stages are kept. To resume: {resume}", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def build_demo_parser() -> argparse.ArgumentParser:
+    """Return the parser of `rlt demo`."""
+    parser = argparse.ArgumentParser(
+        prog="rlt demo",
+        description="Show that a student learns more from a teacher that RLT has trained, in two or three "
+        "minutes on two idle CPU cores. It writes finding.json, a picture, a page, and every stage.",
+    )
+    parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/demo-<time> by default")
+    parser.add_argument("--seeds", nargs="*", default=[], help="such as 10 11 12; 0 by default")
+    parser.add_argument(
+        "--arms", nargs="*", default=[], help=f"what is compared; {' '.join(QUICK_ARMS)} by default"
+    )
+    add_switch(parser, "resume", "continue the demo in --output_dir after its finished stages")
+    add_switch(parser, "overwrite", "replace the demo in --output_dir")
+    return parser
 
 
 def add_switch(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:

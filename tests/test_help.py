@@ -1,0 +1,148 @@
+"""What `--help` shows: one screen of what most people set, read off the parsers, at once."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import full
+from commands import ROOT, rlt
+
+from rlt_lightning.cli import help as screens
+from rlt_lightning.cli.help import TABLE, VERBS, list_options, suggest_option, suggest_verb
+
+MOST_LINES = 60
+
+
+def test_every_common_option_exists() -> None:
+    missing = {
+        verb: sorted({*VERBS[verb].common} - {option.name for option, _ in list_options(verb)})
+        for verb in VERBS
+    }
+    assert not any(missing.values()), missing
+    assert all(VERBS[verb].common for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_is_one_screen(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    screens.print_screen(verb)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= MOST_LINES
+    assert lines[0] == f"usage: rlt {verb} {VERBS[verb].usage}"
+    assert lines[2] == VERBS[verb].line
+    assert lines[-1] == f"all options: rlt {verb} --help-all"
+    options = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert [*dict.fromkeys(line.removeprefix("--").partition("=")[0] for line in options)]
+    assert {line.removeprefix("--").partition("=")[0] for line in options} == {*VERBS[verb].common}
+    assert max(map(len, lines)) <= screens.COLUMNS
+
+
+def test_help_of_a_verb_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['rlt', 'fit', '--help']; import rlt_lightning.__main__ as m; m.main()\n"
+        "heavy = {'torch', 'lightning', 'jsonargparse', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "--model.group_size=8 " in done.stdout
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    screens.print_main_help()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= MOST_LINES
+    for name, verb in VERBS.items():
+        assert f"  rlt {name:10} {verb.line}" in lines
+
+
+@pytest.mark.docs
+def test_the_table_of_options_is_that_of_the_parsers() -> None:
+    write_table = runpy.run_path(str(ROOT / "scripts/options.py"))["write_table"]
+    assert TABLE.read_text() == write_table(), "run `python scripts/options.py`"
+    assert json.loads(TABLE.read_text())["verbs"].keys() == VERBS.keys()
+
+
+def test_help_with_a_config_shows_its_classes_and_values() -> None:
+    done = rlt("fit", "--config", "quickstart", "--help")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= MOST_LINES
+    for setting in ("model.optimizer.lr=0.0002", "data.source=chains", "trainer.max_steps=40"):
+        assert any(line.startswith(f"* --{setting} ") for line in lines), setting
+    assert any(line.startswith("  --model.reward.kl_weight=3.0 ") for line in lines)
+    assert "model: RLTModule" in lines
+    assert "SFTModule" not in done.stdout
+    assert any("max_staleness" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("verb", "config"), [("test", "evaluate"), full("plan", "teacher_rlt"), full("teach", "rank")]
+)
+def test_help_with_any_config_is_one_screen(verb: str, config: str) -> None:
+    overlays = ["--config", "overlays/zero3_8gpu"] if verb == "plan" else []
+    done = rlt(verb, "--config", config, *overlays, "--help")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["push"], "push RUN [--data] --repo_id USER/NAME"),
+        full(["report"], "report RUN_DIR [RUN_DIR ...] [--output FILE]"),
+        (["teach"], "teach RUN_OR_FOLDER --question '…' --solution '…'"),
+    ],
+)
+def test_help_all_is_the_parsers_own(words: list[str], usage: str) -> None:
+    done = rlt(*words, "--help-all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: rlt {usage}")
+    assert "Run inference on your data" not in done.stdout
+    assert "--print_config" in done.stdout
+
+
+def test_a_users_own_class_is_shown_with_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from rlt_lightning.numerics import RLTReward\n\n\n"
+        "class OwnReward(RLTReward):\n"
+        '    """Mine.\n\n    Args:\n        joy: How glad it is.\n    """\n\n'
+        "    def __init__(self, joy: float = 2.5) -> None:\n        super().__init__()\n"
+    )
+    done = rlt("fit", "--config", "quickstart", "--model.reward=own.OwnReward", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "* --model.reward=OwnReward" in done.stdout
+    assert "reward.joy" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.group_sise", "model.group_size"),
+        ("modle.group_size", "model.group_size"),
+        ("group_size", "model.group_size"),
+        ("max_steps", "trainer.max_steps"),
+        ("lr", "model.optimizer.lr"),
+        ("model.optimizer.lrr", "model.optimizer.lr"),
+        ("modle", "model"),
+        ("rollouts.sampling.temprature", "rollouts.sampling.temperature"),
+        ("data.sources", "data.source"),
+        ("model.reward.kl_wieght", "model.reward.kl_weight"),
+    ],
+)
+def test_a_misspelled_option_is_found(name: str, expected: str) -> None:
+    assert suggest_option(name, [option.name for option, _ in list_options("fit")])[0] == expected
+
+
+def test_nothing_near_is_suggested_for_another_word() -> None:
+    assert suggest_option("zzzz", ["model.group_size", "trainer.max_steps"]) == []
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("fitt", "fit"), ("reprot", "report"), ("train", "fit")])
+def test_a_misspelled_verb_is_found(typed: str, meant: str) -> None:
+    line = suggest_verb(typed)
+    assert f"Did you mean rlt {meant}?" in line
+    assert all(verb in line for verb in VERBS)
