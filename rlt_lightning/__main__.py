@@ -42,6 +42,8 @@ def main() -> None:
     # The classes and values of a config are known to its parser only.
     names_config = any(word.startswith(("-c", "--config")) for word in words)
     asks_help = not names_config and HELPS & set(words)
+    if verb in ("demo", "configs"):
+        words = ["--help" if word == "--help-all" else word for word in words]
     if verb == "demo" and not asks_help:
         sys.exit(run_demo(words))
     if verb == "configs" or asks_help:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
-import sys
 import types
 from argparse import Action, ArgumentParser
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from jsonargparse import ActionConfigFile, Namespace, capture_parser
+from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 import rlt_lightning
@@ -41,13 +40,13 @@ KINDS: dict[Any, str] = {bool: "true|false", int: "INT", float: "FLOAT", str: "S
 OTHER_ACTIONS = ("_HelpAction", "_ActionHelpClassPath", "_ActionConfigLoad", "_ActionPrintConfig")
 
 
-def make_table(light: dict[str, ArgumentParser]) -> dict[str, Any]:
+def make_table(parsers: dict[str, ArgumentParser]) -> dict[str, Any]:
     """Return the content of options.json: the options of every verb, and of the classes that they take.
 
     Args:
-        light: The parsers of the verbs that import nothing heavy.
+        parsers: The parser of each verb.
     """
-    verbs = {verb: read_options(light.get(verb) or make_parser(verb)) for verb in VERBS}
+    verbs = {verb: read_options(parser) for verb, parser in parsers.items()}
     classes: dict[str, list[Option]] = {}
     wanted = [path for options in verbs.values() for option in options for path in option.classes]
     for path in wanted:  # which grows
@@ -68,19 +67,6 @@ def format_table(table: dict[str, Any]) -> str:
             owners.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
         parts.append(f" {json.dumps(title)}: {{\n" + ",\n".join(owners) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def make_parser(verb: str) -> ArgumentParser:
-    """Return the parser of a verb."""
-    from rlt_lightning.cli.main import COMMAND_LINES, run
-
-    before, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb in ("teach", "push") else [])]
-    try:
-        parser = capture_parser(run)
-    finally:
-        sys.argv = before
-    shared = COMMAND_LINES.get(verb)
-    return find_verb_parser(parser, shared.settings_verb if shared else verb)
 
 
 def find_verb_parser(parser: Any, verb: str | None) -> ArgumentParser:
