@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.packed import HeadOptions
@@ -425,6 +426,30 @@ def test_reference_moves_by_alpha_every_n_steps(tiny_model: str, tmp_path: Path)
         torch.testing.assert_close(reference, 0.9 * policy + 0.1 * initial[name])
         assert not reference.requires_grad
     assert (tmp_path / "reference" / "step=000002" / "model.safetensors").is_file()
+
+
+def test_a_resumed_run_has_the_reference_that_had_moved(tiny_model: str, tmp_path: Path) -> None:
+    class AtStart(Callback):
+        """Keeps the reference before the first step."""
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            weights = pl_module.reference.model.state_dict()
+            self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+
+    checkpoint, moved = tmp_path / "checkpoints" / "step=000001.ckpt", module(tiny_model)
+    options: dict[str, Any] = {"plugins": [FolderCheckpointIO()]}
+    first = trainer(tmp_path, rollout_callback(4), ReferenceSync(every_n_steps=1), **options)
+    first.fit(moved, datamodule=data(tiny_model, tmp_path))
+    first.save_checkpoint(checkpoint)
+    start, sync = AtStart(), ReferenceSync(every_n_steps=5)
+    resumed = trainer(tmp_path, rollout_callback(4), sync, start, steps=2, **options)
+    resumed.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path), ckpt_path=str(checkpoint))
+    assert moved.reference is not None
+    expected = moved.reference.model.state_dict()
+    given = module(tiny_model).load(tiny_model, "float32").model.state_dict()
+    assert any((expected[name] != tensor).any() for name, tensor in given.items())
+    assert start.weights.keys() == expected.keys()
+    assert all(torch.equal(start.weights[name], tensor) for name, tensor in expected.items())
 
 
 def test_without_kl_penalty_no_reference_is_held(tiny_model: str, tmp_path: Path) -> None:
