@@ -65,7 +65,7 @@ test-benchmarks: setup
 prove: setup setup-vllm
 	$(PYTEST) -m slow
 
-# Runs the benchmarks and puts their figures into README.md and docs/: an hour on an idle machine with 24 GB.
+# Runs the benchmarks and puts their figures into docs/: an hour on an idle machine with 24 GB.
 benchmarks: setup
 	scripts/benchmarks.sh
 

@@ -36,6 +36,7 @@ from tiny import TINY, tiny_options
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
 from rlt_lightning.cli.parser import split_words
+from rlt_lightning.demo.command import build_demo_parser
 from rlt_lightning.run.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
@@ -125,6 +126,9 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         find_config(STANDS_FOR.get(options[0], options[0]) if options else "quickstart")
         return
     if verb == "report":  # names folders that must exist: run by the test of the first page
+        return
+    if verb == "demo":  # run by tests/test_install.py
+        build_demo_parser().parse_args(options)
         return
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [str(files / option) if (files / option).is_file() else option for option in options]
@@ -451,7 +455,11 @@ def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> N
         pytest.importorskip("trl", reason="needs TRL: make setup")
     with worker_of(tiny_model, dev_mode=False) as worker:
         code = block.text
-        names = {"runs/student_sft/model": tiny_model, "http://127.0.0.1:8000": worker.url}
+        names = {
+            "runs/student_sft/model": tiny_model,
+            "smollm2-135m": tiny_model,
+            "http://127.0.0.1:8000": worker.url,
+        }
         for name, value in (names | SMALLER).items():
             code = code.replace(name, value)
         path = os.pathsep.join(map(str, (ROOT, page_files(block.page, tmp_path))))

@@ -1,4 +1,4 @@
-"""Figures in README.md and docs/ are those of the files that benchmarks wrote: docs/benchmarks/*.json."""
+"""Figures in docs/ are those of the files that benchmarks wrote: docs/benchmarks/*.json."""
 
 from __future__ import annotations
 
