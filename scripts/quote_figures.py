@@ -18,7 +18,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PLACE = re.compile(r"\{(?:(\w+) )?([^/{}]+)/([^{}:]+):([^{}]+)\}")  # unit, file, keys, format
-NUMBER = r"(?:[0-9a-f]{7}|\d{4}-\d\d-\d\d|-?\d[\d.]*(?:e[-+]?\d+)?|–)"  # a commit, a date or a figure; – is not measured yet
+# What a place in a page may hold: a commit, a date or a figure; – is not measured yet.
+NUMBER = r"(?:[0-9a-f]{7}|\d{4}-\d\d-\d\d|-?\d[\d.]*(?:e[-+]?\d+)?|–)"
 UNITS: dict[str | None, Callable[[float], float]] = {
     None: lambda value: value,
     "gib": lambda value: value / 2**30,
