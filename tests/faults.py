@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +16,15 @@ from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.types import Completion, InputError
 
+PAUSE_S = 3.0
+
 
 class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
-    The kinds: bug, mistake (of the user's), kill, hang; and "bug while the other sleeps", where the other
-    rank sits in what never returns, like a collective of NCCL. `life`: only after so many restarts.
+    The kinds: bug, mistake (of the user's), kill, hang, pause (once); and "bug while the other sleeps",
+    where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so many
+    restarts.
     """
 
     def __init__(self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None) -> None:
@@ -49,6 +53,9 @@ class Fault(Callback):
             raise InputError(f"The test must pass, but rank {self.rank} was told to fail. Ignore it.")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "pause":
+            self.step = sys.maxsize
+            return time.sleep(PAUSE_S)
         time.sleep(3600)
 
 

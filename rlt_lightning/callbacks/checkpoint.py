@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
+from rlt_lightning.callbacks.interrupt import Interrupt, Interrupted
 from rlt_lightning.checkpoints.folder import (
     discard,
     discard_unfinished,
@@ -22,7 +23,7 @@ from rlt_lightning.checkpoints.folder import (
     read_best,
     write_best,
 )
-from rlt_lightning.console import announce_writing
+from rlt_lightning.console import announce, announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.models.weights import trained_parameters, weights_size
@@ -34,7 +35,9 @@ from rlt_lightning.types import InputError
 class Checkpoint(ModelCheckpoint):
     """Keep the newest checkpoints and the best: weights, optimizer, schedule and data position.
 
-    `best.json` beside them names the best. A score counts only if its step has a checkpoint.
+    `best.json` beside them names the best. A score counts only if its step has a checkpoint. The first Ctrl-C
+    of a fit writes one after the iteration and stops; a validation that a kill has prevented after a
+    checkpoint is made up for on resume.
 
     Args:
         every_n_train_steps: Optimizer steps between checkpoints; a crash costs at most so many.
@@ -70,6 +73,11 @@ class Checkpoint(ModelCheckpoint):
         self.best_metric = monitor
         self.best_mode = mode
         self.best: dict[str, Any] = {}  # what best.json holds
+        self.interrupt = Interrupt()
+        # Whether the checkpoint that training resumes from was followed by a validation, as far as it knows.
+        self.owes_validation = False
+        # Whether a validation has come since the last iteration ended.
+        self.has_validated = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -90,14 +98,33 @@ class Checkpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
-        self.best = read_best(self.folder)
-        if self.best.get("step", 0) > trainer.global_step or self.best.get("monitor") != self.best_metric:
-            self.best = {}
+        said = (
+            "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
+        )
+        self.interrupt.listen(said if trainer.is_global_zero else "")
+        self._resume_best(trainer)
         keeps_all = self.save_top_k == -1
         self.superseded = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
         if self.is_evaluated and self._is_written(trainer.global_step):
             # A kill may have come between this checkpoint and best.json.
             self._consider(trainer, self.resumed_metrics.get(str(self.best_metric), math.nan))
+
+    def _resume_best(self, trainer: Trainer) -> None:
+        """Read which checkpoint is the best, unless this run monitors something else, or began before it."""
+        self.best = read_best(self.folder)
+        if self.best.get("step", 0) > trainer.global_step or self.best.get("monitor") != self.best_metric:
+            self.best = {}
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Validate what a killed run has not, and stop after a Ctrl-C during a validation."""
+        if self.owes_validation:
+            self._make_up_validation(trainer)
+        if self.has_validated:
+            self.has_validated = False
+            self._stop_if_asked(trainer, pl_module)
 
     @override
     def on_train_batch_end(
@@ -113,18 +140,63 @@ class Checkpoint(ModelCheckpoint):
             self.superseded = []
         if self.is_evaluated and self.best_metric in pl_module.step_metrics:  # type: ignore[operator]
             self._consider(trainer, float(trainer.callback_metrics[str(self.best_metric)]))
+        if trainer.global_step < pl_module.total_steps():  # type: ignore[operator]
+            self._stop_if_asked(trainer, pl_module)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Record whether a validation follows: a kill may come between the two."""
+        checkpoint["validation_follows"] = is_validation_next(trainer)
 
     @override
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember the score of the checkpoint that training resumes from."""
+        """Remember the score of the checkpoint to resume from, and whether a validation follows it."""
         self.resumed_metrics = checkpoint.get("step_metrics", {})
+        self.owes_validation = checkpoint.get("validation_follows", False)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.interrupt.end()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate what a run has not that was killed after its last checkpoint: it has no step to train."""
+        if self.owes_validation:
+            self._resume_best(trainer)
+            self._make_up_validation(trainer)
+
+    def _make_up_validation(self, trainer: Trainer) -> None:
+        """Run the validation of the step that training resumes from, unless metrics.csv has its figures."""
+        self.owes_validation = False
+        rows = [
+            log.rows.get(trainer.global_step, {}) for log in trainer.loggers if isinstance(log, MetricsCSV)
+        ]
+        is_missing = bool(rows) and not any("/val_" in name for row in rows for name in row)
+        if not trainer.strategy.broadcast(is_missing):
+            return
+        announce(f"validating iteration {trainer.global_step}, after which the run was stopped")
+        run_validation(trainer)
+
+    def _stop_if_asked(self, trainer: Trainer, pl_module: Any) -> None:
+        """After a Ctrl-C on any rank, write the last finished iteration and stop on all ranks.
+
+        Raises:
+            Interrupted: If it has come.
+        """
+        if pl_module.on_any_rank(self.interrupt.asked):
+            self._save_finished_iteration(trainer)
+            raise Interrupted(f"The run stopped after iteration {trainer.global_step}.")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name this step's checkpoint as the best if its score is, then delete the former best."""
         super().on_validation_end(trainer, pl_module)
+        self.has_validated = True
         if self.best_metric is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         if self.is_evaluated:
@@ -216,16 +288,43 @@ class Checkpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """When sampling fails, save the last finished iteration, whatever `every_n_train_steps` is."""
-        if not isinstance(exception, EngineError) or trainer.state.fn != TrainerFn.FITTING:
-            return
+        self.interrupt.end()
+        if isinstance(exception, EngineError) and trainer.state.fn == TrainerFn.FITTING:
+            self._save_finished_iteration(trainer)
+
+    def _save_finished_iteration(self, trainer: Trainer) -> None:
+        """Write a checkpoint of the last finished iteration, unless there is one or none was finished."""
         loader: Any = trainer.train_dataloader
-        if loader is None or not loader.in_use:
-            return  # no iteration was finished since the checkpoint that the run started from
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.ready > progress.completed:  # this batch was served and not trained on: serve it again
+        step = trainer.global_step
+        if loader is None or not loader.in_use or self._last_global_step_saved == step:
+            return
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        # This batch was served and not trained on: serve it again.
+        if progress.current.ready > progress.current.processed:
             loader.rewind()
-        self.save_on_exception = True
-        super().on_exception(trainer, pl_module, exception)
+            for count in (progress.current, progress.total):
+                count.ready = count.started = count.processed
+        self._save_checkpoint(trainer, str(self.folder / name_checkpoint(step)))
+
+
+def is_validation_next(trainer: Trainer) -> bool:
+    """Return whether Lightning validates after the iteration that has just been trained."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    progress: Any = loop.batch_progress.current
+    if fetcher is None or progress.ready != progress.processed or not sum(trainer.num_val_batches):
+        return False
+    return bool(trainer.enable_validation and loop._should_check_val_fx(fetcher))
+
+
+def run_validation(trainer: Trainer) -> None:
+    """Validate in the middle of a fit, as Lightning does after an iteration."""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    first_iteration, stage = connector._first_loop_iter, trainer.state.stage
+    loop.restarting = False
+    trainer.validating = True
+    loop.run()
+    trainer.state.stage = stage
+    connector._first_loop_iter = first_iteration
 
 
 class MetricsResume(Callback):
@@ -267,6 +366,14 @@ class MetricsResume(Callback):
         """Resume a run that was killed after its last checkpoint: it has no step to train any more."""
         if not self.has_resumed:
             self._resume(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the row of the iteration after which Ctrl-C has stopped the run: Lightning logs it later."""
+        if isinstance(exception, Interrupted):
+            for logger in trainer.loggers:
+                if isinstance(logger, MetricsCSV):
+                    logger.log_metrics(self.last_row, trainer.global_step)
 
     def _resume(self, trainer: Trainer) -> None:
         self.has_resumed = True

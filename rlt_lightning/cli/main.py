@@ -2,13 +2,14 @@
 
 2    a mistake of the user's: one line that says what to do
 1    anything else: a traceback, or the line of the rank that failed first
-130  interrupted, 143 terminated: the line says how to resume
+130  interrupted by Ctrl-C, 143 terminated: the line says how to resume
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -18,11 +19,13 @@ from pathlib import Path
 from jsonargparse import auto_cli
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import HELPS, VERBS
+from rlt_lightning.cli.next_steps import find_program
 from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
@@ -87,6 +90,12 @@ def run() -> int:
         remove_empty_folders()
         ranks.fail_run(error)
         raise
+    except Interrupted as stop:
+        ranks.end_run()
+        if find_global_rank():
+            return 0  # rank 0 says how the run has ended
+        print(f"rlt: interrupted. {stop} {explain_resume()}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except SystemExit as ending:
         terminated = isinstance(ending, SIGTERMException)
         if not terminated and ending.code != 1:
@@ -144,14 +153,28 @@ def read_run(words: list[str]) -> list[str]:
 
 
 def explain_resume() -> str:
-    """Return what a stopped run has left, and the options that resume it."""
+    """Return what a stopped run has left, and the command that resumes it."""
     folder = RLTCommandLine.run_folder
     found = [] if folder is None else list_checkpoints(folder / "checkpoints")
     if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
-        return f"What is finished is kept. To resume: --output_dir {folder} --resume true"
-    if not found:
+        return f"What is finished is kept. To resume: {build_resume_command(folder)}"
+    if folder is None or not found:
         return "No checkpoint was written."
-    return f"The newest checkpoint is {found[-1]}. To resume: --output_dir {folder} --resume true"
+    return f"The newest checkpoint is {found[-1]}. To resume: {build_resume_command(folder)}"
+
+
+def build_resume_command(folder: Path) -> str:
+    """Return the command that was given, with the options that resume the run in a folder.
+
+    How a launcher, such as torchrun, has started it is not known: these are the words after it.
+    """
+    flags = [word for word in sys.argv[2:] if word in ("-v", "--verbose")]
+    _, options = split_words([word for word in sys.argv[2:] if word not in flags])
+    replaced = ("--output_dir", "--resume", "--overwrite", "--ckpt_path")
+    kept = [
+        word for option in options if option[0].partition("=")[0] not in replaced for word in option
+    ] + flags
+    return shlex.join([find_program(), sys.argv[1], *kept, "--output_dir", str(folder), "--resume", "true"])
 
 
 def format_warning(

@@ -63,6 +63,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
+from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.console import announce
 from rlt_lightning.engines import EngineError
 from rlt_lightning.gloo import LOOPBACK
@@ -457,8 +458,8 @@ class FailureReport(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # All ranks get an EngineError together, and may yet write a checkpoint together.
-        if watch is not None and not isinstance(exception, EngineError):
+        # All ranks get these two together: of an EngineError they may yet write a checkpoint together.
+        if watch is not None and not isinstance(exception, EngineError | Interrupted):
             watch.reports.append(describe_failure(exception, watch.rank))
 
 

@@ -38,6 +38,7 @@ from rlt_lightning.callbacks import (
     ScoreWriter,
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
+from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
@@ -148,9 +149,20 @@ class Trainer(lightning.pytorch.Trainer):
 
         Returns:
             What the run has learned, the same on every rank: its figures first and last, and warnings.
+
+        Raises:
+            KeyboardInterrupt: After Ctrl-C, once the iteration is finished and its checkpoint written. A
+                second Ctrl-C ends the process.
         """
-        with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+        try:
+            with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
+                super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+        except Interrupted as stop:
+            if self._opened is not None:
+                raise  # `rlt` says how to resume
+            raise KeyboardInterrupt(
+                f"{stop} To resume it: Trainer({str(self.output_dir)!r}, resume=True)"
+            ) from None
         folder = Path(self.default_root_dir)
         # Only rank 0 is sure to see the files that it has just written.
         found = read_fit_result(folder) if self.is_global_zero else FitResult(folder)
