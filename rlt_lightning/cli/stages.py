@@ -77,7 +77,12 @@ class SaveConfig(SaveConfigCallback):
         scratch = path.with_suffix(".tmp")
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
-        self.parser.save(self.forget_resumption(path.parent), str(scratch), **options)
+        config = self.forget_resumption(path.parent)
+        if stage == "fit":
+            # What a start shows is no setting of the run; `rlt explain` and predict, which read this file,
+            # have no such option.
+            del config["verbose"]
+        self.parser.save(config, str(scratch), **options)
         scratch.replace(path)
         write_entries(path.parent)
         settings = redact(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
