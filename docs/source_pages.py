@@ -58,7 +58,9 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links to the files into links to their pages."""
+    """Turn the links to the files into links to their pages; let the search list the reference after the guides."""
+    if page.file.src_uri.startswith("api/"):
+        page.meta["search"] = {"boost": 0.1}
     if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
         return markdown
     return LINK.sub(r"](source/\1.md)", markdown)
