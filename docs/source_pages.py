@@ -58,7 +58,7 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links to the files into links to their pages. The search lists the reference after the guides."""
+    """Turn links to the files into links to their pages; the search lists the reference after the guides."""
     if page.file.src_uri.startswith("api/"):
         page.meta["search"] = {"boost": 0.1}
     if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
