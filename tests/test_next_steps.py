@@ -93,6 +93,7 @@ def config_of(task: str, **model: object) -> Namespace:
     sampling = Namespace(temperature=0.7, max_completion_length=16384)
     return Namespace(
         output_dir="runs/one",
+        trainer=Namespace(callbacks=None),
         data=Namespace(init_args=data),
         model=Namespace(init_args=Namespace(trust_remote_code=False, **model)),
         rollouts=Namespace(sampling=sampling),
@@ -110,8 +111,9 @@ def test_on_gpus_the_recipe_goes_on_with_the_recipe(monkeypatch: pytest.MonkeyPa
     warmed_up = config_of("teacher_sft", pretrained="Qwen/Qwen2.5-7B-Instruct")
     text = next_steps.propose_after_fit(warmed_up, False, examples)
     assert text is not None
-    assert "--config teacher_rlt --model.teacher runs/one/model --data.source bespoke" in text
+    assert "--config teacher_rlt --model.teacher runs/one/model --data.tags" in text
     assert "--model.student" not in text
+    assert "--data.source" not in text  # the config's own
     trained = config_of("rlt", teacher="runs/zero/model", student="bespokelabs/Bespoke-Stratos-7B")
     text = next_steps.propose_after_fit(trained, False, stored())
     assert text is not None
@@ -127,6 +129,7 @@ def test_every_proposal_is_read_in_an_empty_folder(
     task: str, on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(next_steps, "context_length", lambda *_: 8192)
+    monkeypatch.setattr("sys.argv", ["rlt"])
     monkeypatch.chdir(tmp_path)
     of_rl = {"teacher": "Qwen/Qwen2.5-7B-Instruct", "student": "bespokelabs/Bespoke-Stratos-7B"}
     models = {"pretrained": "Qwen/Qwen2.5-7B-Instruct"} if task.endswith("sft") else of_rl
@@ -169,3 +172,145 @@ def test_tags_of_ones_own_are_carried_over() -> None:
     words = shlex.split(next_steps.build_command("test", "evaluate", {}, data, next_steps.STUDENT_FORMAT))
     assert json.loads(words[words.index("--data.tags") + 1]) == tags
     assert words[-2:] == ["--data.student_system_prompt", ""]
+
+
+# In miniature, and with rows of one's own
+
+
+def commands(text: str | None) -> list[list[str]]:
+    """The words of every command of a proposal."""
+    assert text is not None
+    return [shlex.split(line) for line in text.splitlines()[1:]]
+
+
+def chain_run(task: str, source: object = "chains", **model: object) -> Namespace:
+    """The settings of a run with the miniature's format."""
+    config = config_of(task, **model)
+    config.data.init_args.update(Namespace(source=source, tags="r1", student_system_prompt=""))
+    config.data.init_args.teacher_system_prompt = ""
+    config.rollouts.sampling = Namespace(temperature=0.7, max_completion_length=48)
+    config.output_dir = "runs/quickstart-20260102-030405"
+    return config
+
+
+@pytest.fixture
+def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that are only named have the miniature's context."""
+    monkeypatch.setattr(next_steps, "context_length", lambda *_: 512)
+
+
+EXAMPLES = stored(SFTExample(1, [1] * 40, [False] * 20 + [True] * 20))
+RUN = "runs/quickstart-20260102-030405"
+
+
+@pytest.mark.parametrize(
+    ("config", "command"),
+    [
+        (
+            chain_run("teacher_sft", pretrained="miniature"),
+            f"rlt fit --config quickstart --model.teacher {RUN}/model",
+        ),
+        (
+            chain_run("rlt", teacher="miniature-teacher", student="miniature"),
+            f"rlt predict --config miniature_generate --model.teacher {RUN}/model",
+        ),
+        (
+            chain_run("student_sft", pretrained="miniature"),
+            f"rlt test --config miniature_evaluate --model.pretrained {RUN}/model",
+        ),
+    ],
+)
+def test_the_miniatures_commands_are_short(
+    config: Namespace, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(next_steps, "context_length", lambda *_: 512)
+    monkeypatch.setattr("sys.argv", ["rlt"])
+    text = next_steps.propose_after_fit(config, True, EXAMPLES)
+    assert commands(text) == [shlex.split(command)]
+    assert len(command) <= 150
+
+
+def test_the_student_of_short_traces_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["rlt"])
+    config = chain_run("rlt", teacher="miniature-teacher", student="miniature")
+    config.data.init_args.student_context = 512
+    (tmp_path / "distillation.jsonl").write_text("{}\n" * 512)
+    text = next_steps.propose_after_generation(config, True, tmp_path / "distillation.jsonl")
+    source = f"{tmp_path}/distillation.jsonl"
+    assert commands(text) == [["rlt", "fit", "--config", "miniature_student_sft", "--data.source", source]]
+
+
+@pytest.mark.usefixtures("any_folder")
+def test_a_model_trained_from_a_miniature_gets_its_configs(
+    miniature: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = tmp_path / "runs" / "student" / "model"
+    shutil.copytree(miniature, trained)
+    for model, name in ((str(trained), "miniature_evaluate"), (tiny_model, "smollm2_evaluate")):
+        text = next_steps.propose_after_fit(chain_run("student_sft", pretrained=model), True, EXAMPLES)
+        assert f" --config {name} " in str(text)
+
+
+def test_students_of_one_run_have_a_command_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_steps, "context_length", lambda *_: 512)
+    students = {"miniature": 1.0, "miniature-pieces": 0.5}
+    config = chain_run("rlt", teacher="miniature-teacher", student=None, students=students)
+    found = commands(next_steps.propose_after_fit(config, True, EXAMPLES))
+    assert [words[words.index("--config") + 1] for words in found] == ["miniature_generate"] * 2
+    assert ["miniature-pieces" in words for words in found] == [False, True]
+    (tmp_path / "distillation.jsonl").write_text("{}\n" * 512)
+    config.data.init_args.student_context = 512
+    found = commands(next_steps.propose_after_generation(config, True, tmp_path / "distillation.jsonl"))
+    assert ["miniature-pieces" in words for words in found] == [False, True]
+
+
+def sets_of(config: Namespace) -> object:
+    """What the proposed evaluation names as its sets; None: those of its config."""
+    [words] = commands(next_steps.propose_after_fit(config, True, EXAMPLES))
+    name = "--data.sets"
+    return json.loads(words[words.index(name) + 1]) if name in words else None
+
+
+@pytest.mark.usefixtures("any_folder")
+def test_an_evaluation_is_of_the_task_that_was_trained(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text("{}\n")
+    folders = {"chains": "chains:right", "own": str(own)}
+    for name, source in folders.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "distillation.jsonl").write_text("{}\n")
+        settings = yaml.safe_dump({"data": {"init_args": {"source": source}}})
+        (tmp_path / name / "config.yaml").write_text(settings)
+
+    def student(source: object) -> Namespace:
+        return chain_run("student_sft", source, pretrained="miniature")
+
+    assert sets_of(student("chains")) is None
+    assert sets_of(student(str(tmp_path / "chains" / "distillation.jsonl"))) is None
+    assert sets_of(student("word_sums:right")) == {"word_sums": None}
+    placeholder = {"mine": "FILE"}
+    for source in (str(own), str(tmp_path / "own" / "distillation.jsonl"), ["chains", str(own)]):
+        assert sets_of(student(source)) == placeholder, source
+    text = next_steps.propose_after_fit(student(str(own)), True, EXAMPLES)
+    assert "FILE: problems that it was not trained on, with their answers" in str(text)
+
+
+@pytest.mark.usefixtures("any_folder")
+def test_an_evaluation_repeats_the_sets_of_the_training() -> None:
+    config = chain_run("student_sft", "somebody/rows", pretrained="miniature")
+    sets = {"mine": "held_out.jsonl"}
+    every = Namespace(class_path="rlt_lightning.callbacks.EvaluateEvery", init_args=Namespace(sets=sets))
+    config.trainer.callbacks = [every]
+    assert sets_of(config) == sets
+
+
+def test_the_program_is_named_as_it_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [tmp_path / name / "rlt" for name in ("one", "two")]
+    for program in programs:
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(programs[0])])
+    for path, found in ((programs[0].parent, "rlt"), (programs[1].parent, str(programs[0]))):
+        monkeypatch.setenv("PATH", str(path))
+        assert next_steps.find_program() == found

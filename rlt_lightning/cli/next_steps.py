@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.datamodules.sources import parse_sources
 from rlt_lightning.datamodules.tokenised import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
+from rlt_lightning.run.folder import read_settings
 from rlt_lightning.run.result import FitResult
 from rlt_lightning.run.shipped import find_config
 from rlt_lightning.tasks import EMBEDDED
+from rlt_lightning.types import as_list
 
 # Settings of the format, which are the same in all stages.
 STUDENT_FORMAT = ("tags", "student_system_prompt")
@@ -41,6 +45,11 @@ IN_MINIATURE = {
 }
 # The models that the recipe's configs name.
 RECIPE_MODELS = {"Qwen/Qwen2.5-7B-Instruct", "bespokelabs/Bespoke-Stratos-7B"}
+# Of config.json: a model that was trained from another has the same.
+SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+OWN_ROWS = "rows of one's own"
+OWN_SET = {"mine": "FILE"}  # an evaluation set to be filled in
+MOST_STAGES = 8  # whose rows are followed back to their source
 MAX_COMPLETION_LENGTH = "rollouts.sampling.max_completion_length"
 Options = dict[str, Any]
 MODEL = "the trained model, an ordinary Hugging Face folder"
@@ -135,20 +144,25 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         return f"train it by its students' reward:\n  {words}"
     if data.task == "rlt":
         name = choose_config("generate", on_cpu, config)
-        student = find_student(config)
-        options = {"model.teacher": model, "model.student": student, **copy_sampling(config)}
-        options |= lower_setting(name, "data.student_context", find_context(config, student))
-        options |= (new := choose_new_questions(data)) | keep_forced_format(data)
-        words = build_command("predict", name, options, data, TEACHER_FORMAT)
+        new = choose_new_questions(data)
+        lines = []
+        for student in list_students(config):
+            options = {"model.teacher": model, "model.student": student, **copy_sampling(config)}
+            options |= lower_setting(name, "data.student_context", find_context(config, student))
+            options |= new | keep_forced_format(data)
+            lines.append(build_command("predict", name, options, data, TEACHER_FORMAT))
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
-        return f"write data for students (docs/generating.md{which}):\n  {words}"
+        whom = "for students" if len(lines) == 1 else "for each student"
+        return "\n  ".join([f"write data {whom} (docs/generating.md{which}):", *lines])
     if data.task in ("student_rl", "student_sft", "student_opd"):
         name = choose_config("evaluate", on_cpu, config)
         samples = data.task != "student_sft"
         sampling = copy_sampling(config) if samples else fit_completion_length(config, name, model, examples)
-        options = {"model.pretrained": model, **sampling}
+        sets = choose_sets(config, name)
+        options = {"model.pretrained": model, "data.sets": sets, **sampling}
         words = build_command("test", name, options, data, STUDENT_FORMAT)
-        return f"evaluate it (docs/evaluation.md):\n  {words}"
+        which = "; FILE: problems that it was not trained on, with their answers" if sets == OWN_SET else ""
+        return f"evaluate it (docs/evaluation.md{which}):\n  {words}"
     return None
 
 
@@ -172,21 +186,24 @@ def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> s
     num_rows = sum(1 for _ in source.open())
     if not num_rows:
         return None
+    lines = []
     # A model that wrote its own answers is what a student of them starts from.
-    student = find_student(config) or config.model.init_args.teacher
-    options: Options = {"data.source": str(source), **name_model("model.pretrained", student, on_cpu)}
-    options |= keep_forced_format(data)
-    options |= lower_setting(name, "data.prompts_per_step", num_rows)
-    limit = data.student_context or find_context(config, student)
-    options |= lower_setting(name, "data.max_length", limit)
-    return f"train a student on them:\n  {build_command('fit', name, options, data, STUDENT_FORMAT)}"
+    for student in list_students(config) or [config.model.init_args.teacher]:
+        options: Options = {"data.source": str(source), **name_model("model.pretrained", student, on_cpu)}
+        options |= keep_forced_format(data)
+        options |= lower_setting(name, "data.prompts_per_step", num_rows)
+        limit = data.student_context or find_context(config, student)
+        options |= lower_setting(name, "data.max_length", limit)
+        lines.append(build_command("fit", name, options, data, STUDENT_FORMAT))
+    whom = "a student" if len(lines) == 1 else "each student"
+    return "\n  ".join([f"train {whom} on them:", *lines])
 
 
-def find_student(config: Namespace) -> Any:
-    """Return the student of a run; of several the first, for whom data are written. None without one."""
+def list_students(config: Namespace) -> list[str]:
+    """Return the frozen students of a run; empty without one."""
     models = config.model.init_args
     several = models.get("students")
-    return models.student if several is None else next(iter(several))
+    return [*several] if several else [models.student] if models.get("student") else []
 
 
 def keep_forced_format(data: Namespace) -> Options:
@@ -199,14 +216,19 @@ def build_command(
 ) -> str:
     """Return a command line with these options, in the format of the data."""
     formats = {f"data.{name}": data.get(name) for name in format_settings}
-    unlike = {n: v for n, v in formats.items() if v is not None or read_setting(config, n) is not None}
-    words = (part for name, value in (options | unlike).items() for part in (f"--{name}", write_word(value)))
+    unlike = {n: v for n, v in (options | formats).items() if v != read_setting(config, n)}
+    words = (part for name, value in unlike.items() for part in (f"--{name}", write_word(value)))
     return shlex.join([find_program(), verb, "--config", config, *words])
 
 
 def find_program() -> str:
-    """Return the command that this process was started as."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "rlt" else "rlt"
+    """Return the command that starts `rlt` here: its name where PATH has this one, else its file."""
+    own, found = Path(sys.argv[0]), shutil.which("rlt")
+    if own.name != "rlt":  # python -m rlt_lightning
+        own = Path(sys.executable).with_name("rlt")
+    if not own.exists() or (found is not None and own.samefile(found)):
+        return "rlt"
+    return str(own)
 
 
 def write_word(value: Any) -> str:
@@ -220,8 +242,55 @@ def choose_config(stage: str, on_cpu: bool, config: Namespace) -> str:
     """Return the name of a stage's config that fits the device and, on a CPU, this run's models."""
     models = {config.model.init_args.get(name) for name in ("pretrained", "teacher", "student")}
     models |= {*(config.model.init_args.get("students") or ())}
-    laptop = IN_MINIATURE if models & MINIATURES.keys() else ON_A_CPU
+    laptop = IN_MINIATURE if any(map(is_miniature, filter(None, models))) else ON_A_CPU
     return laptop[stage] if on_cpu else stage
+
+
+def is_miniature(model: str) -> bool:
+    """Return whether a model is a miniature, or the folder of one that was trained from a miniature."""
+    path = Path(model).expanduser() / "config.json"
+    if model in MINIATURES or not path.is_file():
+        return model in MINIATURES
+    configs = [path, *(folder / "config.json" for folder in MINIATURES.values())]
+    own, *shapes = ([json.loads(one.read_text()).get(key) for key in SHAPE] for one in configs)
+    return own in shapes
+
+
+def choose_sets(config: Namespace, proposed: str) -> Options | None:
+    """Return the evaluation sets for a student of this run.
+
+    They are those of its own evaluations while training; else those of the proposed config if they are of the
+    task that it was trained on, or that task's; else OWN_SET, a placeholder.
+    """
+    for callback in as_list(config.trainer.callbacks):
+        if str(callback.get("class_path", "")).endswith(".EvaluateEvery"):
+            return dict(callback.init_args.sets)
+    sets, kinds = read_setting(proposed, "data.sets"), find_tasks(config.data.init_args.source)
+    embedded = sets.keys() & EMBEDDED.keys()
+    if (not embedded and OWN_ROWS not in kinds) or (embedded and kinds <= sets.keys()):
+        return sets
+    return dict.fromkeys(sorted(kinds)) if kinds <= SETS.keys() else OWN_SET
+
+
+def find_tasks(source: Any, depth: int = 0) -> set[str]:
+    """Return what rows are of: names of embedded tasks, hub ids, and OWN_ROWS for files and rows of Python.
+
+    Rows that a run has written are of what the run read.
+    """
+    found: set[str] = set()
+    for one in parse_sources(source):
+        name = one if isinstance(one, str) else OWN_ROWS
+        if name in EMBEDDED:
+            found.add(name.partition(":")[0])
+            continue
+        path = Path(name).expanduser()
+        settings = read_settings(path.parent) if path.is_file() and depth < MOST_STAGES else {}
+        before = (settings.get("data") or {}).get("init_args", {}).get("source")
+        if before is not None:
+            found |= find_tasks(before, depth + 1)
+        else:
+            found.add(OWN_ROWS if path.exists() or name == OWN_ROWS else name)
+    return found
 
 
 def name_model(option: str, model: str, on_cpu: bool) -> Options:
