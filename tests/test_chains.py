@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +16,8 @@ from random import Random
 import pytest
 import torch
 from cases import full
+from commands import rlt
+from safetensors.torch import load_file
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import MINIATURES
@@ -111,6 +116,37 @@ def test_chains_are_an_embedded_source() -> None:
 
 # The embedded models
 
+SHA256 = {
+    "miniature": "30a07cc29a29b8962f30db812f59ea23fbf1baea8c4a84050a30efb8ada5ab2e",
+    "miniature-teacher": "68619331d413974cc735b6069a9e0b1c561fe01d731a282bf32a50c201567192",
+    "miniature-seed1": "ea38c9ced96d3b865fc8d24ff25662c479effd563a660f14192dda0e429b22b3",
+    "miniature-qwen2": "14da0f66cd27c5b6a54f64151e0ccb77e94268614fc59a6ed46ec5d5bcc8c3e7",
+    "miniature-pieces": "21e5bf8a53f2967a40c81a8dc3259da29b3f457a6651665d16d020a6d909ebed",
+}
+
+
+def test_the_embedded_weights_are_those_that_were_made() -> None:
+    found = {
+        name: hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        for name, folder in MINIATURES.items()
+    }
+    assert found == SHA256
+
+
+@pytest.mark.full
+def test_the_warmed_up_teacher_is_made_by_one_command(tmp_path: Path) -> None:
+    readme = (MINIATURES["miniature"].parent / "README.md").read_text()
+    [command] = re.findall(r"`rlt (fit --config miniature_warmup [^`]*)`", readme)
+    assert rlt(*shlex.split(command), f"--output_dir={tmp_path}").returncode == 0
+    made, shipped = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "model", MINIATURES["miniature-teacher"])
+    )
+    assert made.keys() == shipped.keys()
+    for name, weight in made.items():
+        # Sums in another order, on another processor, change the last digits.
+        torch.testing.assert_close(weight, shipped[name], atol=1e-3, rtol=0)
+
 
 @pytest.mark.parametrize("name", ["miniature", *(full(name) for name in MINIATURES if name != "miniature")])
 def test_a_miniature_takes_steps_and_copies_leaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +169,7 @@ def test_all_miniatures_but_one_have_one_tokenizer() -> None:
         for name in MINIATURES
         if name != "miniature-pieces"
     }
-    assert len(ids) == 3
+    assert len(ids) == 4
     assert all(some == ids["miniature"] for some in ids.values())
     assert len(ids["miniature"]) == 15
 

@@ -314,3 +314,50 @@ def test_the_program_is_named_as_it_can_be_started(tmp_path: Path, monkeypatch: 
     for path, found in ((programs[0].parent, "rlt"), (programs[1].parent, str(programs[0]))):
         monkeypatch.setenv("PATH", str(path))
         assert next_steps.find_program() == found
+
+
+# Whole chains
+
+
+def accuracy(folder: Path) -> float:
+    """The accuracy that `rlt test` has found, in percent."""
+    return 100 * float(json.loads((folder / "evaluation.json").read_text())["sets"]["chains"]["pass_at_1"])
+
+
+@pytest.fixture(scope="module")
+def base_accuracy(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """What the miniature solves before any training, in percent."""
+    folder = tmp_path_factory.mktemp("base")
+    run("test", "--config", "miniature_evaluate", f"--output_dir={folder}")
+    return accuracy(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("verb", "config", "verbs"),
+    [
+        ("fit", "quickstart", ["predict", "fit", "test"]),
+        ("fit", "miniature_warmup", ["fit", "predict", "fit", "test"]),
+        ("predict", "miniature_generate", ["fit", "test"]),
+        ("predict", "miniature_rejection", ["fit", "test"]),
+        ("fit", "miniature_student_sft", ["test"]),
+        ("fit", "miniature_opd", ["test"]),
+        ("fit", "miniature_grpo", ["test"]),
+    ],
+)
+def test_following_a_miniatures_proposals_makes_no_student_worse(
+    verb: str, config: str, verbs: list[str], base_accuracy: float, tmp_path: Path
+) -> None:
+    words, walked = [verb, "--config", config], []
+    while True:
+        folder = tmp_path / str(len(walked))
+        output = run(*words, f"--output_dir={folder}")
+        if words[0] == "test":
+            break
+        words = proposed(output)
+        assert len(shlex.join(["rlt", *words]).replace(str(tmp_path), "runs")) <= 150
+        walked.append(words[0])
+    print(f"figure: accuracy in percent {accuracy(folder):.1f} after {config}, {base_accuracy:.1f} before")
+    assert walked == verbs
+    assert accuracy(folder) >= base_accuracy

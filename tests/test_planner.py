@@ -373,9 +373,9 @@ def test_two_heads_need_what_their_trace_shows() -> None:
     ("options", "role", "sampled"),
     [
         full(["--model.teacher=miniature"], "teacher miniature", False),
-        ([], "teacher miniature", False),  # a copy of the student
-        full(["--model.teacher_weights=live"], None, False),
-        (["--config=overlays/lora", "--model.estimator=sampled"], None, True),
+        (["--model.teacher=null"], "teacher miniature", False),  # a copy of the student
+        full(["--model.teacher=null", "--model.teacher_weights=live"], None, False),
+        (["--model.teacher=null", "--config=overlays/lora", "--model.estimator=sampled"], None, True),
     ],
 )
 def test_on_policy_distillation_is_planned_with_its_teacher(

@@ -97,7 +97,7 @@ class Ways(Arms):
                 model__optimizer__lr=self.setting.student_lr,
                 data__source=self.data("raw"),
                 trainer__max_steps=self.setting.student_epochs * self.setting.num_traces // PROMPTS,
-                **({"model__teacher": self.teacher(teacher)} if teacher else {}),
+                model__teacher=self.teacher(teacher) if teacher else "null",
                 **self.seeds,
                 **options,
             )
