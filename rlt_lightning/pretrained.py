@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ def load_format(name: str) -> ModelFormat | None:
     """
     from transformers.utils import cached_file
 
+    require_model_name(name, "model's format")
     folder = Path(resolve(name)).expanduser()
     path: str | None = str(folder / FORMAT_FILE)
     if not folder.is_dir():
@@ -202,11 +204,12 @@ def can_replace_attention(config: Any) -> bool:
     return all(getattr(model_class, flag, False) for flag in exchangeable)
 
 
-@contextlib.contextmanager
-def naming_choices(kind: str, name: str) -> Iterator[None]:
-    """Turn a failure to find a model into one line that names the choices; name a wait for the hub."""
-    from safetensors import SafetensorError
+def require_model_name(name: str, kind: str = "model") -> None:
+    """Check a model's name without the hub: a folder must exist, and an embedded model be spelled right.
 
+    Raises:
+        InputError: If it is a folder that is missing or holds no model, or an embedded model misspelled.
+    """
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
@@ -214,6 +217,18 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         raise InputError(
             f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
         )
+    embedded = (DEFAULT_MODEL, *MINIATURES)
+    near = [] if name in embedded or folder.is_dir() else get_close_matches(name, embedded, n=1, cutoff=0.85)
+    if near:  # no hub id looks like one
+        raise InputError(f"There is no {kind} '{name}'. Did you mean {near[0]}? Use {MODEL_CHOICES}.")
+
+
+@contextlib.contextmanager
+def naming_choices(kind: str, name: str) -> Iterator[None]:
+    """Turn a failure to find a model into one line that names the choices; name a wait for the hub."""
+    from safetensors import SafetensorError
+
+    require_model_name(name, kind)
     try:
         with quiet_hub(kind, name):
             yield

@@ -485,8 +485,9 @@ def test_a_public_push_is_asked_for(hub: FakeHub, model: Path, capsys: pytest.Ca
     ],
 )
 def test_a_folder_without_an_export_says_what_to_run(
-    made: list[str], data: bool, message: str, tmp_path: Path
+    made: list[str], data: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name in made:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

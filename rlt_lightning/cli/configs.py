@@ -10,14 +10,13 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.run.shipped import find_config, list_shipped_configs
+from rlt_lightning.cli.mistakes import OneLineArguments
+from rlt_lightning.run.shipped import find_config, list_shipped_configs, read_launch_line
 from rlt_lightning.types import InputError
 
-RUN = "# Run: "
 ON_A_CPU = re.compile(r"^# Needs: .*\bCPU\b", re.MULTILINE)
 
 
@@ -40,7 +39,7 @@ def run_configs(words: Sequence[str]) -> None:
 
 def build_configs_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt configs`."""
-    parser = argparse.ArgumentParser(prog="rlt configs", description=VERBS["configs"].line)
+    parser = OneLineArguments(prog="rlt configs", description=VERBS["configs"].line)
     parser.add_argument("name", metavar="NAME", nargs="?", help="such as quickstart or overlays/lora")
     parser.add_argument("--copy", metavar="DIR", help="copy it there, with the configs of its launch line")
     return parser
@@ -61,13 +60,6 @@ def list_configs() -> str:
         groups[group].append(f"  {read_launch_line(text)[1]:8} {name:30} {first_line}")
     end = "rlt configs NAME shows one; rlt configs NAME --copy DIR copies it, to change it."
     return "\n\n".join([*("\n".join(lines) for lines in groups.values()), end])
-
-
-def read_launch_line(text: str) -> list[str]:
-    """Return the words of the command in the first lines of a config."""
-    top = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    [line] = [line.removeprefix(RUN) for line in top if line.startswith(RUN)]
-    return shlex.split(line)
 
 
 def copy_config(name: str, folder: Path) -> str:

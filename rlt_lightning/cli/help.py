@@ -15,7 +15,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -415,22 +415,26 @@ def suggest_verb(name: str) -> str:
 
 
 def suggest_option(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known options that a wrong name may mean, at most three, the nearest first.
+    """Return the known options that a wrong name may mean, at most two, the nearest first.
 
-    A last part that is right counts most: `max_steps` and `trainr.max_steps` are `trainer.max_steps`.
+    The last part counts more than what stands before it: `max_steps` and `trainr.max_steps` are
+    `trainer.max_steps`.
 
     Args:
         name: Without dashes, such as `model.group_sise`.
         known: The options that there are.
     """
-    names = [*dict.fromkeys(known)]
-    ends: dict[str, list[str]] = {}
-    for option in names:
-        ends.setdefault(option.rpartition(".")[2], []).append(option)
-    end = name.rpartition(".")[2]
-    whole = get_close_matches(name, names, n=3, cutoff=0.8)
-    section = name.partition(".")[0] + "."
-    same = sorted(ends.get(end, []), key=lambda option: (option not in whole, option.count(".")))
-    near = [option for close in get_close_matches(end, ends, n=3, cutoff=0.75) for option in ends[close]]
-    near.sort(key=lambda option: (option not in whole, not option.startswith(section), option.count(".")))
-    return [*dict.fromkeys([*same, *whole, *near])][: 3 if not same else 2]
+    section, _, end = name.rpartition(".")
+    scores: dict[str, float] = {}
+    for option in dict.fromkeys(known):
+        its_section, _, its_end = option.rpartition(".")
+        near = SequenceMatcher(None, end, its_end).ratio()
+        if section:
+            scores[option] = 0.6 * near + 0.4 * SequenceMatcher(None, section, its_section).ratio()
+        elif near >= 0.75:  # the fewer parts are missing, the likelier
+            scores[option] = near - 0.15 * bool(its_section) - 0.02 * option.count(".")
+    best = max(scores.values(), default=0.0)
+    found = [option for option, value in scores.items() if value >= max(0.6, best - 0.03)]
+    if section:
+        found = [option for option in found if scores[option] >= 0.75]
+    return sorted(found, key=lambda option: -scores[option])[:2]

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import HELPS
+from rlt_lightning.cli.mistakes import explain_mistake
 from rlt_lightning.engines import Engine
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.run.shipped import find_config
@@ -51,16 +52,7 @@ def condense_message(message: str) -> str:
         text = (
             f"Every --config must be a YAML file of settings, but {find_unreadable_config()} is not. {fault}"
         )
-    if "arguments are required" in text and sys.argv[1:2] == ["report"]:
-        return (
-            "rlt report needs a run: rlt report RUN_DIR [RUN_DIR ...], folders that --output_dir has named."
-        )
-    if "arguments are required" in text and sys.argv[1:2] != ["chat"]:
-        text += ". Name an experiment, such as --config quickstart."
-    if "is not accepted" in text or "unrecognized arguments" in text:
-        text += ". Check the spelling; `rlt fit --help` lists the settings"
-        text += ", `rlt fit --model.help rlt_lightning.modules.RLTModule` those of a class."
-    return text
+    return explain_mistake(text)
 
 
 def split_words(words: list[str]) -> tuple[list[str], list[tuple[str, ...]]]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.arms import QUICK_ARMS, VARIATIONS, Arms, Setting
 from rlt_lightning.demo.figures import NAMES, collect, failures
 from rlt_lightning.demo.page import build_scores, compare_students, show_explanations, write_results
@@ -58,7 +59,7 @@ def run_demo(words: Sequence[str]) -> int:
 
 def build_demo_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt demo`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineArguments(
         prog="rlt demo",
         description="Show that a student learns more from a teacher that RLT has trained, in two or three "
         "minutes on two idle CPU cores. It writes finding.json, a picture, a page, and every stage.",

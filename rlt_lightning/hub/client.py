@@ -73,6 +73,26 @@ def open_repository(repo_id: str, kind: Kind, private: bool) -> Repository:
             "A push needs the hub, but HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps this process from it. "
             "Unset it, and repeat the push."
         )
+    token = read_token()
+    api = HfApi(token=token, library_name="rlt_lightning", library_version=__version__)
+    repository = Repository(api, repo_id, kind)
+    with explain_failures(repository):
+        make_repository(repository, private)
+        is_private = bool(api.repo_info(repo_id, repo_type=kind).private)
+    if private and not is_private:
+        raise InputError(
+            f"{repository.url} is public, but a push is private unless you say otherwise. Name another "
+            "repository, or let everybody see what is pushed: --private false (in a run: export.private)."
+        )
+    return replace(repository, private=is_private)
+
+
+def read_token() -> str:
+    """Return the token of the environment, which may write.
+
+    Raises:
+        InputError: If there is none, or it cannot be one.
+    """
     token = os.environ.get(TOKEN, "").strip()
     if not token:
         raise InputError(
@@ -85,17 +105,7 @@ def open_repository(repo_id: str, kind: Kind, private: bool) -> Repository:
             f"The environment variable {TOKEN} must hold one token, but has spaces, line ends or letters "
             "that no token has. Correct it."
         )
-    api = HfApi(token=token, library_name="rlt_lightning", library_version=__version__)
-    repository = Repository(api, repo_id, kind)
-    with explain_failures(repository):
-        make_repository(repository, private)
-        is_private = bool(api.repo_info(repo_id, repo_type=kind).private)
-    if private and not is_private:
-        raise InputError(
-            f"{repository.url} is public, but a push is private unless you say otherwise. Name another "
-            "repository, or let everybody see what is pushed: --private false (in a run: export.private)."
-        )
-    return replace(repository, private=is_private)
+    return token
 
 
 def make_repository(repository: Repository, private: bool) -> None:

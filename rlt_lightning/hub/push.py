@@ -38,7 +38,7 @@ from rlt_lightning.console import announce
 from rlt_lightning.datamodules.evaluation_sets import CHOICE_COLUMNS, PRIVATE_SOURCES, explain_difference
 from rlt_lightning.datamodules.sources import READERS, MemoryRows, parse_sources
 from rlt_lightning.evaluation.results import HEADER, build_result_row, render_table
-from rlt_lightning.hub.client import Repository, commit, open_repository, read_header_on_hub
+from rlt_lightning.hub.client import Repository, commit, open_repository, read_header_on_hub, read_token
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.data_card import TABLE
 from rlt_lightning.run.folder import read_settings
@@ -84,6 +84,7 @@ def push(
         InputError: If there is nothing to push, no token, or rows that must not be published.
         PushError: If the hub refuses or cannot be reached.
     """
+    read_token()  # a push without one fails before it reads anything
     folder = Path(run_dir).expanduser()
     repository = (push_data if data else push_model)(folder, repo_id, private, as_list(evaluations))
     print(f"Done: {repository.url} ({'private' if repository.private else 'public'}), from {folder}")

@@ -7,14 +7,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 from rlt_lightning.types import InputError
 
 # A wheel holds them in the package, a checkout beside it.
 PLACES = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
+
+
+RUN = "# Run: "
 
 
 def list_shipped_configs() -> dict[str, Path]:
@@ -44,6 +49,13 @@ def find_config(name: str) -> Path:
         f"A config must be a file or the name of one of the package, but '{name}' is neither."
         f"{suggest_names(name, files)} `rlt configs` lists the package's."
     )
+
+
+def read_launch_line(text: str) -> list[str]:
+    """Return the words of the command in the first lines of a config."""
+    top = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    [line] = [line.removeprefix(RUN) for line in top if line.startswith(RUN)]
+    return shlex.split(line)
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:

@@ -1,0 +1,177 @@
+"""The mistakes of a first hour: each gets one line that names what came and the remedy.
+
+A command line is read by the verb's real parser in this process. The last tests run whole commands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import rlt
+from test_docs import parser_of
+
+from rlt_lightning import __main__ as program
+from rlt_lightning.cli import main as cli
+from rlt_lightning.cli.mistakes import describe_kind, find_place
+from rlt_lightning.hub.push import push
+from rlt_lightning.pretrained import require_model_name
+from rlt_lightning.run.folder import choose_run_folder
+from rlt_lightning.types import InputError
+
+CONFIGS = {
+    "key.yaml": "model:\n  class_path: rlt_lightning.modules.RLTModule\n  init_args: {group_sise: 4}\n",
+    "section.yaml": "modle:\n  class_path: rlt_lightning.modules.RLTModule\n",
+    "nested.yaml": "model:\n  optimizer: {lrr: 2}\n",
+    "type.yaml": "model:\n  group_size: four\n",
+    "class.yaml": "model:\n  class_path: rlt_lightning.modules.RTLModule\n",
+    "filter.yaml": "data:\n  filters: {longest: 2}\n",
+    "text.yaml": "what I want to do\n",
+}
+FIT = "fit --config quickstart"
+# What is typed -> the line, without "rlt: error: " and what names the help.
+MISTAKES = {
+    "fitt --config quickstart": "but got 'fitt'. Did you mean rlt fit?",
+    "train": "but got 'train'. Did you mean rlt fit?",
+    "fit": "rlt fit needs an experiment, but got none: rlt fit --config NAME",
+    "fit quickstart": "begins with --, but got quickstart. Did you mean --config quickstart?",
+    "fit --config quikstart": "'quikstart' is neither. Did you mean quickstart?",
+    f"{FIT} --config text.yaml": "Every --config must be a YAML file of settings, but text.yaml is not.",
+    f"{FIT} --model.group_sise 4": "has no option --model.group_sise. Did you mean --model.group_size?",
+    f"{FIT} --modle.group_size 4": "has no option --modle.group_size. Did you mean --model.group_size?",
+    f"{FIT} --modle x": "has no option --modle. Did you mean --model?",
+    f"{FIT} --group_size 4": "has no option --group_size. Did you mean --model.group_size?",
+    f"{FIT} --lr 1": "has no option --lr. Did you mean --model.optimizer.lr?",
+    f"{FIT} --model.optimizer.lrr 1": "--model.optimizer.lrr. Did you mean --model.optimizer.lr?",
+    f"{FIT} --model.reward.kl_wieght 1": "--model.reward.kl_wieght. Did you mean --model.reward.kl_weight?",
+    f"{FIT} --config key.yaml": "has no option model.group_sise in key.yaml. Did you mean model.group_size?",
+    f"{FIT} --config section.yaml": "has no option modle.class_path in section.yaml. Did you mean model?",
+    f"{FIT} --config nested.yaml": "model.optimizer.lrr in nested.yaml. Did you mean model.optimizer.lr?",
+    f"{FIT} --config filter.yaml": "data.filters.longest in filter.yaml. data.filters has min_pass_rate, ",
+    f"{FIT} --config type.yaml": "model.group_size in type.yaml must be a whole number, but got 'four'.",
+    f"{FIT} --config class.yaml": "RTLModule is none. Did you mean rlt_lightning.modules.RLTModule",
+    f"{FIT} --model.reward RLTRewrd": "--model.reward must name a class, such as package.module.Class, but "
+    "RLTRewrd is none. Did you mean rlt_lightning.numerics.RLTReward",
+    f"{FIT} --model.dtype fp16": "float32, bfloat16, float16, auto, but got 'fp16'. Did you mean float16?",
+    f"{FIT} --model.optimizer.lr high": "--model.optimizer.lr must be a number, but got 'high'.",
+    f"{FIT} --trainer.max_steps many": "must be a whole number, but got 'many'. The default is -1.",
+    f"{FIT} --resume perhaps": "--resume must be true or false, but got 'perhaps'. The default is false.",
+    f"{FIT} --overwrite": "--overwrite needs a value, but none follows. Give true or false: --overwrite true",
+    f"{FIT} --model.group_size": "--model.group_size needs a value, but none follows. Give a whole number:",
+    f"{FIT} --rollouts.engine.urls [a]": "needs the class that has it. Name it before: "
+    "--rollouts.engine rlt_lightning.engines.VLLMEngine",
+    "test --config quickstart": "which is for rlt fit. Did you mean rlt fit --config quickstart?",
+    "fit --config evaluate": "which is for rlt test. Did you mean rlt test --config evaluate?",
+    "dashboard": "rlt dashboard needs --project: rlt dashboard --project PROJECT",
+    "chat runs/x/model": "but got runs/x/model. Did you mean --model.path runs/x/model?",
+    "push": "rlt push takes one run, but got none: rlt push RUN [--data] --repo_id USER/NAME",
+    "report": "rlt report needs a run, the folder that --output_dir was: rlt report RUN_DIR [RUN_DIR ...]",
+    "export --ckpt_path x": "export needs --output_dir: rlt export --ckpt_path CHECKPOINT --output_dir FOLDER",
+    "plan --config quickstart --plan.graphics x": "has no option --plan.graphics. plan has verb, device, ",
+    "configs --cpy x": "rlt configs has no option --cpy. Did you mean --copy?",
+}
+
+
+def read(words: list[str]) -> None:
+    """Read a command line as `rlt` does, and run nothing."""
+    verb, *options = words
+    if verb not in cli.COMMAND_LINES and verb not in [*cli.COMMANDS, "fit", "test"]:
+        program.main()
+        return
+    options = cli.read_run(options) if verb == "push" else options
+    command_line = cli.COMMAND_LINES.get(verb)
+    own = (
+        options if verb in cli.COMMANDS else [command_line.settings_verb if command_line else verb, *options]
+    )
+    parser_of(verb).parse_args(own)
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_with_its_remedy(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in CONFIGS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    words = command.split()
+    monkeypatch.setattr(sys, "argv", ["rlt", *words])
+    with pytest.raises((SystemExit, InputError)) as ending:
+        read(words)
+    if isinstance(ending.value, InputError):
+        line = f"rlt: error: {ending.value}"  # as `run` prints it
+    else:
+        assert ending.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlt: error: ")
+    assert "\n" not in line
+    assert MISTAKES[command] in line
+
+
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "a push without a token": (
+        lambda: push("nowhere"),
+        "in the environment variable HF_TOKEN, which is not set",
+    ),
+    "a config's typo": (lambda: find_config("quickstat"), "Did you mean quickstart?"),
+    "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last needs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_refused_before_any_work_names_the_remedy(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    function, expected = REFUSALS[case]
+    with pytest.raises(InputError) as raised:
+        function()
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["fitt"], "Did you mean rlt fit?"),
+        (["push", "runs/none", "--repo_id=a/b"], "environment variable HF_TOKEN, which is not set"),
+        (
+            ["fit", "--config=quickstart", "--data.source=rows.jsonl"],
+            "lacks solution and has answer, question.",
+        ),
+        (["fit", "--config=quickstart", "--model.teacher=minature"], "Did you mean miniature?"),
+        (["report", "runs/none"], "Name the folder that --output_dir was."),
+    ],
+)
+def test_a_mistaken_command_ends_with_one_line(words: list[str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    done = rlt(*words, cwd=tmp_path, HF_TOKEN="")
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("rlt: error: ")
+    assert expected in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_place_of_a_setting_is_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("model: {init_args: {optimizer: {lr: 1}}}\n")
+    assert str(find_place("optimizer.lr", ["--config", "a.yaml"])) == "model.optimizer.lr in a.yaml"
+    words = ["--config=a.yaml", "--model.init_args.optimizer.lr=2"]
+    assert str(find_place("optimizer.lr", words)) == "--model.optimizer.lr"
+    assert str(find_place("optimizer.lr", words[:1], "3")) == "--optimizer.lr"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("INT", "a whole number"),
+        ("true|false", "true or false"),
+        ("a|b", "one of a, b"),
+        ("auto|STR", "auto or a text"),
+        ("true|false|STR", "true or false or a text"),
+    ],
+)
+def test_a_kind_is_said_in_words(kind: str, expected: str) -> None:
+    assert describe_kind(kind) == expected
