@@ -110,11 +110,9 @@ def test_a_mistake_is_one_line_with_its_remedy(
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "a push without a token": (
-        lambda: push("nowhere"),
-        "in the environment variable HF_TOKEN, which is not set",
-    ),
-    "a config's typo": (lambda: find_config("quickstat"), "Did you mean quickstart?"),
+    "a push without a token": (lambda: push("nowhere"), "environment variable HF_TOKEN, which is not set"),
+    "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
+    "no such model folder": (lambda: require_model_name("./model"), "The model folder './model' must exist"),
     "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last needs"),
 }
 
