@@ -68,7 +68,7 @@ MISTAKES = {
     "chat runs/x/model": "but got runs/x/model. Did you mean --model.path runs/x/model?",
     "push": "rlt push takes one run, but got none: rlt push RUN [--data] --repo_id USER/NAME",
     "report": "rlt report needs a run, the folder that --output_dir was: rlt report RUN_DIR [RUN_DIR ...]",
-    "export --ckpt_path x": "export needs --output_dir: rlt export --ckpt_path CHECKPOINT --output_dir FOLDER",
+    "export --ckpt_path x": "needs --output_dir: rlt export --ckpt_path CHECKPOINT --output_dir FOLDER",
     "plan --config quickstart --plan.graphics x": "has no option --plan.graphics. plan has verb, device, ",
     "configs --cpy x": "rlt configs has no option --cpy. Did you mean --copy?",
 }
