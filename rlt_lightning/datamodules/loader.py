@@ -88,6 +88,9 @@ class StepLoader(Generic[Item, Batch]):
         self.served: set[int] = set()  # numbers of the items of this step, over all ranks
         self.known: tuple[int, list[int]] = (-1, [])  # an epoch and its order, which takes a while to make
         self.in_use = False  # whether this process has served a batch
+        self.first_step: int | None = (
+            None  # optimizer step that trains on the first batch; `begin_at` sets it
+        )
 
     def __len__(self) -> int:
         return self.order.num_items // self.batch_size
@@ -152,9 +155,28 @@ class StepLoader(Generic[Item, Batch]):
             self.known = (epoch, self.order.of_epoch(epoch))
         return self.known[1][place]
 
+    def begin_at(self, step: int) -> None:
+        """Learn which optimizer step the next batch is for; after a resume it must be the checkpoint's.
+
+        Raises:
+            InputError: If the position is that of another step: rows would come twice, or be left out.
+        """
+        num_batches = self.epoch * len(self) + self.next_batch
+        if self.first_step is None:
+            self.first_step = step - num_batches
+        trained = step - self.first_step
+        if num_batches != trained or self.position < trained * self.batch_size:
+            raise InputError(
+                f"After step {step} the data must go on with batch {trained}, at item "
+                f"{trained * self.batch_size} or later, but the checkpoint's position is batch "
+                f"{num_batches}, item {self.position}: rows would come twice, or be left out. Resume from "
+                "another checkpoint."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the data and settings that it is valid for."""
         place = {"epoch": self.epoch, "next_batch": self.next_batch, "position": self.position}
+        place |= {} if self.first_step is None else {"first_step": self.first_step}
         return {**place, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,6 +194,8 @@ class StepLoader(Generic[Item, Batch]):
                     f"is {value}. Restore it, or start a new run from the exported model."
                 )
         self.epoch, self.next_batch = state["epoch"], state["next_batch"]
+        # Checkpoints from before this number do not tell whether an earlier fit had gone before.
+        self.first_step = state.get("first_step")
         # Checkpoints from before `take_more` follow the batches.
         batches = self.epoch * len(self) + self.next_batch
         self.position = state.get("position", batches * self.batch_size)

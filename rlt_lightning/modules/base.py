@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
+from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter
@@ -305,6 +306,12 @@ class PolicyModule(LightningModule):
         precision = self.trainer.precision
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None
         self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
+
+    def on_train_start(self) -> None:
+        """Check that a resumed run goes on with the rows of its next step."""
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, StepLoader):
+            loader.begin_at(self.global_step)
 
     def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.

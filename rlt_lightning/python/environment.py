@@ -71,3 +71,13 @@ def require_known_strategy(strategy: Any) -> None:
             "--config overlays/fsdp2 or overlays/zero3; in a script take FSDP2() or "
             "DeepSpeed(stage=3) of rlt_lightning.strategies. docs/scaling.md lists all overlays."
         )
+
+
+def require_one_batch_size(accumulate_grad_batches: int) -> None:
+    """Check that a step is one batch of the data."""
+    if accumulate_grad_batches != 1:
+        raise InputError(
+            "A step is one batch, so trainer.accumulate_grad_batches must be 1, but is "
+            f"{accumulate_grad_batches}. Set data.prompts_per_step to the problems of a step, and bound "
+            "memory by model.micro_batch_tokens, which does not change the step."
+        )

@@ -47,6 +47,7 @@ from rlt_lightning.python.environment import (
     find_global_rank,
     quiet_third_parties,
     require_known_strategy,
+    require_one_batch_size,
 )
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -94,7 +95,8 @@ class Trainer(lightning.pytorch.Trainer):
         options: All other arguments of `lightning.pytorch.Trainer`, such as max_steps, accelerator, devices.
 
     Raises:
-        InputError: If two callbacks bring completions, or the strategy is not known.
+        InputError: If two callbacks bring completions, the strategy is not known, or a step would be
+            several batches.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Trainer(lightning.pytorch.Trainer):
     ) -> None:
         quiet_third_parties()
         require_known_strategy(options.get("strategy", "auto"))
+        require_one_batch_size(options.get("accumulate_grad_batches", 1))
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None
         self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
         self.resume, self.overwrite = resume, overwrite
