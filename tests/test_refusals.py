@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlt_lightning import Trainer
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_trainable
 from rlt_lightning.datamodules import StratosDataModule
@@ -47,6 +48,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a head without memory": (
         lambda: module(head=HeadOptions(logits_mib=0)),
         "model.head.logits_mib must be at least 1, but is 0",
+    ),
+    "a second batch size": (
+        lambda: Trainer("unused", accumulate_grad_batches=4),
+        "trainer.accumulate_grad_batches must be 1, but is 4",
     ),
     "greedy sampling": (
         lambda: train(Sampling(temperature=0)),
