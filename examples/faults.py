@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import shutil
 import time
 import warnings
@@ -115,6 +116,8 @@ class Run:
             push = DiskPush(timeout_s=2.0)
             engine = VLLMEngine([self.url], push=push, call_timeout_s=2.0, max_restarts=1)
         printed, trainer, error = io.StringIO(), None, None
+        logged = logging.StreamHandler(printed)
+        logging.getLogger("rlt_lightning").addHandler(logged)
         with redirect_stdout(printed), redirect_stderr(printed), warnings.catch_warnings(record=True) as told:
             try:
                 trainer = Trainer(
@@ -129,6 +132,7 @@ class Run:
                 trainer.fit(module, data)
             except (EngineError, InputError) as found:
                 error = found
+        logging.getLogger("rlt_lightning").removeHandler(logged)
         lines = [line for line in printed.getvalue().splitlines() if line.startswith(("rlt: alarm", "Lost"))]
         lines += [str(one.message) for one in told]
         lines += [] if error is None else [f"{type(error).__name__}: {error}"]

@@ -1,11 +1,10 @@
-"""The commands of docs/elsewhere.md: each fault is noticed within its step, by its line, and only if planted."""
+"""The commands of docs/elsewhere.md: each fault is noticed within its step, and by its line."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
