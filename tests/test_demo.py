@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +129,27 @@ def test_a_stage_that_fails_names_its_log(tmp_path: Path) -> None:
         StageError, match=r"rlt fit must end well, but ended with 3. Its log is .*a.log:\ngone"
     ):
         stages.run(["fit"], tmp_path / "a.log", fail)
+
+
+def test_an_interruption_ends_the_stages_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = Stages(tmp_path, wait_long)
+    begin = time.perf_counter()
+
+    def interrupt() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    ones: Any = [SimpleNamespace(prepare=lambda: stages.run([str(tmp_path / "begun")], tmp_path / "log"))]
+    ones += [SimpleNamespace(prepare=interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        run.run_arms(stages, ones, [])
+    assert time.perf_counter() - begin < 100
+
+
+def wait_long(words: list[str], log: Path) -> None:
+    Path(words[0]).touch()
+    time.sleep(200)
 
 
 def fail(words: list[str], log: Path) -> None:

@@ -49,6 +49,7 @@ def run_arms(
                     clock.write()
             except BaseException:  # Ctrl-C too
                 pool.shutdown(wait=False, cancel_futures=True)
+                stages.stop()
                 raise
 
         run_side_by_side(one.prepare for one in [*mains, *others])

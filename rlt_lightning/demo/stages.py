@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Stages:
         self.folder = folder.resolve()
         self.target = target or run_rlt
         self.describe = describe
+        self.running: set[ForkServerProcess] = set()
         # One thread each: two stages run side by side, and the same figures come out on every machine size.
         os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -106,13 +107,20 @@ class Stages:
         """
         process = self.context.Process(target=target or self.target, args=(words, log))
         process.start()
+        self.running.add(process)
         process.join()
+        self.running.discard(process)
         if process.exitcode:
             last_lines = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "(nothing)"
             raise StageError(
                 f"rlt {words[0]} must end well, but ended with {process.exitcode}. Its log is {log}:"
                 f"\n{last_lines}"
             )
+
+    def stop(self) -> None:
+        """Let all stages that run end now; they resume at the next start."""
+        for process in [*self.running]:
+            process.terminate()
 
 
 def run_rlt(words: list[str], log: Path) -> None:
