@@ -1,12 +1,15 @@
 """The charts of runs as plain data: collect.py reads the runs, page.py calls, web/charts.js draws.
 
 Title, unit and caption of a metric's chart are its entry in run/metrics.yaml.
-The other titles are here: Time of an iteration, Groups by reward, Accuracy, pass@j.
+The other titles are here: Time of an iteration, Groups by reward, Accuracy, pass@j, and what
+completions are by kind.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rlt_lightning.evaluation.results import (
@@ -18,6 +21,7 @@ from rlt_lightning.evaluation.results import (
 )
 from rlt_lightning.report.collect import Run, Spread
 from rlt_lightning.run.metrics import (
+    OF_STUDENT,
     Metric,
     find_metric,
     label_columns,
@@ -28,7 +32,9 @@ from rlt_lightning.run.metrics import (
 from rlt_lightning.run.metrics_csv import Curve
 
 Chart = dict[str, Any]
+DIVERGENCE = "distill/divergence"
 OTHERS = "All other figures"
+COMPLETIONS = "What the completions are"
 # Figures of EvaluateEvery that get a chart; the standard error is the band of the first.
 ACCURACY = (
     *("pass_at_1", "pass_at_k", "maj_at_k"),
@@ -47,20 +53,75 @@ def build_curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
         for column in columns - label_columns().keys()
         if column.endswith("_reward")
     }
+    names = {name for name in names if not is_of_student(name)}  # they are in the chart of all students
     known = [metric for metric in list_metrics() if metric.name in names]
     unknown = [find_metric(name) for name in sorted(names - {metric.name for metric in known})]
-    shown = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
+    distilled = all(DIVERGENCE in run.metrics for run in runs if run.metrics)
+    drawn = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
+    shown = [name_distilled(metric) if distilled else metric for metric in drawn]
+    titles = list(dict.fromkeys(metric.section for metric in list_metrics() if metric.section))
+    if distilled:  # its loss is what falls; the rest is computed from it
+        titles.sort(key=lambda title: title != "Policy")
     sections: list[dict[str, Any]] = [
-        {"title": "Accuracy while training", "charts": build_accuracy_charts(runs)}
+        {"title": "Accuracy while training", "charts": build_accuracy_charts(runs)},
+        {"title": COMPLETIONS, "charts": build_kind_charts(runs)},
     ]
-    for title in dict.fromkeys(metric.section for metric in list_metrics() if metric.section):
+    for title in titles:
         charts = list(build_time_charts(runs)) if title == "Time and memory" else []
         charts += [build_metric_chart(runs, metric) for metric in shown if metric.section == title]
-        sections.append({"title": title, "charts": charts})
+        heading = "Divergence" if distilled and title == "Reward" else title
+        sections.append({"title": heading, "charts": charts})
     others = sorted((metric for metric in shown if not metric.section), key=lambda metric: metric.name)
     charts = [build_metric_chart(runs, metric) for metric in others]
     sections.append({"title": OTHERS, "charts": charts, "folded": True})
     return [section for section in sections if section["charts"]]
+
+
+def is_of_student(name: str) -> bool:
+    """Return whether a metric is that of one of several students, NAME/LABEL."""
+    return name.rpartition("/")[0] in OF_STUDENT
+
+
+def name_distilled(metric: Metric) -> Metric:
+    """Return a metric of on-policy distillation under its true name: the recorded reward is no reward."""
+    if metric.name != "reward/mean":
+        return metric
+    meaning = (
+        "minus the divergence from the teacher, mean over the answers of a step; nothing maximises it but "
+        "the loss. rollouts.jsonl has it in the column `reward`"
+    )
+    return replace(metric, title="Minus the divergence, by answer", meaning=meaning, bounds="≤ 0")
+
+
+def build_kind_charts(runs: list[Run]) -> list[Chart]:
+    """Return charts of which kinds the completions are of and which of them end with the right answer."""
+    kinds, right = [], []
+    for number, run in enumerate(runs):
+        for kind, curve in run.completions.kinds.items():
+            kinds.append(
+                {"run": number, "label": kind, "x": list(curve), "y": [100 * v for v in curve.values()]}
+            )
+        if curve := run.completions.right:
+            right.append(
+                {"run": number, "label": "", "x": list(curve), "y": [100 * v for v in curve.values()]}
+            )
+    common = {
+        "kind": "lines",
+        "name": "rollouts.jsonl",
+        "unit": "%",
+        "x_title": "iteration",
+        "limits": [0, 100],
+    }
+    found = [
+        {"title": "Kinds of explanations", "series": kinds}
+        | {
+            "about": "steps: all of them, and right. filler, leap, wrong: how it breaks off. A leap names an "
+            "answer without the steps to it."
+        },
+        {"title": "Ends with the right answer", "series": right}
+        | {"about": "Fraction of the completions whose last number is the answer, whatever is before it."},
+    ]
+    return [common | chart for chart in found if chart["series"]]
 
 
 def build_accuracy_charts(runs: list[Run]) -> list[Chart]:
@@ -81,13 +142,14 @@ def build_accuracy_chart(runs: list[Run], figure: str) -> Chart:
         for name in (name for name in of_fit if name.endswith(f"/{figure}")):
             errors = run.metrics.get(name.replace("pass_at_1", "standard_error"), ([], []))
             deviations = dict(zip(*errors, strict=True)) if figure == "pass_at_1" else {}
-            curve = add_band(run.metrics[name], deviations)
+            curve = add_band(run.metrics[name], deviations, metric.limits)
             for part in curve.keys() - {"x"}:
                 curve[part] = [None if value is None else scale * value for value in curve[part]]
             # Not the set's title: a part of a published set is another set.
             series.append({"run": number, "label": name.split("/")[1], **curve})
     return {
         "kind": "lines",
+        "limits": [scale * bound if bound is not None else None for bound in metric.limits],
         "name": metric.name,
         "title": metric.title[:1].upper() + metric.title[1:],
         "unit": "%" if scale == 100 else metric.unit,
@@ -103,8 +165,9 @@ def list_values(chart: Chart) -> list[list[float | None]]:
 
 
 def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
-    """Return one metric's chart, with all runs, the spread over completions and the held-out values."""
+    """Return one metric's chart: all runs, their students, the spread over completions, held-out values."""
     name, series = metric.name, []
+    limits = find_limits(runs, metric)
     for number, run in enumerate(runs):
         spread = find_spread(run, metric)
         curve = run.metrics.get(name) or build_mean_curve(spread)
@@ -112,12 +175,18 @@ def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
             deviations: dict[int, float | None] = {step: part.std for step, part in spread.items()}
             if name == "reward/mean":  # metrics.csv has its deviation for most steps
                 deviations |= dict(zip(*run.metrics.get("reward/std", ([], [])), strict=True))
-            series.append({"run": number, "label": "", **add_band(curve, deviations)})
-        if validation_name(name) in run.metrics:
-            steps, values = run.metrics[validation_name(name)]
-            series.append({"run": number, "label": "held-out problems", "x": steps, "y": values})
+            series.append({"run": number, "label": "", **add_band(curve, deviations, limits)})
+        others = {validation_name(name): "held-out problems"}
+        for label in list_students(run, name):
+            others |= {f"{name}/{label}": label}
+            others |= {f"{validation_name(name)}/{label}": f"{label}, held-out problems"}
+        for own, label in others.items():
+            if own in run.metrics:
+                steps, values = run.metrics[own]
+                series.append({"run": number, "label": label, "x": steps, "y": values})
     return {
         "kind": "lines",
+        "limits": list(limits),
         "name": name,
         "title": metric.title,
         "unit": metric.unit,
@@ -125,6 +194,25 @@ def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
         "x_title": "iteration",
         "series": series,
     }
+
+
+def list_students(run: Run, name: str) -> list[str]:
+    """Return the labels of a run's several students that a metric is logged for."""
+    if name not in OF_STUDENT:
+        return []
+    return [found.removeprefix(f"{name}/") for found in run.metrics if found.startswith(f"{name}/")]
+
+
+def find_limits(runs: list[Run], metric: Metric) -> tuple[float | None, float | None]:
+    """Return the bounds of a metric that hold for these runs: some are only true without some option."""
+    low, high = metric.limits
+    values = [v for run in runs for v in run.metrics.get(metric.name, ([], []))[1] if v is not None]
+    conditional = any("reward/baseline" in run.metrics for run in runs) and "baseline" in metric.bounds
+    if low is not None and min(values, default=low) < low:
+        low = None
+    if high is not None and (conditional or max(values, default=high) > high):
+        high = None
+    return low, high
 
 
 def find_spread(run: Run, metric: Metric) -> dict[int, Spread]:
@@ -141,15 +229,24 @@ def build_mean_curve(spread: dict[int, Spread]) -> Curve:
     return list(spread), [part.mean for part in spread.values()]
 
 
-def add_band(curve: Curve, deviations: dict[int, float | None]) -> dict[str, Any]:
-    """Return a curve, with a band of one standard deviation if it has any."""
+def add_band(
+    curve: Curve, deviations: dict[int, float | None], limits: tuple[float | None, float | None]
+) -> dict[str, Any]:
+    """Return a curve, with a band of one standard deviation if it has any, cut at the metric's bounds."""
     steps, values = curve
     drawn = {"x": steps, "y": values}
     if not any(deviations.values()):
         return drawn
     widths = [deviations.get(step) for step in steps]
+    least, most = (
+        (-math.inf if limits[0] is None else limits[0]),
+        (math.inf if limits[1] is None else limits[1]),
+    )
     low, high = (
-        [None if y is None or d is None else y + sign * d for y, d in zip(values, widths, strict=True)]
+        [
+            None if y is None or d is None else min(max(y + sign * d, least), most)
+            for y, d in zip(values, widths, strict=True)
+        ]
         for sign in (-1, 1)
     )
     return drawn | {"low": low, "high": high}

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import NoneType
 from typing import Any
 
 from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
+from rlt_lightning.judging.answers import ends_with_answer
 from rlt_lightning.run.folder import flatten, read_settings
 from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.metrics import COLUMNS, label_columns, read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
+from rlt_lightning.run.result import FitResult, read_fit_result
 from rlt_lightning.run.rollout_rows import spread_evenly
 from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.tasks.stepwise import TRACE_KINDS, find_trace_kind
 from rlt_lightning.types import BadRowError, InputError
 
 COMPLETION_FILES = ("rollouts.jsonl", "traces.jsonl", "scores.jsonl")
@@ -68,47 +72,91 @@ class Spread:
 
 @dataclass
 class AskedProblem:
-    """A problem and its completions; a completion is named by its position in the file."""
+    """A problem and its completions; a completion is named by its position in the file.
+
+    Attributes:
+        row: Number of its row in the data.
+        question: Its question.
+        solution: Its solution.
+        first: Its first completion.
+        groups: For each iteration that it came in, its completions and their rewards, in the file's order.
+        last: Its last completion.
+    """
 
     row: int | None
     question: str
     solution: str
     first: int
-    first_step: int | None
+    groups: dict[int | None, list[tuple[float, int]]] = field(default_factory=dict)
     last: int = 0
-    best: int | None = None
-    worst: int | None = None
-    best_later: int | None = None  # the best after the first step
-    rewards: dict[int, float] = field(default_factory=dict)  # of best, worst and best_later
-    steps: set[int | None] = field(default_factory=set)
-    first_rewards: Spread = field(default_factory=Spread)  # of the completions of the first step
 
     def add(self, position: int, step: int | None, reward: float | None) -> None:
         """Count another completion."""
         self.last = position
-        self.steps.add(step)
-        if reward is None:
-            return
-        if step == self.first_step:
-            self.first_rewards.add(reward)
-        elif self.best_later is None or reward > self.rewards[self.best_later]:
-            self.best_later = position
-        if self.best is None or reward > self.rewards[self.best]:
-            self.best = position
-        if self.worst is None or reward < self.rewards[self.worst]:
-            self.worst = position
-        if position in (self.best, self.worst, self.best_later):
-            self.rewards[position] = reward
-            self.rewards = {
-                i: self.rewards[i] for i in (self.best, self.worst, self.best_later) if i is not None
-            }
+        group = self.groups.setdefault(step, [])
+        if reward is not None:
+            group.append((reward, position))
+
+    @property
+    def ranked(self) -> list[tuple[float, int]]:
+        """Return all rewards and their completions, the largest first; of equal ones the earliest."""
+        pairs = (pair for group in self.groups.values() for pair in group)
+        return sorted(pairs, key=lambda pair: (-pair[0], pair[1]))
+
+    @property
+    def rewarded(self) -> list[list[tuple[float, int]]]:
+        """Return the groups that have rewards."""
+        return [group for group in self.groups.values() if group]
+
+    def find_landmarks(self) -> dict[str, int | None]:
+        """Return the completions that the page compares.
+
+        Returns:
+            typical_first and typical_last: of median reward in the first and the last iteration that the
+            problem came in, the last None if it came once. highest and lowest: by reward.
+        """
+        groups, ranked = self.rewarded, self.ranked
+        return {
+            "typical_first": find_median(groups[0]) if groups else None,
+            "typical_last": find_median(groups[-1]) if len(groups) > 1 else None,
+            "highest": ranked[0][1] if ranked else None,
+            "lowest": ranked[-1][1] if ranked else None,
+        }
 
     @property
     def gain(self) -> float | None:
-        """Return by how much the best later completion beats the mean of the first step, if there is one."""
-        if self.best_later is None or not self.first_rewards.count:
-            return None
-        return self.rewards[self.best_later] - self.first_rewards.mean
+        """Return the mean reward of the last time minus that of the first; None if it came once."""
+        groups = self.rewarded
+        return compute_mean(groups[-1]) - compute_mean(groups[0]) if len(groups) > 1 else None
+
+
+def find_median(group: list[tuple[float, int]]) -> int:
+    """Return the completion of median reward."""
+    return sorted(group)[len(group) // 2][1]
+
+
+def compute_mean(group: list[tuple[float, int]]) -> float:
+    """Return the mean reward of a group."""
+    return fmean(reward for reward, _ in group)
+
+
+@dataclass
+class KindCount:
+    """What the reward makes of one kind of completion.
+
+    Attributes:
+        count: Completions of the kind.
+        rewards: Their rewards.
+        leads: Their rewards minus the mean of their group.
+        tops: Groups of more than one kind in which one of this kind has the largest reward.
+        groups: Groups of more than one kind that have one of this kind.
+    """
+
+    count: int = 0
+    rewards: Spread = field(default_factory=Spread)
+    leads: Spread = field(default_factory=Spread)
+    tops: int = 0
+    groups: int = 0
 
 
 @dataclass
@@ -121,6 +169,9 @@ class Completions:
     problems: list[AskedProblem] = field(default_factory=list)
     terms: list[str] = field(default_factory=list)
     spreads: dict[str, dict[int, Spread]] = field(default_factory=dict)  # term -> step -> over completions
+    kinds: dict[str, dict[int, float]] = field(default_factory=dict)  # kind -> step -> fraction
+    right: dict[int, float] = field(default_factory=dict)  # step -> fraction that ends with the answer
+    by_kind: dict[str, KindCount] = field(default_factory=dict)  # kind, or right and wrong
 
 
 @dataclass
@@ -134,6 +185,7 @@ class Run:
     evaluation: dict[str, Any] | None
     settings: dict[str, Any]  # config.yaml, flat
     notes: list[str]
+    result: FitResult | None = None  # of a fit
 
 
 def collect(folder: Path, bounds: Bounds) -> Run:
@@ -167,11 +219,14 @@ def collect(folder: Path, bounds: Bounds) -> Run:
     kept = len(completions.kept)
     if kept < completions.total:
         notes.append(
-            f"{kept:,} of the {completions.total:,} completions in {completions.file} are on this page: each "
-            "problem's best, worst, first, last and most improved, as far as there is room, then evenly over "
-            "iterations. Curves and their spreads count all. More: --max_completions, --max_text_mib."
+            f"{kept:,} of the {completions.total:,} completions in {completions.file} are on this page: of "
+            "each problem those of largest, smallest and median reward, the last iteration, each problem's "
+            "first and last, as far as there is room, then evenly over iterations. Curves and their spreads "
+            "count all. More: --max_completions, --max_text_mib."
         )
-    return Run(folder, metrics, completions, groups, evaluation, flatten(read_settings(folder)), notes)
+    result = read_fit_result(folder) if metrics or completions.file == COMPLETION_FILES[0] else None
+    settings = flatten(read_settings(folder))
+    return Run(folder, metrics, completions, groups, evaluation, settings, notes, result)
 
 
 def read_json(path: Path, kind: type) -> Any:
@@ -215,17 +270,19 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     sizes: list[int] = []
     owners: list[AskedProblem] = []
     spreads: dict[str, dict[int, Spread]] = defaultdict(lambda: defaultdict(Spread))
+    judged: list[tuple[int | None, str | None, bool | None]] = []  # step, kind, whether it is right
     for position, row in enumerate(rows()):
         question, solution, text = read_texts(row, file)
         step, values = read_step(row, file), read_figures(row, file)
         if (question, solution) not in by_texts:
             # In scores.jsonl a column `row` belongs to the source.
             number = row.get("row") if file != "scores.jsonl" else None
-            by_texts[question, solution] = AskedProblem(number, question, solution, position, step)
+            by_texts[question, solution] = AskedProblem(number, question, solution, position)
             found.problems.append(by_texts[question, solution])
         by_texts[question, solution].add(position, step, values.get("reward"))
         owners.append(by_texts[question, solution])
         sizes.append(measure_size(row, text))
+        judged.append((step, *judge_text(row, question, solution, text)))
         for name, value in values.items():
             if name not in found.terms:
                 found.terms.append(name)
@@ -235,7 +292,11 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     order = list(label_columns())
     found.terms.sort(key=lambda name: order.index(name) if name in order else len(order))
     found.spreads = {name: dict(sorted(by_step.items())) for name, by_step in spreads.items()}
-    chosen = choose_completions(found.problems, owners, sizes, bounds)
+    found.kinds, found.right = count_by_step(judged)
+    found.by_kind = count_by_reward(found.problems, judged)
+    last_step = max((step for step, _, _ in judged if step is not None), default=None)
+    last = [i for i, (step, _, _) in enumerate(judged) if step is not None and step == last_step]
+    chosen = choose_completions(found.problems, owners, sizes, bounds, last)
     numbers = {texts: number for number, texts in enumerate(by_texts)}
     for position, row in enumerate(rows()):
         if position in chosen:
@@ -243,24 +304,89 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     return found
 
 
+def judge_text(row: Row, question: str, solution: str, text: str) -> tuple[str | None, bool | None]:
+    """Return the kind of a completion and whether it ends with the right answer; None where no rule can say.
+
+    Of an answer with a thought in tags, the kind is that of the thought.
+    """
+    thought = text
+    for tags in (R1, STRATOS):
+        if tags.thought_open in text:
+            thought = text.partition(tags.thought_open)[2].partition(tags.thought_close)[0]
+    reference = {name: row[name] for name in ("answer", "kind") if name in row} | {"solution": solution}
+    return find_trace_kind(question, thought.strip()), ends_with_answer(text, reference)
+
+
+def count_by_step(
+    judged: list[tuple[int | None, str | None, bool | None]],
+) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
+    """Return, for each iteration, the fraction of each kind and of completions with the right answer.
+
+    Args:
+        judged: Iteration, kind and whether the answer is right, of each completion; None where unknown.
+    """
+    kinds: dict[int, Counter[str]] = defaultdict(Counter)
+    right: dict[int, Spread] = defaultdict(Spread)
+    for step, kind, is_right in judged:
+        if step is not None and kind is not None:
+            kinds[step][kind] += 1
+        if step is not None and is_right is not None:
+            right[step].add(float(is_right))
+    seen = [kind for kind in TRACE_KINDS if any(kind in counts for counts in kinds.values())]
+    by_kind = {kind: {step: c[kind] / c.total() for step, c in sorted(kinds.items())} for kind in seen}
+    return by_kind, {step: spread.mean for step, spread in sorted(right.items())}
+
+
+def count_by_reward(
+    problems: list[AskedProblem], judged: list[tuple[int | None, str | None, bool | None]]
+) -> dict[str, KindCount]:
+    """Return what the reward makes of each kind or, without kinds, of right and wrong answers."""
+    words = {True: "right answer", False: "wrong answer", None: None}
+    has_kinds = any(kind for _, kind, _ in judged)
+    names = [kind if has_kinds else words[is_right] for _, kind, is_right in judged]
+    found: dict[str, KindCount] = defaultdict(KindCount)
+    for group in (group for problem in problems for group in problem.rewarded):
+        mean = compute_mean(group)
+        own = {name for _, position in group if (name := names[position]) is not None}
+        for reward, position in group:
+            if (name := names[position]) is not None:
+                found[name].count += 1
+                found[name].rewards.add(reward)
+                if len(group) > 1:
+                    found[name].leads.add(reward - mean)
+        if len(own) > 1:
+            for name in own:
+                found[name].groups += 1
+            if (top := names[max(group, key=lambda pair: (pair[0], -pair[1]))[1]]) is not None:
+                found[top].tops += 1
+    order = [*TRACE_KINDS, *filter(None, words.values())]
+    return {name: found[name] for name in order if name in found}
+
+
 def choose_completions(
-    problems: list[AskedProblem], owners: list[AskedProblem], sizes: list[int], bounds: Bounds
+    problems: list[AskedProblem],
+    owners: list[AskedProblem],
+    sizes: list[int],
+    bounds: Bounds,
+    last: list[int],
 ) -> set[int]:
-    """Choose each problem's best, worst, most improved, first and last completion, then evenly over the file.
+    """Choose what the page compares, the last iteration, first and last ones, then evenly over the file.
 
     Args:
         problems: The problems of the file.
         owners: The problem of each completion, in the order of the file and so of the iterations.
         sizes: Characters of each completion. The characters of its problem count once.
         bounds: What a page takes.
+        last: The completions of the last iteration.
     """
+    landmarks = [problem.find_landmarks() for problem in problems]
+    names = ("highest", "lowest", "typical_first", "typical_last")
     kinds: list[list[int | None]] = [
-        [problem.best for problem in problems],
-        [problem.worst for problem in problems],
-        [problem.best_later if (problem.gain or 0) > 0 else None for problem in problems],
+        *([found[name] for found in landmarks] for name in names),
+        [*last],
         [problem.first for problem in problems],
         [problem.last for problem in problems],
-        list(range(len(sizes))),
+        [*range(len(sizes))],
     ]
     chosen: set[int] = set()
     shown: set[int] = set()  # problems, by the position of their first completion
@@ -341,7 +467,10 @@ def build_completion(row: Row, file: str, problems: dict[tuple[str, str], int]) 
         problems: Number of each problem, by question and solution.
     """
     question, solution, text = read_texts(row, file)
+    kind, is_right = judge_text(row, question, solution, text)
     return {
+        "kind": kind,
+        "right": is_right,
         "problem": problems[question, solution],
         "step": read_step(row, file),
         "number": row.get("completion", row.get("trace")) if file != "scores.jsonl" else None,

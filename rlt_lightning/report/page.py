@@ -6,6 +6,7 @@ import html
 import json
 import sys
 import warnings
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,7 +18,14 @@ from rlt_lightning.report.charts import (
     build_evaluation_tables,
     build_group_charts,
 )
-from rlt_lightning.report.collect import AskedProblem, Bounds, Run, collect, read_completions
+from rlt_lightning.report.collect import AskedProblem, Bounds, Run, collect, compute_mean, read_completions
+from rlt_lightning.report.summary import (
+    build_summary,
+    describe_scales,
+    list_differences,
+    tabulate_kinds,
+    tabulate_results,
+)
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import label_columns
 from rlt_lightning.types import InputError
@@ -135,54 +143,25 @@ def shorten_names(folders: list[Path]) -> list[str]:
 def build_data(runs: list[Run]) -> dict[str, Any]:
     """Return all that the page shows of runs."""
     names = shorten_names([run.folder for run in runs])
+    differences = list_differences(runs)
     return {
         "made": MADE,
         "runs": [
-            {"name": name, "folder": str(run.folder), "facts": summarise_run(run), "notes": run.notes}
+            {"name": name, "folder": str(run.folder), "notes": run.notes, **build_summary(run)}
             for name, run in zip(names, runs, strict=True)
         ],
-        "differences": list_differences(runs),
+        "results": tabulate_results(runs, names),
+        "differences": differences,
+        "scales": describe_scales(runs, differences),
         "sections": build_curve_sections(runs),
         "groups": build_group_charts(runs),
         "evaluation": build_evaluation_charts(runs),
         "evaluation_tables": build_evaluation_tables(runs, names),
+        "kinds": [
+            table for run, name in zip(runs, names, strict=True) if (table := tabulate_kinds(run, name))
+        ],
         "completions": build_completions(runs),
     }
-
-
-def summarise_run(run: Run) -> dict[str, str]:
-    """Return the key figures of a run."""
-    found = {}
-    last = max(
-        (curve[0][-1] for name, curve in run.metrics.items() if not name.startswith("eval/")), default=0
-    )
-    if last:
-        found["iterations"] = f"{last:,}"
-    if run.completions.total:
-        found["completions"] = f"{run.completions.total:,} of {len(run.completions.problems):,} problems"
-    for name, label in (("teacher", "teacher"), ("pretrained", "model"), ("student", "student")):
-        if value := run.settings.get(f".model.init_args.{name}", run.settings.get(f".model.{name}")):
-            found[label] = str(value)
-    if several := list_students(run):
-        found.pop("student", None)
-        found["students"] = several
-    return found
-
-
-def list_students(run: Run) -> str:
-    """Return the several students of a run, with their weights if they have any; '' if there is one."""
-    setting = ".model.init_args.students"
-    weights = {name: v for name, v in run.settings.items() if name.startswith(f"{setting}.")}
-    weighed = [f"{name.removeprefix(f'{setting}.')} ({value:g})" for name, value in weights.items()]
-    return ", ".join([*map(str, run.settings.get(setting, ())), *weighed])
-
-
-def list_differences(runs: list[Run]) -> list[list[str]]:
-    """Return the settings in which runs differ, one row each: its name, and its value in every run."""
-    names = sorted({name for run in runs for name in run.settings} - {".output_dir"})
-    rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
-    own_folder = ("trainer.default_root_dir", "output_dir", "save_dir")  # every run has another
-    return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(own_folder)]
 
 
 def build_completions(runs: list[Run]) -> dict[str, Any] | None:
@@ -191,7 +170,7 @@ def build_completions(runs: list[Run]) -> dict[str, Any] | None:
     labels = label_columns()
     data: dict[str, Any] = {"terms": {name: [] for name in terms}, "tokens": {}, "problems": []}
     data["labels"] = {name: labels[name] for name in terms if name in labels}
-    columns = ("run", "problem", "step", "number", "column", "finish", "text")
+    columns = ("run", "problem", "step", "number", "column", "finish", "text", "kind", "right")
     data |= {name: [] for name in columns}
     numbers: dict[tuple[str, str], int] = {}
     for run_number, run in enumerate(runs):
@@ -219,23 +198,22 @@ def build_completions(runs: list[Run]) -> dict[str, Any] | None:
 
 
 def find_landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, Any]:
-    """Return a problem's best, worst and most improved completion: their places on the page, or None."""
-    positions = {"best": problem.best, "worst": problem.worst}
-    positions["improved"] = problem.best_later if (problem.gain or 0) > 0 else None
-    found = {name: None if i is None else places.get(i) for name, i in positions.items()}
-    mean = problem.first_rewards.mean if problem.first_rewards.count else None
-    return {**found, "gain": problem.gain, "first_mean": mean, "times": len(problem.steps)}
+    """Return a problem's compared completions, their places on the page or None, and its mean rewards."""
+    found = {name: None if i is None else places.get(i) for name, i in problem.find_landmarks().items()}
+    means = {str(step): compute_mean(group) for step, group in problem.groups.items() if group}
+    return {**found, "gain": problem.gain, "means": means, "times": len(problem.groups)}
 
 
-def build_data_of_rows(rows: list[Row]) -> dict[str, Any]:
+def build_data_of_rows(rows: list[Row], notes: Iterable[str] = ()) -> dict[str, Any]:
     """Return what `write_page` shows of a few completions; a single one is open.
 
     Args:
         rows: Rows as in rollouts.jsonl. With its columns of tokens, the page shows each token's figure.
+        notes: Sentences to read with the figures.
     """
     completions = read_completions(lambda: rows, "rollouts.jsonl", Bounds(len(rows), sys.maxsize))
     run = Run(Path(), {}, completions, [], None, {}, [])
-    return {"made": MADE, "runs": [{"name": "", "notes": []}], "completions": build_completions([run])}
+    return {"made": MADE, "runs": [{"name": "", "notes": [*notes]}], "completions": build_completions([run])}
 
 
 def __getattr__(name: str) -> Any:

@@ -72,6 +72,21 @@ class Metric:
         return self.name.partition("/")[0]
 
     @property
+    def limits(self) -> tuple[float | None, float | None]:
+        """Return the smallest and the largest possible value, None where `bounds` says no number.
+
+        Example: "0 to 1" is (0.0, 1.0), "≤ 0 without a baseline" (None, 0.0), "0 to ln V" (0.0, None).
+        """
+        found = re.match(
+            r"(?:≤ (?P<most>\d+)|≥ (?P<least>\d+)|(?P<low>\d+) (?:to|or above)(?: (?P<high>\d+))?)",
+            self.bounds,
+        )
+        if found is None:
+            return None, None
+        low, high = found["least"] or found["low"], found["most"] or found["high"]
+        return float(low) if low else None, float(high) if high else None
+
+    @property
     def caption(self) -> str:
         """Return the meaning as a plain sentence."""
         text = self.meaning.replace("`", "")

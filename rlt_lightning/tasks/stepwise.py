@@ -398,3 +398,13 @@ def word_sum_rows(
     """
     rng = Random(f"word_sums {seed} {split} {length}")  # seeded with text: the same in every process
     return make_rows(draw_word_sums(rng, num_rows, length, split), WORD_SUM_WORDING, mixture, rng)
+
+
+def find_trace_kind(question: str, trace: str) -> TraceKind | None:
+    """Return the kind of a trace of either task; None if the question is of neither."""
+    if re.fullmatch(r"start \d(, (add|times) \d)+\?", question):
+        return chain_kind(question, trace)[0]
+    gains = rf"(({'|'.join(VERBS)}) \d+(, | and )?)+"
+    if re.fullmatch(rf"\w+ has \d+ \w+, {gains}\. How many \w+ does \w+ have now\?", question):
+        return word_sum_kind(question, trace)[0]
+    return None

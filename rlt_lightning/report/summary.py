@@ -1,0 +1,279 @@
+"""The top of a page: what was trained, whether it learned, what that took, and how runs differ.
+
+run/result.py    first and last figures of a fit, its warnings ─┐
+config.yaml      models, method, problems                      ─┼▶ build_summary    of one run
+metrics.csv      seconds of the phases, tokens per second      ─┘  tabulate_results of all runs
+rollouts.jsonl   kinds of completions, right answers           ──▶ tabulate_kinds
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlt_lightning.report.collect import Run
+from rlt_lightning.run.metrics import find_metric, list_metrics
+from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, show, show_percent
+
+DIVERGENCE = "distill/divergence"
+# What a run improves, the first that it has: its words, and whether it is to rise.
+OBJECTIVES = {
+    "reward/mean": ("reward", True),
+    DIVERGENCE: ("divergence from the teacher", False),
+    "policy/loss": ("loss", False),
+}
+# The figures of the table, in its order. The loss is left out where it says nothing or the same.
+FIGURES = (
+    *("reward/mean", "reward/solution", "reward/kl", "reward/correct", DIVERGENCE, "policy/loss", RIGHT),
+    *("rollout/closed_frac", "rollout/length_mean", "policy/entropy", *HELD_OUT),
+)
+# Settings that most people change, if the run has them.
+SETTINGS = (
+    *("trainer.max_steps", "model.init_args.group_size", "data.init_args.prompts_per_step"),
+    *("model.init_args.optimizer.lr", "model.init_args.reward.init_args.kl_weight"),
+    *("model.init_args.loss.init_args.kl_coef", "rollouts.sampling.temperature"),
+    *("rollouts.sampling.max_completion_length", "data.init_args.num_embedded_rows", "seed_everything"),
+)
+OWN_FOLDER = ("trainer.default_root_dir", "output_dir", "save_dir")  # every run has another
+
+
+def build_summary(run: Run) -> dict[str, Any]:
+    """Return what the top of the page says of a run: sentences, warnings and settings."""
+    settings = {name.removeprefix("."): str(value) for name, value in run.settings.items()}
+    return {
+        "trained": describe_training(run),
+        "verdict": describe_verdict(run.result) if run.result else "",
+        "learned": judge_verdict(run.result) if run.result else "",
+        "warnings": run.result.warnings if run.result else [],
+        "facts": list_facts(run),
+        "main_settings": {name: settings[name] for name in SETTINGS if name in settings},
+        "settings": [[name, value] for name, value in settings.items()],
+    }
+
+
+def read_setting(run: Run, *names: str) -> str:
+    """Return a setting of the model, the data or the trainer by the first name that the run has; else ''."""
+    for name in names:
+        section, _, rest = name.partition(".")
+        for place in (f".{section}.init_args.{rest}", f".{section}.{rest}"):
+            if (value := run.settings.get(place)) is not None:
+                return str(value)
+    return ""
+
+
+def describe_training(run: Run) -> str:
+    """Return what was trained, on what and how, in one sentence; of other runs what was done."""
+    count = count_problems(run)
+    if run.evaluation is not None:
+        sets = ", ".join(str(found.get("title", name)) for name, found in run.evaluation["sets"].items())
+        return f"The model {run.evaluation.get('model', '')} was evaluated on {sets}."
+    steps = run.result.steps if run.result else 0
+    if not steps:
+        return f"{run.completions.total:,} completions of {count} were scored." if count else ""
+    model = read_setting(run, "model.pretrained", "model.teacher") or "a model"
+    source = read_setting(run, "data.source")
+    on = f" on {source}" if source else ""
+    length = f"{steps:,} iterations" + (
+        f", {run.completions.total:,} completions of {count}" if count else ""
+    )
+    if DIVERGENCE in run.metrics:
+        teacher = read_setting(run, "model.teacher") or "itself"
+        return (
+            f"On-policy distillation: the student {model} was trained on its own answers{on} to match "
+            f"{teacher}, which sees the solution: {length}."
+        )
+    if "reward/mean" not in run.metrics and not run.completions.spreads.get("reward"):
+        return f"Supervised fine-tuning: {model} was trained{on}: {steps:,} optimizer steps."
+    students = list_students(run) or read_setting(run, "model.student")
+    reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
+    if students and reward in ("", "RLTReward"):
+        return (
+            f"Reinforcement-learned teacher: {model} was trained to explain solutions{on} in the way that helps "
+            f"the frozen student{'s' * (', ' in students)} {students} most: {length}."
+        )
+    named = f" with {reward}" if reward else ""
+    return f"Reinforcement learning{named}: {model} was trained{on}: {length}."
+
+
+def count_problems(run: Run) -> str:
+    """Return the number of problems that a run has completions of, in words; '' if there are none."""
+    number = len(run.completions.problems)
+    return f"{number:,} problem{'s' * (number != 1)}" if number else ""
+
+
+def list_students(run: Run) -> str:
+    """Return the several students of a run, with their weights if they have any; '' if there is one."""
+    setting = ".model.init_args.students"
+    weights = {name: v for name, v in run.settings.items() if name.startswith(f"{setting}.")}
+    weighed = [f"{name.removeprefix(f'{setting}.')} ({value:g})" for name, value in weights.items()]
+    return ", ".join([*map(str, run.settings.get(setting) or ()), *weighed])
+
+
+def find_objective(result: FitResult) -> tuple[str, bool, Change] | None:
+    """Return what a run improves: its words, whether it is to rise, and how it changed; None if unknown."""
+    for name, (words, rises) in OBJECTIVES.items():
+        if name in result.changes:
+            return words, rises, result.changes[name]
+    return None
+
+
+def judge_verdict(result: FitResult) -> str:
+    """Return "yes" if what the run improves became better by more than twice its error, "no" if worse."""
+    found = find_objective(result)
+    if found is None or found[2].num_steps < 2:
+        return "unclear"
+    _, rises, change = found
+    better, worse = (change.has_risen, change.has_fallen) if rises else (change.has_fallen, change.has_risen)
+    return "yes" if better else "no" if worse else "unclear"
+
+
+def describe_verdict(result: FitResult) -> str:
+    """Return whether a run learned, with the figure that says so; '' if nothing was measured."""
+    found = find_objective(result)
+    if found is None:
+        return ""
+    words, _, change = found
+    figures = f"{words} {show(change)}".replace("-", "−")
+    if change.num_steps < 2:
+        return f"Too short to say whether it learned: {figures} nats."
+    judged = {
+        "yes": "It learned what it was trained for",
+        "no": "It became worse",
+        "unclear": "No clear change",
+    }[judge_verdict(result)]
+    over = f"means of the first and the last {change.num_steps} iterations ± their standard errors"
+    return f"{judged}: {figures} nats ({over})."
+
+
+def list_facts(run: Run) -> dict[str, str]:
+    """Return what a run took: seconds of its phases, and tokens."""
+    phases = [run.metrics[m.name] for m in list_metrics() if m.drawn == "stack" and m.name in run.metrics]
+    by_step: dict[int, float] = {}
+    for steps, values in phases:
+        for step, value in zip(steps, values, strict=True):
+            by_step[step] = by_step.get(step, 0.0) + (value or 0.0)
+    facts = {"time of all iterations": describe_seconds(sum(by_step.values()))} if by_step else {}
+    speeds = dict(zip(*run.metrics.get("perf/tokens_per_s", ([], [])), strict=True))
+    tokens = sum(by_step[step] * (speed or 0.0) for step, speed in speeds.items() if step in by_step)
+    if tokens:
+        what = "sampled" if "rollout/length_mean" in run.metrics else "trained, prompts included"
+        facts[f"tokens {what}"] = f"{float(f'{tokens:.3g}'):,.0f}"
+    return facts
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a time in hours, minutes or seconds."""
+    if seconds >= 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def tabulate_results(runs: list[Run], names: list[str]) -> list[list[str]]:
+    """Return the table of what the runs learned, the header first; empty if none is a fit.
+
+    One run has columns for first, last and change; several have one column each.
+    """
+    results = [run.result or FitResult(run.folder) for run in runs]
+    found = [result.changes | result.held_out for result in results]
+    shown = [name for name in FIGURES if any(name in changes for changes in found)]
+    if any({"reward/mean", DIVERGENCE} & changes.keys() for changes in found):
+        shown = [name for name in shown if name != "policy/loss"]
+    shown += sorted({name for changes in found for name in changes if name.endswith("/pass_at_1")} - {*shown})
+    if not shown:
+        return []
+    if len(runs) > 1:
+        rows = [
+            [title_figure(n), *(describe_change(n, c[n]) if n in c else "–" for c in found)] for n in shown
+        ]
+        return [["figure", *names], *rows]
+    [changes] = found
+    rows = [[title_figure(n), *split_change(n, changes[n])] for n in shown]
+    return [["figure", "first", "last", "change"], *rows]
+
+
+def title_figure(name: str) -> str:
+    """Return the words for a figure of the table."""
+    own = {
+        "reward/solution": "solution term, r_SS",
+        "reward/kl": "KL term, r_KL",
+        RIGHT: "ends with the right answer",
+        "rollout/closed_frac": "closed",
+        "rollout/length_mean": "length, tokens",
+        **{held_out: f"held-out {words}" for held_out, words in HELD_OUT.items()},
+    }
+    if name.endswith("/pass_at_1"):
+        return f"accuracy on {name.split('/')[1]}"
+    return own.get(name) or find_metric(name).title.lower()
+
+
+def is_fraction(name: str) -> bool:
+    """Return whether a figure is shown in percent."""
+    return name == RIGHT or find_metric(name).unit == "fraction" or name.endswith(("_frac", "/pass_at_1"))
+
+
+def describe_change(name: str, change: Change) -> str:
+    """Return a figure at the start and at the end of a run."""
+    return (show_percent(change) if is_fraction(name) else show(change)).replace("-", "−")
+
+
+def split_change(name: str, change: Change) -> list[str]:
+    """Return a figure at the start, at the end, and its change, with their standard errors."""
+    scale, unit = (100, " %") if is_fraction(name) else (1, "")
+    values = (change.first, change.first_error), (change.last, change.last_error)
+
+    def write(value: float, error: float, signed: bool = False) -> str:
+        text = f"{scale * value:{'+' if signed else ''}.3g}"
+        return text.replace("-", "−") + (f" ± {scale * error:.2g}" if error > 0 else "") + unit
+
+    return [*(write(*pair) for pair in values), write(change.gain, change.error, signed=True)]
+
+
+def list_differences(runs: list[Run]) -> list[list[str]]:
+    """Return the settings in which runs differ, one row each: its name, and its value in every run."""
+    names = sorted({name for run in runs for name in run.settings} - {".output_dir"})
+    rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(OWN_FOLDER)]
+
+
+def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
+    """Return why the rewards of the runs must not be compared; '' if they may be.
+
+    Args:
+        runs: The runs.
+        differences: What `list_differences` returns of them.
+    """
+    if len(runs) < 2 or not any(
+        "reward" in run.completions.terms or "reward/mean" in run.metrics for run in runs
+    ):
+        return ""
+    distilled = {DIVERGENCE in run.metrics for run in runs}
+    if len(distilled) > 1:
+        return "These runs do not train for the same: the reward of one is no reward of the other."
+    named = ("model.init_args.reward", "model.init_args.student", "model.class_path")
+    own = [row[0] for row in differences if row[0].startswith(named)]
+    if not own:
+        return ""
+    shown = ", ".join(name.removeprefix("model.init_args.").replace(".init_args", "") for name in own[:4])
+    return (
+        f"The rewards of these runs have different scales, since {shown} differ{'s' * (len(own) == 1)}: a "
+        "larger reward does not mean a better run. Compare right answers, held-out accuracy and students."
+    )
+
+
+def tabulate_kinds(run: Run, name: str) -> dict[str, Any] | None:
+    """Return the table of what the reward makes of each kind of completion; None if it has fewer than two."""
+    found = run.completions.by_kind
+    if len(found) < 2:
+        return None
+    total = sum(kind.count for kind in found.values())
+    rows = [
+        [
+            kind,
+            f"{100 * own.count / total:.1f} %",
+            f"{own.rewards.mean:.3g}".replace("-", "−"),
+            f"{own.leads.mean:+.3g}".replace("-", "−") if own.leads.count else "–",
+            f"{100 * own.tops / own.groups:.0f} % of {own.groups:,}" if own.groups else "–",
+        ]
+        for kind, own in found.items()
+    ]
+    header = ["kind", "share", "mean reward", "minus its group's mean", "has the group's largest reward"]
+    return {"run": name, "rows": [header, *rows]}
