@@ -333,7 +333,8 @@ def count_by_step(
         if step is not None and is_right is not None:
             right[step].add(float(is_right))
     seen = [kind for kind in TRACE_KINDS if any(kind in counts for counts in kinds.values())]
-    by_kind = {kind: {step: c[kind] / c.total() for step, c in sorted(kinds.items())} for kind in seen}
+    by_kind: dict[str, dict[int, float]] = {}
+    by_kind |= {kind: {step: c[kind] / c.total() for step, c in sorted(kinds.items())} for kind in seen}
     return by_kind, {step: spread.mean for step, spread in sorted(right.items())}
 
 

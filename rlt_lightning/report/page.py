@@ -201,7 +201,8 @@ def find_landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, A
     """Return a problem's compared completions, their places on the page or None, and its mean rewards."""
     found = {name: None if i is None else places.get(i) for name, i in problem.find_landmarks().items()}
     means = {str(step): compute_mean(group) for step, group in problem.groups.items() if group}
-    return {**found, "gain": problem.gain, "means": means, "times": len(problem.groups)}
+    sizes = {str(step): len(group) for step, group in problem.groups.items()}
+    return {**found, "gain": problem.gain, "means": means, "sizes": sizes, "times": len(problem.groups)}
 
 
 def build_data_of_rows(rows: list[Row], notes: Iterable[str] = ()) -> dict[str, Any]:

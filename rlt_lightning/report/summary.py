@@ -87,8 +87,8 @@ def describe_training(run: Run) -> str:
     reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
     if students and reward in ("", "RLTReward"):
         return (
-            f"Reinforcement-learned teacher: {model} was trained to explain solutions{on} in the way that helps "
-            f"the frozen student{'s' * (', ' in students)} {students} most: {length}."
+            f"Reinforcement-learned teacher: {model} was trained to explain solutions{on} in the way that "
+            f"helps the frozen student{'s' * (', ' in students)} {students} most: {length}."
         )
     named = f" with {reward}" if reward else ""
     return f"Reinforcement learning{named}: {model} was trained{on}: {length}."

@@ -22,7 +22,7 @@ from rlt_lightning.scoring.text import (
     describe_students,
     describe_terms,
     find_terminal,
-    fold_after,
+    fold_caveats,
     list_caveats,
     shade_tokens,
     show_solution,
@@ -226,7 +226,8 @@ def explain(
             print(f"\n{label}:\n")
         print(describe_explanation(*pair, parts, module.reward, options.top, terminal), flush=True)
     if options.html:
-        write_page(Path(options.html), "One explanation, token by token", build_data_of_rows([row]))
+        page = build_data_of_rows([row], list_caveats(module.reward, any_text=True))
+        write_page(Path(options.html), "One explanation, token by token", page)
         print(f"\n{options.html}: the same as a page")
 
 
@@ -254,7 +255,4 @@ def describe_explanation(
         "",
         *show_solution(row, empty, terminal),
     ]
-    if reward.kl_estimator != "exact":
-        words = f"{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
-        lines += ["", *fold_after("", words + "For any text there is kl_estimator exact.", terminal)]
-    return "\n".join(lines + list_caveats(reward, terminal))
+    return "\n".join(lines + fold_caveats(list_caveats(reward, any_text=True), terminal))

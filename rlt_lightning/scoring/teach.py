@@ -41,6 +41,7 @@ from rlt_lightning.scoring.text import (
     describe_terms,
     find_terminal,
     fold_after,
+    fold_caveats,
     fold_plain,
     list_caveats,
     list_terms,
@@ -210,7 +211,10 @@ def teach(
         append_rows(Path(options.json), rows)
         announce(f"{options.json}: the same as JSON, added at its end")
     if options.html:
-        write_page(Path(options.html), "What the teacher explains", build_data_of_rows(explained.rows))
+        caveats = list_caveats(module.reward) if isinstance(module.reward, RLTReward) else []
+        write_page(
+            Path(options.html), "What the teacher explains", build_data_of_rows(explained.rows, caveats)
+        )
         announce(f"{options.html}: the same as a page")
 
 
@@ -359,7 +363,7 @@ def describe_problem(explained: ExplainedProblem, top: int, terminal: Terminal) 
         terms = explained.parts_of[label][best] if several else parts
         lines += ["", f"{label}:"] if several else []
         lines += describe_worth(own, empty, terms, explained.reward, top, terminal)
-    return [*lines, *list_caveats(explained.reward, terminal)]
+    return [*lines, *fold_caveats(list_caveats(explained.reward), terminal)]
 
 
 def describe_worth(

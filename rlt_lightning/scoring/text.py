@@ -131,13 +131,26 @@ def show_solution(row: Row, empty: Row, terminal: Terminal) -> list[str]:
     ]
 
 
-def list_caveats(reward: RLTReward, terminal: Terminal) -> list[str]:
-    """Return what to know about the figures of tokens, if other figures enter the terms."""
+def list_caveats(reward: RLTReward, any_text: bool = False) -> list[str]:
+    """Return what to know about the figures of tokens, for terminal and page.
+
+    Args:
+        reward: The reward that has them.
+        any_text: Whether the text need not be the teacher's.
+    """
+    found = []
+    if any_text and reward.kl_estimator != "exact":
+        words = f"{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
+        found.append(words + "For any text there is kl_estimator exact.")
     normalised = (reward.normalise_log_probs, reward.normalise_kl) != ("none", "none")
-    if (reward.clip_log_probs, reward.clip_kl) == (None, None) and not normalised:
-        return []
-    words = "Values of tokens are before clipping and normalisation, the terms' after."
-    return ["", *fold_after("", words, terminal)]
+    if (reward.clip_log_probs, reward.clip_kl) != (None, None) or normalised:
+        found.append("Values of tokens are before clipping and normalisation, the terms' after.")
+    return found
+
+
+def fold_caveats(caveats: list[str], terminal: Terminal) -> list[str]:
+    """Return the lines of caveats, each after an empty one."""
+    return [line for words in caveats for line in ("", *fold_after("", words, terminal))]
 
 
 def describe_format(row: Row) -> str:

@@ -3,16 +3,20 @@
 const PAGE_SIZE = 20;
 
 // The columns to sort and filter by: terms, iteration and problem.
+// The first one is the default: what the run writes at its end, not what earned most.
 function sortKeys() {
-  const keys = { ...all.terms };
+  const keys = {};
   if (all.step.some((step) => step != null)) keys.step = all.step;
   keys.row = all.problem.map((problem) => all.problems[problem].row ?? problem + 1);
-  return keys;
+  if (all.lead && all.lead.some((lead) => lead != null)) keys.lead = all.lead;
+  return { ...keys, ...all.terms };
 }
 
 // The fields that choose and order completions; a change calls `update`, a text field's change `soon`.
 function makeFields(keys, update, soon) {
-  const keyName = (name) => ({ step: "iteration", row: "problem" })[name] || termName(name);
+  const keyName = (name) => ({ step: "iteration", row: "problem", lead: "reward minus its group's mean" })[name] || termName(name);
+  const kinds = [...new Set(all.kind)].filter((kind) => kind != null).sort();
+  const judged = all.right.some((right) => right != null);
   const numeric = (attributes) => el("input", { type: "number", step: "any", oninput: soon, ...attributes });
   const limits = Object.entries(all.terms).map(([name, values]) => {
     const known = values.filter((value) => value != null);
@@ -23,7 +27,9 @@ function makeFields(keys, update, soon) {
   return {
     search: el("input", { type: "search", oninput: soon }),
     sort: el("select", { onchange: update }, options(Object.keys(keys).map((name) => [name, keyName(name)]))),
-    direction: el("select", { onchange: update }, options([["-1", "largest first"], ["1", "smallest first"]])),
+    direction: el("select", { onchange: update }, options(keys.step ? [["-1", "largest first"], ["1", "smallest first"]] : [["1", "smallest first"], ["-1", "largest first"]])),
+    kind: kinds.length ? el("select", { onchange: update }, options([["", "all kinds"], ...kinds.map((kind) => [kind, kind])])) : null,
+    right: judged ? el("select", { onchange: update }, options([["", "right and wrong"], ["true", "right"], ["false", "wrong"]])) : null,
     from: numeric({ step: "1", min: "0" }),
     to: numeric({ step: "1", min: "0" }),
     row: numeric({ step: "1", min: "1" }),
@@ -35,7 +41,7 @@ function makeFields(keys, update, soon) {
 function clearFields(fields) {
   const { search, from, to, row, limits } = fields;
   [search, from, to, row, ...limits.flatMap((limit) => [limit.least, limit.most])].forEach((input) => { input.value = ""; });
-  fields.run.value = "";
+  [fields.run, fields.kind, fields.right].forEach((select) => { if (select) select.value = ""; });
 }
 
 let lowerCase = null;  // the texts to search, made at the first search
@@ -52,6 +58,8 @@ function tests(keys, fields) {
   between(keys.row, bound(fields.row), bound(fields.row));
   fields.limits.forEach((limit) => between(limit.values, bound(limit.least), bound(limit.most)));
   if (fields.run.value !== "") found.push((i) => all.run[i] === Number(fields.run.value));
+  if (fields.kind && fields.kind.value !== "") found.push((i) => all.kind[i] === fields.kind.value);
+  if (fields.right && fields.right.value !== "") found.push((i) => String(all.right[i]) === fields.right.value);
   const words = fields.search.value.trim().toLowerCase();
   if (words) {
     lowerCase ??= { own: all.text.map((text) => text.toLowerCase()),
@@ -75,12 +83,14 @@ function chosen(keys, fields) {
 
 // A completion in the list: one line, which opens to its details.
 function listItem(i, sortedBy, compare) {
-  const shown = ["step", "row"].includes(sortedBy) ? "reward" : sortedBy;
+  const shown = ["step", "row", "lead"].includes(sortedBy) ? "reward" : sortedBy;
   const figures = [...new Set([shown, "reward"])].filter((name) => name in all.terms);
   const words = [
     ...figures.map((name) => el("span", { class: "figure" }, `${termName(name)} ${number(all.terms[name][i])}`)),
+    all.lead && all.lead[i] != null ? el("span", {}, `${number(all.lead[i], true)} from its group's mean`) : null,
+    ...judgements(i),
     ...title(i).map((word) => el("span", {}, word)),
-  ];
+  ].filter(Boolean);
   if (all.tokens[i]) words.push(el("span", {}, "with tokens"));
   const separated = words.flatMap((word, k) => (k ? [" · ", word] : [word]));
   const id = newId("open");
@@ -106,6 +116,7 @@ function fieldRows(keys, fields, reset) {
     el("div", { class: "filters" }, wide,
       keys.step ? field("Iteration from", fields.from) : null, keys.step ? field("to", fields.to) : null,
       field(hasRows ? "Problem (row)" : "Problem (number)", fields.row), runs.length > 1 ? field("Run", fields.run) : null,
+      fields.kind ? field("Kind", fields.kind) : null, fields.right ? field("Answer", fields.right) : null,
       field("Sort by", fields.sort), field("Order", fields.direction), el("button", { type: "button", onclick: reset }, "Clear filters")),
     el("details", {}, el("summary", {}, "Filter by terms"), el("div", { class: "terms" }, termFields)),
   ];
@@ -155,6 +166,6 @@ function browser(compare) {
     clearFields(fields);
     update();
   };
-  part("All completions", ...fieldRows(keys, fields, reset), el("div", { class: "pager" }, count, previous, place, next), list);
+  part("All completions", ...kindTables(), ...fieldRows(keys, fields, reset), el("div", { class: "pager" }, count, previous, place, next), list);
   update();
 }

@@ -1,8 +1,9 @@
 // The charts, which Chart.js draws, each with a table of its values, and the legend of the runs.
 
 const MOST_TABLE_ROWS = 1000;
-const drawn = new Map();  // plot element -> its Chart; a chart is drawn when the reader first sees it
+const drawn = new Map();  // plot element -> its Chart; charts in a folded part are drawn when it opens
 const hiddenRuns = new Set();
+let showBands = runs.length === 1;  // of several runs they hide each other's lines
 
 const distinct = (chart, part) => [...new Set(chart.series.flatMap(part))];
 const labelsOf = (chart) => distinct(chart, (series) => series.label);
@@ -19,16 +20,19 @@ function patterned(paint, place) {
   return context.createPattern(tile, "repeat");
 }
 
+// Of several runs a colour is a run, of one run it is a series.
+const paintOf = (series, place) => runColor(runs.length > 1 ? series.run : place);
+
 function lines(series, label, place, order) {
-  const paint = runColor(series.run);
+  const paint = paintOf(series, place);
   const points = (column) => series.x.map((x, i) => ({ x, y: column[i] }));
   const pointRadius = place > 0 || series.x.length <= 30 ? 3 : 0;
   const line = {
     label, data: points(series.y), borderColor: paint, backgroundColor: paint, borderWidth: 2,
-    borderDash: DASHES[series.run % DASHES.length], pointStyle: SYMBOLS[place % SYMBOLS.length][0], pointRadius,
+    borderDash: DASHES[(runs.length > 1 ? series.run : place) % DASHES.length], pointStyle: SYMBOLS[place % SYMBOLS.length][0], pointRadius,
     pointBorderWidth: 1.5, clip: false, order,
   };
-  if (!series.low) return [line];
+  if (!series.low || !showBands) return [line];
   const edge = { isEdge: true, borderWidth: 0, pointRadius: 0, pointHoverRadius: 0, backgroundColor: `${paint}2e` };
   return [line, { ...edge, data: points(series.low) }, { ...edge, data: points(series.high), fill: "-1" }];
 }
@@ -60,6 +64,21 @@ function tickText(value) {
   return (value || 0).toLocaleString("en", { notation, maximumSignificantDigits: 9 }).replaceAll("-", "−").replace("E", "e");
 }
 
+// The ends of the y axis: a little beyond all lines and bands, but never beyond what the metric can be.
+function range(chart) {
+  const bands = (series) => (showBands ? [series.low || [], series.high || []] : []);
+  const known = chart.series.flatMap((series) => [series.y, ...bands(series)].flat()).filter((value) => value != null);
+  if (!known.length) return {};
+  const [least, most] = [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))];
+  const [low, high] = (chart.limits || [null, null]).map((limit, i) => limit ?? (i ? Infinity : -Infinity));
+  const beside = 0.06 * (most - least) || 0.1 * Math.abs(most) || 1;
+  const [from, to] = [least - beside, most + beside];
+  return {
+    suggestedMin: Math.max(low, least >= 0 ? Math.max(0, from) : from),
+    suggestedMax: Math.min(high, most <= 0 && least < 0 ? Math.min(0, to) : to),
+  };
+}
+
 function scales(chart, places) {
   const axis = (text, ticks) => ({ title: { display: Boolean(text), text }, border: { color: color("--line") }, ticks });
   const x = axis(chart.x_title, { maxTicksLimit: 10, maxRotation: 0, autoSkipPadding: 12 });
@@ -72,8 +91,7 @@ function scales(chart, places) {
     if (places.length <= 10) x.afterBuildTicks = (built) => { built.ticks = places.map((value) => ({ value })); };
   }
   if (chart.kind === "lines") {
-    // Else a level line at 0 stands on an axis from −1 to 1.
-    y.beginAtZero = distinct(chart, (series) => [series.y, series.low || [], series.high || []].flat()).every((value) => !value);
+    Object.assign(y, range(chart));
   } else {
     x.grid = { display: false };
     x.stacked = y.stacked = chart.kind === "stack";
@@ -128,6 +146,7 @@ function draw(plot, chart) {
     data: { labels: places, datasets: datasets(chart, places) },
     options: {
       animation: false, maintainAspectRatio: false,
+      layout: { padding: { top: 6, right: 8 } },  // for the half of a line and of a number beyond the axes
       interaction: { mode: chart.kind === "lines" ? "nearest" : "index", axis: "x", intersect: false },
       scales: scales(chart, places),
       plugins: { legend: { display: chart.kind === "stack", align: "start", labels: { boxWidth: 14 } }, tooltip: tooltip(chart) },
@@ -138,13 +157,31 @@ function draw(plot, chart) {
 
 const redraw = () => drawn.forEach((_, plot) => draw(plot, plot.chart));
 
-const watcher = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries) {
-    if (!isIntersecting) continue;
-    draw(target, target.chart);
-    watcher.unobserve(target);
-  }
-}, { rootMargin: "300px" });
+// Draw all charts of an element that are not folded away.
+function drawIn(element) {
+  for (const plot of element.querySelectorAll(".plot")) if (!drawn.has(plot) && plot.offsetParent) draw(plot, plot.chart);
+}
+
+// On paper everything is light and open, and every chart has its paper's width.
+function preparePrint() {
+  const folded = [...document.querySelectorAll("details.print:not([open])")];
+  const theme = root.dataset.theme;
+  folded.forEach((part) => { part.open = true; });
+  root.dataset.theme = "light";
+  drawIn(document);
+  redraw();
+  return () => {
+    folded.forEach((part) => { part.open = false; });
+    root.dataset.theme = theme;
+    redraw();
+  };
+}
+let afterPrint = null;
+addEventListener("beforeprint", () => { afterPrint ??= preparePrint(); });
+addEventListener("afterprint", () => {
+  if (afterPrint) afterPrint();
+  afterPrint = null;
+});
 
 function described(chart) {
   const parts = chart.series.map((series) => {
@@ -200,16 +237,19 @@ function values(chart) {
 function chartFigure(chart, heading) {
   const plot = el("div", { class: "plot", role: "img", "aria-label": described(chart) }, el("canvas"));
   plot.chart = chart;
-  watcher.observe(plot);
   const title = chart.kind === "stack" && runs.length > 1 ? `${chart.title}: ${runs[chart.run].name}` : chart.title;
-  const glyph = (label, place) => label && `${SYMBOLS[place % SYMBOLS.length][1]} ${label}`;
-  const glyphs = labelsOf(chart).map(glyph).filter(Boolean).join("   ");
+  const labels = labelsOf(chart).filter(Boolean);
+  const glyphs = labels.map((label) => {
+    const place = labelsOf(chart).indexOf(label);
+    const paint = runs.length > 1 ? null : `color: var(--run-${place % NUM_COLORS})`;
+    return el("li", {}, el("span", { style: paint, "aria-hidden": "true" }, SYMBOLS[place % SYMBOLS.length][1]), ` ${label}`);
+  });
   const more = el("details", {}, el("summary", {}, "Values", el("span", { class: "hidden" }, ` of ${title}`)));
   more.addEventListener("toggle", () => more.childElementCount > 1 || more.append(...values(chart).filter(Boolean)));
   return el("figure", { class: "chart" },
     el(heading, {}, title, chart.name !== chart.title ? el("code", {}, ` ${chart.name}`) : null),
     el("p", { class: "about" }, chart.about),
-    glyphs && chart.kind === "lines" ? el("p", { class: "glyphs" }, glyphs) : null, plot, more);
+    el("ul", { class: "glyphs" }, chart.kind === "lines" ? glyphs : []), plot, more);
 }
 
 function swatch(run) {
@@ -224,12 +264,22 @@ function swatch(run) {
   return svg;
 }
 
-function legend() {
+// Set whether bands are drawn; the button says which.
+function bandButton() {
+  const press = (event) => {
+    showBands = !showBands;
+    event.currentTarget.setAttribute("aria-pressed", showBands);
+    redraw();
+  };
+  return el("button", { type: "button", class: "bands", "aria-pressed": showBands, onclick: press }, "Bands");
+}
+
+function legend(hasBands) {
   const toggle = (run) => (event) => {
     const shown = hiddenRuns.delete(run) || !hiddenRuns.add(run);
     event.currentTarget.setAttribute("aria-pressed", shown);
     redraw();
   };
   return el("div", { class: "legend", role: "group", "aria-label": "Runs in the charts" }, runs.map((run, i) =>
-    el("button", { type: "button", "aria-pressed": "true", onclick: toggle(i) }, swatch(i), run.name)));
+    el("button", { type: "button", "aria-pressed": "true", onclick: toggle(i) }, swatch(i), run.name)), hasBands ? bandButton() : null);
 }

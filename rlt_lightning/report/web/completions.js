@@ -1,7 +1,10 @@
-// One completion with its problem, and the completions of one problem side by side.
+// One completion with its problem, and completions of one problem side by side.
 
 const MOST_CHOICES = 200;  // problems to choose from
 const all = data.completions;
+if (all && all.terms.reward) {
+  all.lead = all.run.map((_, i) => (all.terms.reward[i] == null || groupMean(i) == null || !hasGroup(i) ? null : all.terms.reward[i] - groupMean(i)));
+}
 
 function title(i) {
   const words = [];
@@ -18,9 +21,27 @@ function problemName(problem) {
   return row == null ? `problem ${problem + 1}` : `row ${row}`;
 }
 
+// The mean reward of a completion's group: those of its problem in its iteration.
+function groupMean(i) {
+  const marks = all.problems[all.problem[i]].runs[all.run[i]];
+  return marks.means[all.step[i] == null ? "None" : all.step[i]] ?? null;
+}
+
+// Whether other completions of its problem were sampled in its iteration.
+const hasGroup = (i) => all.problems[all.problem[i]].runs[all.run[i]].sizes[all.step[i] == null ? "None" : all.step[i]] > 1;
+
+// What a rule says of a completion: its kind, and whether it ends with the right answer.
+function judgements(i) {
+  const found = [];
+  if (all.kind[i] != null) found.push(el("span", { class: `mark kind-${all.kind[i]}` }, all.kind[i]));
+  if (all.right[i] != null) found.push(el("span", { class: `mark ${all.right[i] ? "right" : "wrong"}` }, all.right[i] ? "✓ right answer" : "✗ wrong answer"));
+  return found;
+}
+
 function figuresOf(i) {
   const names = Object.keys(all.terms).filter((name) => all.terms[name][i] != null);
   const entries = names.map((name) => [termName(name), number(all.terms[name][i])]);
+  if (all.lead && all.lead[i] != null) entries.splice(1, 0, ["minus its group's mean", number(all.lead[i], true)]);
   if (all.finish[i] != null) entries.push(["ended by", all.finish[i]]);
   return el("dl", { class: "figures" }, entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
@@ -47,7 +68,7 @@ function question(problem) {
 
 function detail(i, compare) {
   const button = compare && el("button", { type: "button", onclick: () => compare(all.problem[i]) }, "Compare this problem's completions");
-  return el("div", { class: "detail" }, figuresOf(i), ...question(all.problem[i]), ...explanation(i), ...solution(i), button || null);
+  return el("div", { class: "detail" }, ...judgements(i), figuresOf(i), ...question(all.problem[i]), ...explanation(i), ...solution(i), button || null);
 }
 
 function field(label, input) {
@@ -59,19 +80,19 @@ function options(entries) {
   return entries.map(([value, text]) => el("option", { value }, text));
 }
 
-// The same problem's best, worst and most improved completion, side by side.
+// A problem's typical completions of the first and the last time, and those of the largest and smallest reward.
 function comparison() {
-  const gainOf = (problem) => Math.max(...Object.values(all.problems[problem].runs).map((marks) => marks.gain ?? -Infinity));
-  const rangeOf = (problem) => Math.max(...Object.values(all.problems[problem].runs).map((marks) =>
-    marks.best == null || marks.worst == null ? 0 : all.terms.reward[marks.best] - all.terms.reward[marks.worst]));
-  const ranges = all.problems.map((_, i) => rangeOf(i));
-  const gains = all.problems.map((_, i) => gainOf(i));
-  const some = gains.some((gain) => gain > 0);
-  const order = all.problems.map((_, i) => i).sort((a, b) => (gains[b] === gains[a] ? 0 : gains[b] - gains[a]) || ranges[b] - ranges[a]);
+  const ofRuns = (problem, figure) => Math.max(...Object.values(all.problems[problem].runs).map(figure));
+  const gains = all.problems.map((_, i) => ofRuns(i, (marks) => marks.gain ?? -Infinity));
+  const ranges = all.problems.map((_, i) => ofRuns(i, (marks) =>
+    marks.highest == null || marks.lowest == null ? 0 : all.terms.reward[marks.highest] - all.terms.reward[marks.lowest]));
+  const times = all.problems.map((_, i) => ofRuns(i, (marks) => marks.times));
+  const again = times.some((count) => count > 1);
+  const order = all.problems.map((_, i) => i).sort((a, b) => (times[b] > 1) - (times[a] > 1) || a - b);
   const name = (i) => {
     const text = all.problems[i].question.replace(/\s+/g, " ");
-    const by = gains[i] > 0 ? `gain ${number(gains[i], true)}` : `best to worst ${number(ranges[i])}`;
-    return `${problemName(i)} (${by}): ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
+    const gain = gains[i] > -Infinity ? `, last minus first time ${number(gains[i], true)}` : "";
+    return `${problemName(i)} (largest minus smallest reward ${number(ranges[i])}${gain}): ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
   };
   const choice = el("select", { onchange: () => show(Number(choice.value)) }, options(order.slice(0, MOST_CHOICES).map((i) => [i, name(i)])));
   const body = el("div");
@@ -82,12 +103,12 @@ function comparison() {
     body.replaceChildren(...question(problem), ...byRun.map(([run, marks]) => el("div", { class: "pair" }, cards(run, marks))));
   };
   const move = (by) => () => show(Number(choice.options[Math.max(0, Math.min(choice.options.length - 1, choice.selectedIndex + by))].value));
-  const once = all.problems.every((problem) => Object.values(problem.runs).every((marks) => marks.times < 2));
-  let about = "No later explanation beats the mean of its problem's first time, so you see the best and the worst.";
-  if (once) about = "Every problem was met once, so none can have improved: you see its best and its worst explanation.";
-  if (some) about = "Most improved: if a problem came again, the later completion that beats the mean of the first time by most.";
+  const about = (again
+    ? "Typical: of median reward among its problem's completions of that iteration. "
+    : "Every problem was met once, so you see nothing of what was learned. Typical: of median reward. ")
+    + "The largest reward is not the best explanation: it may be luck, or a text that is merely likely.";
   const more = order.length > MOST_CHOICES ? ` The list has ${MOST_CHOICES} of ${order.length.toLocaleString("en")} problems. A button in each completion below leads to the others.` : "";
-  const chooser = field(some ? "Problem, largest gain first" : "Problem, widest first", choice);
+  const chooser = field("Problem", choice);
   chooser.classList.add("wide");
   show(order[0]);
   part("One problem, side by side", el("p", {}, about + more),
@@ -101,17 +122,17 @@ function comparison() {
   };
 }
 
-// The cards of one problem in one run. A completion that is both best and most improved has one card.
+// The cards of one problem in one run. A completion that is two of them has one card.
 function cards(run, marks) {
-  const kinds = [["best", marks.best], ["most improved", marks.improved], ["worst", marks.worst]].filter(([, i]) => i != null);
+  const times = marks.times > 1;
+  const kinds = [[times ? "typical, first time" : "typical", marks.typical_first], ["typical, last time", marks.typical_last],
+    ["largest reward", marks.highest], ["smallest reward", marks.lowest]].filter(([, i]) => i != null);
   const seen = new Map();
   for (const [kind, i] of kinds) seen.set(i, [...(seen.get(i) || []), kind]);
   return [...seen].map(([i, names]) => {
-    const heading = names.join(" and ");
-    const gain = names.includes("most improved")
-      ? `${number(marks.gain, true)} over the first time's mean of ${number(marks.first_mean)}` : null;
+    const heading = names.join("; ");
     return el("article", { class: "card", style: `--run: var(--run-${run % NUM_COLORS})` },
       el("h3", {}, heading[0].toUpperCase() + heading.slice(1)), el("p", { class: "soft" }, title(i).join(", ")),
-      gain && el("p", { class: "soft" }, gain), figuresOf(i), ...explanation(i), ...solution(i));
+      el("p", {}, ...judgements(i)), figuresOf(i), ...explanation(i), ...solution(i));
   });
 }

@@ -1,19 +1,56 @@
-// The table of the runs, the sections of the page, and their order.
+// The summary of the runs, the sections of the page, and their order.
 
-function runTable() {
-  const rows = runs.map((run) => {
-    const facts = Object.entries(run.facts || {}).map(([name, value]) => `${name}: ${value}`).join("; ");
-    return el("tr", {}, el("th", { scope: "row" }, run.name), el("td", {}, facts), el("td", {}, run.folder));
-  });
-  const head = ["run", "what it holds", "folder"].map((name) => el("th", { scope: "col" }, name));
-  const found = [el("table", { class: "runs" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))];
-  runs.forEach((run) => run.notes.forEach((note) =>
-    found.push(el("p", { class: "soft note" }, runs.length > 1 ? `${run.name}: ${note}` : note))));
-  if (data.differences && data.differences.length) {
-    found.push(el("details", {}, el("summary", {}, "Settings that differ: ", String(data.differences.length)),
-      scrolling("Settings that differ", table([["setting", ...runs.map((run) => run.name)], ...data.differences]))));
+function warningBox(run) {
+  if (!run.warnings.length) return null;
+  const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
+  return el("div", { class: "warning" }, el("p", {}, el("strong", {}, "Warning")), el("ul", {}, run.warnings.map((text) => el("li", {}, sentence(text)))));
+}
+
+// What one run trained and whether it learned.
+function verdict(run, i) {
+  const facts = Object.entries({ ...run.facts, folder: run.folder }).map(([name, value]) =>
+    el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+  return el("article", { class: "verdict", style: runs.length > 1 ? `--run: var(--run-${i % NUM_COLORS})` : null },
+    runs.length > 1 ? el("h3", {}, run.name) : null,
+    run.verdict ? el("p", { class: `judged ${run.learned}` }, run.verdict) : null,
+    run.trained ? el("p", {}, run.trained) : null,
+    warningBox(run),
+    el("dl", { class: "figures" }, facts),
+    run.notes.map((note) => el("p", { class: "soft note" }, note)));
+}
+
+function allSettings(run) {
+  const name = runs.length > 1 ? `All settings of ${run.name}` : "All settings";
+  return el("details", {}, el("summary", {}, `${name}: ${run.settings.length}`),
+    scrolling(name, table([["setting", "value"], ...run.settings])));
+}
+
+function summary() {
+  const found = [el("div", { class: "verdicts" }, runs.map(verdict))];
+  if (data.scales) found.push(el("p", { class: "warning" }, data.scales));
+  if (data.results.length) {
+    found.push(el("h3", {}, "What changed"), el("p", { class: "soft" },
+      "Means of the first and the last iterations (a quarter of the run each, at most ten) ± their standard errors. Problems differ between iterations."),
+      scrolling("What changed", table(data.results)));
   }
+  if (data.differences.length) {
+    found.push(el("h3", {}, "Settings that differ"),
+      scrolling("Settings that differ", table([["setting", ...runs.map((run) => run.name)], ...data.differences])));
+  } else if (Object.keys(runs[0].main_settings).length && runs.length === 1) {
+    found.push(el("h3", {}, "Settings"), el("dl", { class: "figures" }, Object.entries(runs[0].main_settings).map(([name, value]) =>
+      el("div", {}, el("dt", { title: name }, name.replaceAll(".init_args", "")), el("dd", {}, value)))));
+  }
+  found.push(...runs.filter((run) => run.settings.length).map(allSettings));
   return found;
+}
+
+// What the reward makes of each kind of completion.
+function kindTables() {
+  if (!data.kinds || !data.kinds.length) return [];
+  const about = "The largest reward is not the best explanation: compare the kinds, and look at several explanations of a problem. "
+    + "Last column: of the groups that have this kind and another one, those in which it has the largest reward.";
+  return [el("h3", {}, "What the reward prefers"), el("p", { class: "soft" }, about), ...data.kinds.flatMap(({ run, rows }) => [
+    runs.length > 1 ? el("h4", {}, run) : null, scrolling(`What the reward prefers, ${run}`, table(rows))])].filter(Boolean);
 }
 
 function curves() {
@@ -21,11 +58,11 @@ function curves() {
   const banded = data.sections.some((section) => section.charts.some((chart) =>
     !chart.name.startsWith("eval/") && chart.series.some((series) => series.low)));
   const note = banded ? [el("p", { class: "soft" },
-    "Bands, where a chart says nothing else: ± one standard deviation over the completions of an iteration.")] : [];
+    `Bands, where a chart says nothing else: ± one standard deviation over the completions of an iteration, cut where the figure cannot be${runs.length > 1 ? ". The button above shows them" : ""}.`)] : [];
   return note.concat(data.sections.flatMap((section) => {
     const figures = el("div", { class: "charts" }, section.charts.map((chart) => chartFigure(chart, "h4")));
     if (!section.folded) return [el("h3", {}, section.title), figures];
-    return [el("h3", {}, section.title), el("details", {}, el("summary", {}, plural(section.charts.length, "chart")), figures)];
+    return [el("h3", {}, section.title), el("details", { class: "print", ontoggle: () => drawIn(figures) }, el("summary", {}, plural(section.charts.length, "chart")), figures)];
   }));
 }
 
@@ -41,8 +78,12 @@ document.getElementById("theme").addEventListener("click", () => {
 document.addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
 hideTip();
 
-if (data.sections) part("Runs", ...runTable());
-if (runs.length > 1) main.append(legend());
+if (data.sections) part(runs.length > 1 ? "Runs" : "What the run did", ...summary());
+else main.append(...runs.flatMap((run) => run.notes).map((note) => el("p", { class: "warning" }, note)));
+if (runs.length > 1) {
+  const charts = [...data.sections.flatMap((section) => section.charts), ...data.groups];
+  main.append(legend(charts.some((chart) => chart.series.some((series) => series.low))));
+}
 if (data.sections && data.sections.length) part("Curves", ...curves());
 for (const [name, heading] of [["groups", "Groups by reward"], ["evaluation", "Evaluation"]]) {
   if (!data[name] || !data[name].length) continue;
@@ -52,3 +93,4 @@ for (const [name, heading] of [["groups", "Groups by reward"], ["evaluation", "E
 }
 if (all && all.run.length === 1) part("Completion", detail(0, null));
 else if (all) browser(comparison());
+drawIn(document);
