@@ -17,7 +17,7 @@ from browser import chromium, completion, synthetic_run, tokens, write_metrics, 
 from commands import ROOT, rlt
 
 from rlt_lightning.report.charts import build_curve_sections, build_group_charts
-from rlt_lightning.report.collect import TOKEN_COLUMNS, Bounds, Run, collect
+from rlt_lightning.report.collect import TOKEN_COLUMNS, Bounds, Run, collect, judge_text
 from rlt_lightning.report.page import (
     MARKER,
     build_data,
@@ -59,10 +59,8 @@ class Opened:
         self.page.evaluate(
             """async () => {
               for (const plot of document.querySelectorAll('.plot')) {
-                plot.scrollIntoView();
                 while (!Chart.getChart(plot.firstChild)) await new Promise(requestAnimationFrame);
               }
-              scrollTo(0, 0);
             }"""
         )
 
@@ -280,17 +278,154 @@ def test_a_bounded_page_keeps_what_matters_of_every_problem(tmp_path: Path) -> N
     assert "of the 800 completions in rollouts.jsonl are on this page" in few.notes[0]
 
 
-def test_the_most_improved_beats_the_mean_of_the_first_time_by_most(tmp_path: Path) -> None:
-    rewards = {1: [-4.0, -2.0], 2: [-3.5, -1.0], 3: [-0.5, -6.0]}
+def test_a_problem_shows_its_typical_completions_of_both_ends(tmp_path: Path) -> None:
+    rewards = {1: [-4.0, -2.0, -3.5], 2: [-3.5, -1.0, -9.0], 3: [-0.5, -6.0, -1.0]}
     rows = [
         completion(step, 0, n, reward) for step, group in rewards.items() for n, reward in enumerate(group)
     ]
-    rows += [completion(1, 1, n, -2.0 - n) for n in range(2)]
+    rows += [completion(1, 1, n, -2.0 - n) for n in range(3)]
     write_rows(tmp_path / "rollouts.jsonl", rows)
     completions = build_data([collect(tmp_path, ALL)])["completions"]
     again, once = (problem["runs"][0] for problem in completions["problems"])
-    assert again == {"best": 4, "worst": 5, "improved": 4, "gain": 2.5, "first_mean": -3.0, "times": 3}
-    assert once == {"best": 6, "worst": 7, "improved": None, "gain": None, "first_mean": -2.5, "times": 1}
+    landmarks = ("typical_first", "typical_last", "highest", "lowest", "times")
+    assert [again[name] for name in landmarks] == [2, 8, 6, 5, 3]
+    assert [once[name] for name in landmarks] == [10, None, 9, 11, 1]
+    # The mean of the last time, -2.5, minus that of the first, -9.5 / 3.
+    assert again["gain"] == pytest.approx(-2.5 + 9.5 / 3)
+    assert once["gain"] is None
+    assert again["sizes"] == {"1": 3, "2": 3, "3": 3}
+    assert again["means"]["2"] == pytest.approx(-4.5)
+
+
+CHAIN = "start 2, add 1, times 7?"  # 3, then 1
+KINDS = {
+    "steps": "2 add 1 is 3, 3 times 7 is 1.",
+    "leap": "clearly the answer is 1.",
+    "filler": "one looks at the numbers, one takes the next part.",
+}
+
+
+def write_chains(folder: Path, rewards: dict[int, dict[str, float]], **columns: Any) -> Path:
+    """A run on chains: an explanation of each named kind, with its reward, by iteration."""
+    texts = {"question": CHAIN, "solution": "\\boxed{1}"}
+    rows = [
+        completion(step, 0, n, reward, explanation=KINDS[kind], **texts, **columns)
+        for step, group in rewards.items()
+        for n, (kind, reward) in enumerate(group.items())
+    ]
+    write_rows(folder / "rollouts.jsonl", rows)
+    return folder
+
+
+def test_kinds_and_right_answers_stand_beside_the_reward(tmp_path: Path) -> None:
+    rewards = {1: {"leap": 0.0, "filler": -1.0}, 2: {"steps": -0.5, "leap": -0.2, "filler": -2.0}}
+    run = collect(write_chains(tmp_path, rewards), ALL)
+    data = build_data([run])
+    assert data["completions"]["kind"] == ["leap", "filler", "steps", "leap", "filler"]
+    assert data["completions"]["right"] == [True, False, True, True, False]
+    assert run.completions.kinds["leap"] == {1: 0.5, 2: pytest.approx(1 / 3)}
+    assert run.completions.right == {1: 0.5, 2: pytest.approx(2 / 3)}
+    [table] = data["kinds"]
+    by_kind = {row[0]: row[1:] for row in table["rows"][1:]}
+    # Leaps: mean of 0 and -0.2; 0.5 and 0.7 above the means -0.5 and -0.9; first in both groups.
+    assert by_kind["leap"] == ["40.0 %", "−0.1", "+0.6", "100 % of 2"]
+    assert by_kind["steps"] == ["20.0 %", "−0.5", "+0.4", "0 % of 1"]
+    charts = {chart["title"]: chart for section in data["sections"] for chart in section["charts"]}
+    assert charts["Ends with the right answer"]["series"][0]["y"] == [50.0, pytest.approx(200 / 3)]
+
+
+def test_kind_of_an_answer_is_that_of_its_thought() -> None:
+    text = f"<think>\n{KINDS['leap']}\n</think>\n\n<solution>\n\\boxed{{4}}\n</solution>"
+    assert judge_text({}, CHAIN, "\\boxed{1}", text) == ("leap", False)
+    assert judge_text({}, "Why?", "since it is so", "text") == (None, None)
+    sums = "Ana has 8 shells, buys 5 and finds 3. How many shells does Ana have now?"
+    assert judge_text({}, sums, "\\boxed{16}", "8 + 5 = 13. 13 + 3 = 16.") == ("steps", True)
+
+
+def test_the_summary_says_whether_a_run_learned(tmp_path: Path) -> None:
+    steps = range(40)
+    write_metrics(
+        tmp_path / "up",
+        {"reward/mean": [-1 + step / 40 for step in steps]}
+        | {"perf/generate_s": [2.0] * 40, "perf/train_s": [1.0] * 40, "perf/tokens_per_s": [100.0] * 40}
+        | {"rollout/length_mean": [30.0] * 40},
+    )
+    write_metrics(tmp_path / "flat", {"reward/mean": [-1 + (step % 2) / 4 for step in steps]})
+    write_metrics(tmp_path / "down", {"policy/loss": [1 + step / 40 for step in steps]})
+    (tmp_path / "up" / "config.yaml").write_text(
+        "model: {class_path: M, init_args: {teacher: T, student: S}}\ndata: {init_args: {source: D}}\n"
+    )
+    up, flat, down = build_data([collect(tmp_path / name, ALL) for name in ("up", "flat", "down")])["runs"]
+    assert (up["learned"], flat["learned"], down["learned"]) == ("yes", "unclear", "no")
+    assert up["trained"] == (
+        "Reinforcement-learned teacher: T was trained to explain solutions on D in the way that helps the "
+        "frozen student S most: 40 iterations."
+    )
+    # Means of -1 to -0.775 and of -0.25 to -0.025.
+    assert "reward −0.887 ± 0.024 → −0.138 ± 0.024 nats" in up["verdict"]
+    assert up["facts"] == {"time of all iterations": "2.0 min", "tokens sampled": "12,000"}
+    assert down["trained"] == "Supervised fine-tuning: a model was trained: 40 optimizer steps."
+    assert any("loss has not fallen" in warning for warning in down["warnings"])
+
+
+def test_bands_and_axes_end_where_the_figure_can_be(tmp_path: Path) -> None:
+    term = "solution_log_prob_reward"
+    rows = [completion(1, 0, n, -1.0, **{term: value}) for n, value in enumerate((-0.1, -1.9))]
+    write_rows(tmp_path / "rollouts.jsonl", rows)
+    write_metrics(tmp_path, {"reward/solution": [-1.0], "rollout/closed_frac": [1.0], "reward/kl": [-0.1]})
+    charts = charts_of(collect(tmp_path, ALL))
+    chart = charts["reward/solution"]
+    assert chart["limits"] == [None, 0.0]
+    # The standard deviation is 1.8 / sqrt(2) = 1.27, so that -1 + 1.27 is cut.
+    assert (chart["series"][0]["high"], chart["series"][0]["low"]) == (
+        [0.0],
+        [pytest.approx(-2.2728, abs=1e-4)],
+    )
+    assert charts["rollout/closed_frac"]["limits"] == [0.0, 1.0]
+    assert charts["reward/kl"]["limits"] == [None, None]
+    write_metrics(tmp_path, {"reward/solution": [-1.0], "reward/baseline": [-2.0]})
+    assert charts_of(collect(tmp_path, ALL))["reward/solution"]["limits"] == [None, None]
+
+
+def test_distillation_shows_its_loss_first_and_no_reward(tmp_path: Path) -> None:
+    write_chains(tmp_path, {1: {"leap": -0.3}, 2: {"steps": -0.1}})
+    write_metrics(tmp_path, {"distill/divergence": [0.3, 0.1], "policy/loss": [0.3, 0.1]})
+    data = build_data([collect(tmp_path, ALL)])
+    titles = [section["title"] for section in data["sections"]]
+    assert titles[:3] == ["What the completions are", "Policy", "Divergence"]
+    names = [chart["title"] for section in data["sections"] for chart in section["charts"]]
+    assert "Minus the divergence, by answer" in names
+    assert "Reward" not in names
+    assert data["completions"]["labels"]["reward"] == "minus the divergence"
+    assert data["kinds"] == []
+    assert data["runs"][0]["trained"].startswith("On-policy distillation: the student a model was trained")
+
+
+def test_students_of_a_run_stand_in_one_chart(tmp_path: Path) -> None:
+    columns = {"reward/kl": [-2.0], "reward/kl/one": [-1.0], "reward/kl/two": [-3.0]}
+    write_metrics(tmp_path, columns | {"reward/val_kl/two": [-4.0]})
+    charts = charts_of(collect(tmp_path, ALL))
+    assert [*charts] == ["reward/kl"]
+    found = {series["label"]: series["y"] for series in charts["reward/kl"]["series"]}
+    assert found == {
+        "all students": [-2.0],
+        "one": [-1.0],
+        "two": [-3.0],
+        "two, held-out problems": [-4.0],
+    }
+
+
+def test_rewards_of_different_scales_are_told(tmp_path: Path) -> None:
+    for name, weight in (("one", 3.0), ("two", 1.0)):
+        write_metrics(tmp_path / name, {"reward/mean": [-1.0]})
+        (tmp_path / name / "config.yaml").write_text(
+            f"model: {{init_args: {{reward: {{init_args: {{kl_weight: {weight}}}}}}}}}\n"
+        )
+    one, two = (collect(tmp_path / name, ALL) for name in ("one", "two"))
+    assert "since reward.kl_weight differs" in build_data([one, two])["scales"]
+    assert build_data([one])["scales"] == ""
+    two.settings[".model.init_args.reward.init_args.kl_weight"] = 3.0
+    assert build_data([one, two])["scales"] == ""
 
 
 def test_scores_of_any_source_are_read(tmp_path: Path) -> None:
@@ -385,9 +520,10 @@ def test_a_real_runs_page_shows_its_completions_and_tokens(
     page.draw_all()
     names = page.page.locator(".chart code").all_inner_texts()
     assert {"reward/mean", "reward/kl", "policy/entropy", "rollout/closed_frac"} <= {n.strip() for n in names}
-    best = max(range(len(rows)), key=lambda i: rows[i]["reward"])
-    assert page.shown()[0] == best
-    page.page.locator(".row").first.click()
+    shown = page.shown()  # of the last iteration
+    assert [rows[i]["step"] for i in shown] == sorted((row["step"] for row in rows), reverse=True)[:20]
+    best = next(i for i in shown if "thought_tokens" in rows[i])
+    page.page.locator(f".row[data-completion='{best}']").click()
     thought, solution = page.page.locator(".list .detail .text[role=group]").all()
     assert thought.evaluate("(node) => node.textContent") == "".join(rows[best]["thought_tokens"])
     assert solution.evaluate("(node) => node.textContent") == "".join(rows[best]["solution_tokens"])
@@ -425,6 +561,8 @@ def test_sorting_and_filtering_give_exactly_their_rows(tmp_path: Path, opened: A
             (i for i, row in enumerate(rows) if test(row)), key=lambda i: key(rows[i]), reverse=reverse
         )
 
+    assert page.shown() == expected(lambda row: True, lambda row: row["step"])[:20]  # the last iterations
+    page.set("Sort by", "reward")
     assert page.shown() == expected(lambda row: True, lambda row: row["reward"])[:20]
     page.page.get_by_text("Next page").click()
     assert page.shown() == expected(lambda row: True, lambda row: row["reward"])[20:40]
@@ -495,7 +633,7 @@ def test_runs_are_overlaid_in_their_own_colours(tmp_path: Path, opened: Any) -> 
     page = opened(tmp_path / "both.html")
     page.draw_all()
     legend = page.page.locator(".legend button")
-    assert legend.all_inner_texts() == ["one", "two"]
+    assert legend.all_inner_texts() == ["one", "two", "Bands"]
     colors = page.page.locator(".plot").evaluate_all(
         """(plots) => plots.map((plot) => Chart.getChart(plot.firstChild))
              .filter((chart) => chart.config.type === "line")
@@ -505,7 +643,8 @@ def test_runs_are_overlaid_in_their_own_colours(tmp_path: Path, opened: Any) -> 
     assert len(colors) >= 5
     assert all(sorted(found) == sorted(colors[0]) for found in colors)
     assert len(set(colors[0])) == 2
-    assert page.page.get_by_text("Settings that differ: 1").count() == 1
+    assert page.page.get_by_role("cell", name="3.0").is_visible()  # the setting that differs
+    assert "reward.kl_weight differs" in page.page.locator("p.warning").inner_text()
     reward = page.page.locator(".plot").first
     assert page.painted(reward, "--run-0") > 0.002
     assert page.painted(reward, "--run-1") > 0.002
@@ -578,13 +717,12 @@ def test_the_chart_library_is_the_one_that_the_docs_name() -> None:
 
 
 @pytest.mark.full
-def test_best_worst_and_most_improved_stand_side_by_side(tmp_path: Path, opened: Any) -> None:
+def test_typical_largest_and_smallest_stand_side_by_side(tmp_path: Path, opened: Any) -> None:
     report([str(synthetic_run(tmp_path / "run"))])
     page = opened(tmp_path / "run" / "report.html").page
-    assert page.locator(".card h3").all_inner_texts() == ["Best and most improved", "Worst"]
-    assert "problem" not in page.locator(".card").first.inner_text().split("\n")[0]
-    gain = page.locator(".card").first.get_by_text("over the first time").inner_text()
-    assert gain.startswith("+0.415 over")  # 0.4 by four steps, and 0.015 above the mean of the group
+    headings = ["Typical, first time", "Typical, last time", "Largest reward", "Smallest reward"]
+    assert page.locator(".card h3").all_inner_texts() == headings
+    assert "is not the best explanation" in page.locator("section", has_text="side by side").inner_text()
     first = page.locator("section .label + .text").first.inner_text()
     page.get_by_role("button", name="Next", exact=True).click()
     assert page.locator("section .label + .text").first.inner_text() != first
@@ -592,7 +730,58 @@ def test_best_worst_and_most_improved_stand_side_by_side(tmp_path: Path, opened:
     report([str(tmp_path / "once")])
     page = opened(tmp_path / "once" / "report.html").page
     assert page.get_by_text("Every problem was met once").count() == 1
-    assert page.locator(".card h3").all_inner_texts() == ["Best", "Worst"]
+    assert page.locator(".card h3").all_inner_texts() == ["Typical", "Largest reward", "Smallest reward"]
+
+
+def test_kinds_filter_the_list_and_mark_it(tmp_path: Path, opened: Any) -> None:
+    rewards = {1: {"leap": 0.0, "filler": -1.0}, 2: {"steps": -0.5, "leap": -0.2, "filler": -2.0}}
+    report([str(write_chains(tmp_path, rewards))])
+    page = opened(tmp_path / "report.html")
+    assert page.shown() == [2, 3, 4, 0, 1]  # the last iteration first, whatever the reward
+    first = page.page.locator(".row").first.inner_text()
+    assert "steps" in first
+    assert "✓ right answer" in first
+    assert "+0.400 from its group's mean" in first
+    page.set("Kind", "leap")
+    assert page.shown() == [3, 0]
+    page.set("Answer", "wrong")
+    assert page.shown() == []
+    page.page.get_by_text("Clear filters").click()
+    page.set("Answer", "wrong")
+    assert page.shown() == [4, 1]
+
+
+def test_print_shows_every_chart_in_light_colours(tmp_path: Path, opened: Any) -> None:
+    report([str(synthetic_run(tmp_path / "run"))])
+    page = opened(tmp_path / "run" / "report.html", scheme="dark").page
+    missing = (
+        "[...document.querySelectorAll('.plot')].filter((plot) => !Chart.getChart(plot.firstChild)).length"
+    )
+    folded = page.locator("details.print .plot").count()
+    assert folded > 0
+    assert page.evaluate(missing) == folded  # those in sight need no scrolling
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(missing) == 0
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.locator("details.print[open]").count() == 0
+
+
+def test_plots_of_a_row_stand_in_a_line_and_hold_their_lines(tmp_path: Path, opened: Any) -> None:
+    run = synthetic_run(tmp_path / "run")
+    report([str(run)])
+    page = opened(run / "report.html").page
+    tops = page.locator(".charts .chart").evaluate_all(
+        """(cards) => cards.map((card) => [card.getBoundingClientRect().top, card.querySelector('.plot').getBoundingClientRect().top])"""
+    )
+    assert len({card for card, _ in tops}) < len(tops)  # several stand in a row
+    assert len({round(plot) for _, plot in tops}) == len({round(card) for card, _ in tops})
+    outside = page.evaluate(
+        """() => Object.values(Chart.instances).flatMap((chart) => chart.data.datasets.flatMap((line) => line.data)
+          .map((point) => point.y ?? point).filter((y) => y < chart.scales.y.min || y > chart.scales.y.max))"""
+    )
+    assert outside == []
 
 
 @pytest.mark.full
@@ -621,14 +810,14 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
     report([str(tested)])
     page = opened(ranked / "report.html")
     page.draw_all()
-    assert page.page.locator("h2").all_inner_texts() == ["Runs", "Groups by reward"]
+    assert page.page.locator("h2").all_inner_texts() == ["What the run did", "Groups by reward"]
     lines = page.page.locator(".plot").evaluate(
         "(plot) => Chart.getChart(plot.firstChild).data.datasets.map((line) => line.data.length)"
     )
     assert lines == [16] * 5  # reward, the band's two sides and two terms
     page = opened(tested / "report.html")
     page.draw_all()
-    assert page.page.locator("h2").all_inner_texts() == ["Runs", "Evaluation"]
+    assert page.page.locator("h2").all_inner_texts() == ["What the run did", "Evaluation"]
     accuracy = page.page.locator(".plot").first
     bar = accuracy.evaluate("(plot) => Chart.getChart(plot.firstChild).data.datasets[0]")
     assert (bar["data"], bar["errors"]) == ([75], [2])

@@ -19,7 +19,7 @@ from rlt_lightning.evaluation.results import (
     build_result_row,
     find_comparable_sets,
 )
-from rlt_lightning.report.collect import Run, Spread
+from rlt_lightning.report.collect import Run, Spread, is_distilled
 from rlt_lightning.run.metrics import (
     OF_STUDENT,
     Metric,
@@ -32,7 +32,6 @@ from rlt_lightning.run.metrics import (
 from rlt_lightning.run.metrics_csv import Curve
 
 Chart = dict[str, Any]
-DIVERGENCE = "distill/divergence"
 OTHERS = "All other figures"
 COMPLETIONS = "What the completions are"
 # Figures of EvaluateEvery that get a chart; the standard error is the band of the first.
@@ -56,7 +55,7 @@ def build_curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     names = {name for name in names if not is_of_student(name)}  # they are in the chart of all students
     known = [metric for metric in list_metrics() if metric.name in names]
     unknown = [find_metric(name) for name in sorted(names - {metric.name for metric in known})]
-    distilled = all(DIVERGENCE in run.metrics for run in runs if run.metrics)
+    distilled = all(map(is_distilled, runs))
     drawn = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
     shown = [name_distilled(metric) if distilled else metric for metric in drawn]
     titles = list(dict.fromkeys(metric.section for metric in list_metrics() if metric.section))
@@ -87,41 +86,47 @@ def name_distilled(metric: Metric) -> Metric:
     if metric.name != "reward/mean":
         return metric
     meaning = (
-        "minus the divergence from the teacher, mean over the answers of a step; nothing maximises it but "
-        "the loss. rollouts.jsonl has it in the column `reward`"
+        "minus the divergence from the teacher, mean over the answers of a step. rollouts.jsonl has it in the "
+        "column `reward`, but no reward is maximised"
     )
     return replace(metric, title="Minus the divergence, by answer", meaning=meaning, bounds="≤ 0")
 
 
 def build_kind_charts(runs: list[Run]) -> list[Chart]:
     """Return charts of which kinds the completions are of and which of them end with the right answer."""
-    kinds, right = [], []
-    for number, run in enumerate(runs):
-        for kind, curve in run.completions.kinds.items():
-            kinds.append(
-                {"run": number, "label": kind, "x": list(curve), "y": [100 * v for v in curve.values()]}
-            )
-        if curve := run.completions.right:
-            right.append(
-                {"run": number, "label": "", "x": list(curve), "y": [100 * v for v in curve.values()]}
-            )
-    common = {
-        "kind": "lines",
-        "name": "rollouts.jsonl",
-        "unit": "%",
-        "x_title": "iteration",
-        "limits": [0, 100],
+    common = {"kind": "lines", "name": "rollouts.jsonl", "unit": "%", "x_title": "iteration"}
+    common |= {"limits": [0, 100]}
+
+    def build_series(label: str, fractions: dict[int, dict[int, float]]) -> list[dict[str, Any]]:
+        return [
+            {"run": run, "label": label, "x": [*curve], "y": [100 * v for v in curve.values()]}
+            for run, curve in fractions.items()
+            if curve
+        ]
+
+    by_kind = {
+        kind: build_series(kind, {i: run.completions.kinds.get(kind, {}) for i, run in enumerate(runs)})
+        for kind in dict.fromkeys(kind for run in runs for kind in run.completions.kinds)
     }
-    found = [
-        {"title": "Kinds of explanations", "series": kinds}
-        | {
-            "about": "steps: all of them, and right. filler, leap, wrong: how it breaks off. A leap names an "
-            "answer without the steps to it."
-        },
-        {"title": "Ends with the right answer", "series": right}
-        | {"about": "Fraction of the completions whose last number is the answer, whatever is before it."},
+    about = (
+        "steps: all of them, and right. filler, leap, wrong: how it breaks off. A leap names an answer "
+        "without the steps to it."
+    )
+    if len(runs) == 1:
+        charts = [("Kinds of explanations", about, [part for series in by_kind.values() for part in series])]
+    else:  # a chart for each: their lines would hide each other
+        charts = [
+            (f"Kind: {kind}", about, [part | {"label": ""} for part in series])
+            for kind, series in by_kind.items()
+        ]
+    about = "Fraction of the completions whose last number is the answer, whatever is before it."
+    right = build_series("", {i: run.completions.right for i, run in enumerate(runs)})
+    charts.append(("Ends with the right answer", about, right))
+    return [
+        common | {"title": title, "about": about, "series": series}
+        for title, about, series in charts
+        if series
     ]
-    return [common | chart for chart in found if chart["series"]]
 
 
 def build_accuracy_charts(runs: list[Run]) -> list[Chart]:
@@ -175,7 +180,8 @@ def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
             deviations: dict[int, float | None] = {step: part.std for step, part in spread.items()}
             if name == "reward/mean":  # metrics.csv has its deviation for most steps
                 deviations |= dict(zip(*run.metrics.get("reward/std", ([], [])), strict=True))
-            series.append({"run": number, "label": "", **add_band(curve, deviations, limits)})
+            label = "all students" if list_students(run, name) else ""
+            series.append({"run": number, "label": label, **add_band(curve, deviations, limits)})
         others = {validation_name(name): "held-out problems"}
         for label in list_students(run, name):
             others |= {f"{name}/{label}": label}

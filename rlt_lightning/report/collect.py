@@ -38,6 +38,7 @@ NO_FIGURES = {column.name for column in COLUMNS["completion"]}
 TOKEN_COLUMNS = tuple(column.name for column in COLUMNS["tokens"])
 NUMBER_SIZE = 8  # characters of a token's figure on the page, about
 FILES = ("metrics.csv", *COMPLETION_FILES, "groups.json", "evaluation.json")
+DIVERGENCE = "distill/divergence"  # only on-policy distillation logs it
 GROUP = {"group", "num_rows", "reward", "reward_min", "reward_max"}
 
 
@@ -227,6 +228,11 @@ def collect(folder: Path, bounds: Bounds) -> Run:
     result = read_fit_result(folder) if metrics or completions.file == COMPLETION_FILES[0] else None
     settings = flatten(read_settings(folder))
     return Run(folder, metrics, completions, groups, evaluation, settings, notes, result)
+
+
+def is_distilled(run: Run) -> bool:
+    """Return whether a run is on-policy distillation, whose column `reward` is minus the divergence."""
+    return DIVERGENCE in run.metrics
 
 
 def read_json(path: Path, kind: type) -> Any:

@@ -18,7 +18,15 @@ from rlt_lightning.report.charts import (
     build_evaluation_tables,
     build_group_charts,
 )
-from rlt_lightning.report.collect import AskedProblem, Bounds, Run, collect, compute_mean, read_completions
+from rlt_lightning.report.collect import (
+    AskedProblem,
+    Bounds,
+    Run,
+    collect,
+    compute_mean,
+    is_distilled,
+    read_completions,
+)
 from rlt_lightning.report.summary import (
     build_summary,
     describe_scales,
@@ -170,6 +178,8 @@ def build_completions(runs: list[Run]) -> dict[str, Any] | None:
     labels = label_columns()
     data: dict[str, Any] = {"terms": {name: [] for name in terms}, "tokens": {}, "problems": []}
     data["labels"] = {name: labels[name] for name in terms if name in labels}
+    if all(is_distilled(run) for run in runs):
+        data["labels"]["reward"] = "minus the divergence"
     columns = ("run", "problem", "step", "number", "column", "finish", "text", "kind", "right")
     data |= {name: [] for name in columns}
     numbers: dict[tuple[str, str], int] = {}
@@ -200,9 +210,14 @@ def build_completions(runs: list[Run]) -> dict[str, Any] | None:
 def find_landmarks(problem: AskedProblem, places: dict[int, int]) -> dict[str, Any]:
     """Return a problem's compared completions, their places on the page or None, and its mean rewards."""
     found = {name: None if i is None else places.get(i) for name, i in problem.find_landmarks().items()}
-    means = {str(step): compute_mean(group) for step, group in problem.groups.items() if group}
-    sizes = {str(step): len(group) for step, group in problem.groups.items()}
+    means = {write_step(step): compute_mean(group) for step, group in problem.groups.items() if group}
+    sizes = {write_step(step): len(group) for step, group in problem.groups.items()}
     return {**found, "gain": problem.gain, "means": means, "sizes": sizes, "times": len(problem.groups)}
+
+
+def write_step(step: int | None) -> str:
+    """Return an iteration as the browser writes it."""
+    return "null" if step is None else str(step)
 
 
 def build_data_of_rows(rows: list[Row], notes: Iterable[str] = ()) -> dict[str, Any]:

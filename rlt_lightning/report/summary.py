@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlt_lightning.report.collect import Run
+from rlt_lightning.report.collect import DIVERGENCE, Run, is_distilled
 from rlt_lightning.run.metrics import find_metric, list_metrics
 from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, show, show_percent
 
-DIVERGENCE = "distill/divergence"
 # What a run improves, the first that it has: its words, and whether it is to rise.
 OBJECTIVES = {
     "reward/mean": ("reward", True),
@@ -75,7 +74,7 @@ def describe_training(run: Run) -> str:
     length = f"{steps:,} iterations" + (
         f", {run.completions.total:,} completions of {count}" if count else ""
     )
-    if DIVERGENCE in run.metrics:
+    if is_distilled(run):
         teacher = read_setting(run, "model.teacher") or "itself"
         return (
             f"On-policy distillation: the student {model} was trained on its own answers{on} to match "
@@ -217,14 +216,18 @@ def describe_change(name: str, change: Change) -> str:
 
 def split_change(name: str, change: Change) -> list[str]:
     """Return a figure at the start, at the end, and its change, with their standard errors."""
-    scale, unit = (100, " %") if is_fraction(name) else (1, "")
+    scale = 100 if is_fraction(name) else 1
     values = (change.first, change.first_error), (change.last, change.last_error)
 
     def write(value: float, error: float, signed: bool = False) -> str:
         text = f"{scale * value:{'+' if signed else ''}.3g}"
-        return text.replace("-", "−") + (f" ± {scale * error:.2g}" if error > 0 else "") + unit
+        return text.replace("-", "−") + (f" ± {scale * error:.2g}" if error > 0 else "")
 
-    return [*(write(*pair) for pair in values), write(change.gain, change.error, signed=True)]
+    units = (" %", " points") if is_fraction(name) else ("", "")
+    return [
+        *(write(*pair) + units[0] for pair in values),
+        write(change.gain, change.error, signed=True) + units[1],
+    ]
 
 
 def list_differences(runs: list[Run]) -> list[list[str]]:
@@ -245,8 +248,7 @@ def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
         "reward" in run.completions.terms or "reward/mean" in run.metrics for run in runs
     ):
         return ""
-    distilled = {DIVERGENCE in run.metrics for run in runs}
-    if len(distilled) > 1:
+    if len({is_distilled(run) for run in runs}) > 1:
         return "These runs do not train for the same: the reward of one is no reward of the other."
     named = ("model.init_args.reward", "model.init_args.student", "model.class_path")
     own = [row[0] for row in differences if row[0].startswith(named)]
@@ -260,9 +262,9 @@ def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
 
 
 def tabulate_kinds(run: Run, name: str) -> dict[str, Any] | None:
-    """Return the table of what the reward makes of each kind of completion; None if it has fewer than two."""
+    """Return the table of what the reward makes of each kind of completion; None if it has no two, or no reward."""
     found = run.completions.by_kind
-    if len(found) < 2:
+    if len(found) < 2 or is_distilled(run):
         return None
     total = sum(kind.count for kind in found.values())
     rows = [

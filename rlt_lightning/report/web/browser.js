@@ -8,7 +8,7 @@ function sortKeys() {
   const keys = {};
   if (all.step.some((step) => step != null)) keys.step = all.step;
   keys.row = all.problem.map((problem) => all.problems[problem].row ?? problem + 1);
-  if (all.lead && all.lead.some((lead) => lead != null)) keys.lead = all.lead;
+  if (all.lead.some((lead) => lead != null)) keys.lead = all.lead;
   return { ...keys, ...all.terms };
 }
 
@@ -87,7 +87,7 @@ function listItem(i, sortedBy, compare) {
   const figures = [...new Set([shown, "reward"])].filter((name) => name in all.terms);
   const words = [
     ...figures.map((name) => el("span", { class: "figure" }, `${termName(name)} ${number(all.terms[name][i])}`)),
-    all.lead && all.lead[i] != null ? el("span", {}, `${number(all.lead[i], true)} from its group's mean`) : null,
+    all.lead[i] != null ? el("span", {}, `${number(all.lead[i], true)} from its group's mean`) : null,
     ...judgements(i),
     ...title(i).map((word) => el("span", {}, word)),
   ].filter(Boolean);

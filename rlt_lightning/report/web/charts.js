@@ -71,11 +71,12 @@ function range(chart) {
   if (!known.length) return {};
   const [least, most] = [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))];
   const [low, high] = (chart.limits || [null, null]).map((limit, i) => limit ?? (i ? Infinity : -Infinity));
-  const beside = 0.06 * (most - least) || 0.1 * Math.abs(most) || 1;
+  if (!least && !most) return high === 0 ? { suggestedMin: -1, max: 0 } : { min: 0, suggestedMax: Math.min(high, 1) };
+  const beside = 0.06 * (most - least) || 0.1 * Math.abs(most);
   const [from, to] = [least - beside, most + beside];
   return {
     suggestedMin: Math.max(low, least >= 0 ? Math.max(0, from) : from),
-    suggestedMax: Math.min(high, most <= 0 && least < 0 ? Math.min(0, to) : to),
+    suggestedMax: Math.min(high, most <= 0 ? Math.min(0, to) : to),
   };
 }
 

@@ -2,9 +2,6 @@
 
 const MOST_CHOICES = 200;  // problems to choose from
 const all = data.completions;
-if (all && all.terms.reward) {
-  all.lead = all.run.map((_, i) => (all.terms.reward[i] == null || groupMean(i) == null || !hasGroup(i) ? null : all.terms.reward[i] - groupMean(i)));
-}
 
 function title(i) {
   const words = [];
@@ -21,14 +18,14 @@ function problemName(problem) {
   return row == null ? `problem ${problem + 1}` : `row ${row}`;
 }
 
-// The mean reward of a completion's group: those of its problem in its iteration.
-function groupMean(i) {
+// A completion's reward minus the mean of its group, those of its problem in its iteration; null if it is alone.
+function leadOf(i) {
   const marks = all.problems[all.problem[i]].runs[all.run[i]];
-  return marks.means[all.step[i] == null ? "None" : all.step[i]] ?? null;
+  const group = String(all.step[i]);
+  const reward = (all.terms.reward || [])[i];
+  return reward == null || marks.means[group] == null || marks.sizes[group] < 2 ? null : reward - marks.means[group];
 }
-
-// Whether other completions of its problem were sampled in its iteration.
-const hasGroup = (i) => all.problems[all.problem[i]].runs[all.run[i]].sizes[all.step[i] == null ? "None" : all.step[i]] > 1;
+if (all) all.lead = all.run.map((_, i) => leadOf(i));
 
 // What a rule says of a completion: its kind, and whether it ends with the right answer.
 function judgements(i) {
@@ -41,7 +38,7 @@ function judgements(i) {
 function figuresOf(i) {
   const names = Object.keys(all.terms).filter((name) => all.terms[name][i] != null);
   const entries = names.map((name) => [termName(name), number(all.terms[name][i])]);
-  if (all.lead && all.lead[i] != null) entries.splice(1, 0, ["minus its group's mean", number(all.lead[i], true)]);
+  if (all.lead[i] != null) entries.splice(1, 0, ["minus its group's mean", number(all.lead[i], true)]);
   if (all.finish[i] != null) entries.push(["ended by", all.finish[i]]);
   return el("dl", { class: "figures" }, entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
@@ -92,7 +89,7 @@ function comparison() {
   const name = (i) => {
     const text = all.problems[i].question.replace(/\s+/g, " ");
     const gain = gains[i] > -Infinity ? `, last minus first time ${number(gains[i], true)}` : "";
-    return `${problemName(i)} (largest minus smallest reward ${number(ranges[i])}${gain}): ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
+    return `${problemName(i)} (largest minus smallest ${termName("reward")} ${number(ranges[i])}${gain}): ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
   };
   const choice = el("select", { onchange: () => show(Number(choice.value)) }, options(order.slice(0, MOST_CHOICES).map((i) => [i, name(i)])));
   const body = el("div");
@@ -104,9 +101,9 @@ function comparison() {
   };
   const move = (by) => () => show(Number(choice.options[Math.max(0, Math.min(choice.options.length - 1, choice.selectedIndex + by))].value));
   const about = (again
-    ? "Typical: of median reward among its problem's completions of that iteration. "
-    : "Every problem was met once, so you see nothing of what was learned. Typical: of median reward. ")
-    + "The largest reward is not the best explanation: it may be luck, or a text that is merely likely.";
+    ? "Typical: the median among its problem's completions of that iteration. "
+    : "Every problem was met once, so none shows what was learned. Typical: the median completion. ")
+    + `The largest ${termName("reward")} is not the best explanation: it may be luck, or a text that is merely likely.`;
   const more = order.length > MOST_CHOICES ? ` The list has ${MOST_CHOICES} of ${order.length.toLocaleString("en")} problems. A button in each completion below leads to the others.` : "";
   const chooser = field("Problem", choice);
   chooser.classList.add("wide");
@@ -126,7 +123,7 @@ function comparison() {
 function cards(run, marks) {
   const times = marks.times > 1;
   const kinds = [[times ? "typical, first time" : "typical", marks.typical_first], ["typical, last time", marks.typical_last],
-    ["largest reward", marks.highest], ["smallest reward", marks.lowest]].filter(([, i]) => i != null);
+    [`largest ${termName("reward")}`, marks.highest], [`smallest ${termName("reward")}`, marks.lowest]].filter(([, i]) => i != null);
   const seen = new Map();
   for (const [kind, i] of kinds) seen.set(i, [...(seen.get(i) || []), kind]);
   return [...seen].map(([i, names]) => {

@@ -12,8 +12,8 @@ function verdict(run, i) {
     el("div", {}, el("dt", {}, name), el("dd", {}, value)));
   return el("article", { class: "verdict", style: runs.length > 1 ? `--run: var(--run-${i % NUM_COLORS})` : null },
     runs.length > 1 ? el("h3", {}, run.name) : null,
-    run.verdict ? el("p", { class: `judged ${run.learned}` }, run.verdict) : null,
     run.trained ? el("p", {}, run.trained) : null,
+    run.verdict ? el("p", { class: `judged ${run.learned}` }, run.verdict) : null,
     warningBox(run),
     el("dl", { class: "figures" }, facts),
     run.notes.map((note) => el("p", { class: "soft note" }, note)));
@@ -30,7 +30,7 @@ function summary() {
   if (data.scales) found.push(el("p", { class: "warning" }, data.scales));
   if (data.results.length) {
     found.push(el("h3", {}, "What changed"), el("p", { class: "soft" },
-      "Means of the first and the last iterations (a quarter of the run each, at most ten) ± their standard errors. Problems differ between iterations."),
+      "Means of the first and the last iterations (a quarter of the run each, at most ten) ± their standard errors; of right answers the first and the last iteration. Problems differ between iterations."),
       scrolling("What changed", table(data.results)));
   }
   if (data.differences.length) {
