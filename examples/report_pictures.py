@@ -2,7 +2,7 @@
 
 Two quickstart runs that differ in one setting will do, of rows few enough that problems come again. After
 `rlt fit --config miniature_warmup --output_dir runs/w`:
-`rlt fit --config quickstart --model.teacher runs/w/model --data.num_embedded_rows 16 --output_dir runs/a`,
+`rlt fit --config quickstart --model.teacher runs/w/model --data.num_embedded_rows 64 --output_dir runs/a`,
 and with `--model.reward.kl_weight 1 --output_dir runs/b`.
 """
 
@@ -21,10 +21,10 @@ from rlt_lightning.report import report
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 # Name, runs, width and height of the window, theme, and the heading that stands on top.
 SHOTS = (
-    ("light", 1, (1280, 900), "light", "One problem, side by side"),
+    ("light", 1, (1280, 1400), "light", "What the run did"),
     ("dark", 1, (1280, 900), "dark", "One problem, side by side"),
     ("phone", 1, (390, 844), "light", "All completions"),
-    ("overlay", 2, (1280, 900), "light", "Curves"),
+    ("overlay", 2, (1280, 1400), "light", "Runs"),
 )
 
 
@@ -48,9 +48,8 @@ def take(page: Any, heading: str, path: Path) -> None:
         page.locator(".row", has_text="with tokens").first.click()
         page.locator(".row[aria-expanded=true]").evaluate("(row) => row.scrollIntoView()")
     else:
-        page.get_by_role("heading", name=heading).evaluate("(node) => node.scrollIntoView()")
-    page.wait_for_timeout(1500)  # charts are drawn as they come into sight
-    if heading != "Curves":
+        page.get_by_role("heading", name=heading, exact=True).evaluate("(node) => node.scrollIntoView()")
+    if heading not in ("What the run did", "Runs"):
         place = ".list .top-tokens button" if heading == "All completions" else ".card .top-tokens button"
         page.locator(place).first.evaluate("(button) => button.click()")
     page.wait_for_timeout(300)

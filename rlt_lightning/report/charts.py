@@ -86,8 +86,8 @@ def name_distilled(metric: Metric) -> Metric:
     if metric.name != "reward/mean":
         return metric
     meaning = (
-        "minus the divergence from the teacher, mean over the answers of a step. rollouts.jsonl has it in the "
-        "column `reward`, but no reward is maximised"
+        "minus the divergence from the teacher, mean over the answers of a step. rollouts.jsonl has it in "
+        "the column `reward`, but no reward is maximised"
     )
     return replace(metric, title="Minus the divergence, by answer", meaning=meaning, bounds="≤ 0")
 

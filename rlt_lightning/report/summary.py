@@ -262,7 +262,7 @@ def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
 
 
 def tabulate_kinds(run: Run, name: str) -> dict[str, Any] | None:
-    """Return the table of what the reward makes of each kind of completion; None if it has no two, or no reward."""
+    """Return what the reward makes of each kind of completion; None without two kinds or a reward."""
     found = run.completions.by_kind
     if len(found) < 2 or is_distilled(run):
         return None

@@ -160,7 +160,7 @@ const redraw = () => drawn.forEach((_, plot) => draw(plot, plot.chart));
 
 // Draw all charts of an element that are not folded away.
 function drawIn(element) {
-  for (const plot of element.querySelectorAll(".plot")) if (!drawn.has(plot) && plot.offsetParent) draw(plot, plot.chart);
+  for (const plot of element.querySelectorAll(".plot")) if (!drawn.has(plot) && !plot.closest("details:not([open])")) draw(plot, plot.chart);
 }
 
 // On paper everything is light and open, and every chart has its paper's width.
