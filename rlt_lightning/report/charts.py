@@ -94,7 +94,7 @@ def name_distilled(metric: Metric) -> Metric:
 
 def build_kind_charts(runs: list[Run]) -> list[Chart]:
     """Return charts of which kinds the completions are of and which of them end with the right answer."""
-    common = {"kind": "lines", "name": "rollouts.jsonl", "unit": "%", "x_title": "iteration"}
+    common: Chart = {"kind": "lines", "name": "rollouts.jsonl", "unit": "%", "x_title": "iteration"}
     common |= {"limits": [0, 100]}
 
     def build_series(label: str, fractions: dict[int, dict[int, float]]) -> list[dict[str, Any]]:
