@@ -13,8 +13,13 @@ import pytest
 
 from rlt_lightning.demo import command, run
 from rlt_lightning.demo.arms import QUICK_ARMS, Arms, Setting
-from rlt_lightning.demo.figures import NAMES
-from rlt_lightning.demo.page import build_scores, build_tables, compare_students, show_explanations
+from rlt_lightning.demo.page import (
+    build_scores,
+    build_tables,
+    compare_students,
+    name_student,
+    show_explanations,
+)
 from rlt_lightning.demo.picture import draw_picture
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.run.jsonl import format_line
@@ -75,7 +80,7 @@ def test_an_interrupted_demo_says_how_to_resume(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", interrupt)
-    words = ["--seeds", "1", "2", "--overwrite", "true", "--arms=rlt", "--output_dir", str(tmp_path)]
+    words = ["--output_dir", str(tmp_path), "--seeds", "1", "2", "--overwrite", "true", "--arms=rlt"]
     assert command.run_demo(words) == 130
     end = capsys.readouterr().err.splitlines()[-1]
     assert end.endswith(f": rlt demo --output_dir {tmp_path} --seeds 1 2 --arms=rlt --resume true")
@@ -97,7 +102,7 @@ def test_the_picture_has_a_row_for_every_arm(tmp_path: Path) -> None:
     draw_picture(QUICK, tmp_path / "finding.svg")
     root = ElementTree.parse(tmp_path / "finding.svg").getroot()
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert {*(NAMES[arm] for arm in QUICK_ARMS), "20", "45", "95"} <= {*texts}
+    assert {*map(name_student, QUICK_ARMS), "20", "45", "95"} <= {*texts}
     bars = [float(element.attrib["width"]) for element in root.iter() if element.attrib.get("height") == "26"]
     assert bars[0] / bars[1] == pytest.approx(20 / 45, abs=1e-2)
 

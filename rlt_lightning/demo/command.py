@@ -14,7 +14,13 @@ from pathlib import Path
 from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.arms import QUICK_ARMS, VARIATIONS, Arms, Setting
 from rlt_lightning.demo.figures import NAMES, collect, failures
-from rlt_lightning.demo.page import build_scores, compare_students, show_explanations, write_results
+from rlt_lightning.demo.page import (
+    build_scores,
+    compare_students,
+    name_student,
+    show_explanations,
+    write_results,
+)
 from rlt_lightning.demo.picture import draw_picture
 from rlt_lightning.demo.run import CLOCK, make_folder, read_arms, read_seeds, run_arms
 from rlt_lightning.demo.stages import StageError, Stages
@@ -61,6 +67,7 @@ def build_demo_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt demo`."""
     parser = OneLineArguments(
         prog="rlt demo",
+        allow_abbrev=False,
         description="Show that a student learns more from a teacher that RLT has trained, in two or three "
         "minutes on two idle CPU cores. It writes finding.json, a picture, a page, and every stage.",
     )
@@ -83,11 +90,10 @@ def add_switch(parser: argparse.ArgumentParser, name: str, meaning: str) -> None
 
 def drop_switches(words: Sequence[str], folder: Path) -> list[str]:
     """Return the options of a command line that --resume continues, with the folder that it wrote to."""
-    kept: list[str] = []
+    kept, skipping = [], False
     for word in words:
-        name = word.partition("=")[0] if word.startswith("--") else None
-        if name is not None or not kept:
-            skipping = name in ("--resume", "--overwrite", "--output_dir")
+        if word.startswith("--"):
+            skipping = word.partition("=")[0] in ("--resume", "--overwrite", "--output_dir")
         if not skipping:
             kept.append(word)
     return ["--output_dir", str(folder), *kept]
@@ -146,7 +152,7 @@ def run(folder: Path, seeds: list[int], arms: list[str]) -> int:
 def describe_stage(name: str, several: bool) -> str:
     """Return a line for a stage, by its folder: SETTING/SEED/ARM/STAGE."""
     _, seed, arm, stage = name.split("/")
-    who = f"{NAMES[arm]}'s student" if stage in OF_STUDENTS and arm != "base" else NAMES[arm]
+    who = name_student(arm) if stage in OF_STUDENTS else NAMES[arm]
     what = "learn from uneven explanations" if (arm, stage) == ("warmup", "teacher") else STAGES[stage]
     return f"{seed}: {who}: {what}" if several else f"{who}: {what}"
 

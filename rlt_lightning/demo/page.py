@@ -151,15 +151,19 @@ def wrap(text: str, indent: int) -> str:
     return textwrap.fill(text, max(width, 2 * indent + 20), initial_indent=margin, subsequent_indent=margin)
 
 
+def name_student(arm: str) -> str:
+    """Return the name of an arm's student."""
+    return NAMES[arm] if arm == "base" else f"{NAMES[arm]}'s student"
+
+
 def build_scores(figures: dict[str, Any], num_problems: int) -> str:
     """Return the accuracies of the arms' students below each other, with bars, for a terminal."""
     over = f"mean of {len(figures['seeds'])} seeds" if len(figures["seeds"]) > 1 else "one seed"
     lines = [f"Held-out problems solved, in % of {num_problems} (± 95 %; {over}):", ""]
     for arm, found in figures["arms"].items():
-        name = NAMES[arm] if arm == "base" else f"{NAMES[arm]}'s student"
         mean = fmean(found["accuracy"])
         bar = "#" * round(BAR * mean / 100)
-        lines.append(f"  {name:<40.40} {plus_minus(found['accuracy']):>11}  {bar}")
+        lines.append(f"  {name_student(arm):<40.40} {plus_minus(found['accuracy']):>11}  {bar}")
     return "\n".join(lines)
 
 

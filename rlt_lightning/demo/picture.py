@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlt_lightning.demo.figures import NAMES, interval
-from rlt_lightning.demo.page import KIND_COLORS, mean_kinds
+from rlt_lightning.demo.figures import interval
+from rlt_lightning.demo.page import KIND_COLORS, mean_kinds, name_student
 from rlt_lightning.run.ranking import draw_text
 
 WIDTH = 860  # pixels
@@ -34,7 +34,7 @@ def draw_picture(figures: dict[str, Any], path: Path) -> None:
             parts += [draw_text(x, bottom + 16, str(percent), 'text-anchor="middle" fill="#555"')]
     for number, (arm, found) in enumerate(arms.items()):
         y = TOP + ROW * number + (ROW - BAR) / 2
-        parts += [draw_text(PANELS[0][0] - 12, y + BAR / 2 + 4, NAMES[arm], 'text-anchor="end"')]
+        parts += [draw_text(PANELS[0][0] - 12, y + BAR / 2 + 4, name_student(arm), 'text-anchor="end"')]
         parts += draw_accuracy(found["accuracy"], y, "#2a6f97" if arm == "rlt" else "#9db4c0")
         parts += draw_kinds(found["kinds"], y) if "kinds" in found else []
     parts += draw_legend(bottom + 44)
