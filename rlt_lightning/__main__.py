@@ -7,6 +7,7 @@ import signal
 import sys
 
 from rlt_lightning.allocator import grow_segments
+from rlt_lightning.cli.completion import print_completion
 from rlt_lightning.cli.configs import run_configs
 from rlt_lightning.cli.help import (
     FIRST_RUN,
@@ -46,10 +47,12 @@ def main() -> None:
         words = ["--help" if word == "--help-all" else word for word in words]
     if verb == "demo" and not asks_help:
         sys.exit(run_demo(words))
-    if verb == "configs" or asks_help:
+    if verb in ("configs", "completion") or asks_help:
         try:
             if asks_help:
                 print_screen(verb)
+            elif verb == "completion":
+                print_completion(words)
             else:
                 run_configs(words)
             sys.stdout.flush()

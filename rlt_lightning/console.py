@@ -78,7 +78,7 @@ def waiting_for(
         after_s: Time without a line. Short waits print nothing.
         on_terminal: Whether to print on a terminal. False where a progress bar shows the wait there.
     """
-    terminal = sys.stderr.isatty()
+    terminal = redraws_lines()
     if terminal and not on_terminal:
         yield
         return
@@ -125,6 +125,19 @@ def without_hub_retries() -> Iterator[None]:
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def redraws_lines() -> bool:
+    """Return whether standard error is a terminal on which a line can be redrawn: one that has a size.
+
+    Terminals of containers and of some editors are 0 columns wide. They get lines, as a log does.
+    """
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):  # a stream that is no file, such as a notebook's
+        return True
 
 
 def has_styles() -> bool:

@@ -13,7 +13,7 @@ from rlt_lightning.cli.main import COMMAND_LINES, run
 from rlt_lightning.cli.options import find_verb_parser, format_table, make_table
 from rlt_lightning.demo.command import build_demo_parser
 
-LIGHT = {"configs": build_configs_parser, "demo": build_demo_parser}
+LIGHT = {"configs": build_configs_parser, "demo": build_demo_parser, "completion": ArgumentParser}
 
 
 def make_parser(verb: str) -> ArgumentParser:

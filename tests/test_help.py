@@ -24,7 +24,7 @@ def test_every_common_option_exists() -> None:
         for verb in VERBS
     }
     assert not any(missing.values()), missing
-    assert all(VERBS[verb].common for verb in VERBS)
+    assert [verb for verb in VERBS if not VERBS[verb].common] == ["completion"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -36,7 +36,6 @@ def test_help_of_a_verb_is_one_screen(verb: str, capsys: pytest.CaptureFixture[s
     assert lines[2] == VERBS[verb].line
     assert lines[-1] == f"all options: rlt {verb} --help-all"
     options = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert [*dict.fromkeys(line.removeprefix("--").partition("=")[0] for line in options)]
     assert {line.removeprefix("--").partition("=")[0] for line in options} == {*VERBS[verb].common}
     assert max(map(len, lines)) <= screens.COLUMNS
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +147,24 @@ def test_a_missing_extra_is_one_line_with_the_command(words: list[str], extra: s
     [line] = [line for line in done.stderr.splitlines() if line.startswith("rlt: error: ")]
     assert f"pip install 'rlt-lightning[{extra}]'" in line
     assert "Traceback" not in done.stderr
+
+
+def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(
+        "from rlt_lightning import RLTModule, StratosDataModule, Trainer, score\n\n"
+        'module = RLTModule("miniature", "miniature", group_size=4)\n'
+        'data = StratosDataModule([{"question": "q", "solution": "s"}], prompts_per_step=2)\n'
+        'Trainer("runs/x", max_steps=1).fit(module, data)\n'
+        'reveal_type(score([], "miniature", "miniature"))\n'
+        'RLTModule("miniature", group_size="four")\n'
+        "Trainer(5.0)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(programs / "python"), "user.py"]
+    environment = {name: value for name, value in os.environ.items() if "PATH" not in name}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    *lines, end = done.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"user.py:{number}" for number in (6, 7, 8)], lines
+    assert 'Revealed type is "list[rlt_lightning.python.teacher.Score]"' in lines[0]
+    assert 'incompatible type "str"; expected "int"' in lines[1]
+    assert 'incompatible type "float"; expected "str | Path | RunFolder"' in lines[2]
+    assert end.startswith("Found 2 errors in 1 file")

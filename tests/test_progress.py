@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import sys
+import termios
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -91,3 +94,25 @@ def test_only_the_innermost_wait_is_printed(capsys: Captured) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(line.startswith("waiting for a worker: ") for line in lines)
+
+
+@pytest.mark.parametrize(("columns", "redrawn"), [(0, False), (100, True)])
+def test_a_terminal_without_a_size_gets_lines(
+    columns: int, redrawn: bool, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (columns // 4, columns))
+    with open(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setattr(progress, "waiting_for", partial(waiting_for, after_s=0.0))
+        run_tiny(tiny_model, tmp_path)
+        terminal.flush()
+        shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert ("\r\x1b" in shown or "iteration [" in shown) == redrawn
+    if not redrawn:
+        lines = shown.split("\r\n")
+        assert "scored held-out batch 2/2" in lines
+        assert any(line.startswith("iteration 1/1: reward ") for line in lines), lines
+        assert any(line.startswith("waiting for the completions of iteration 1/1: ") for line in lines), lines
+        assert "\r" not in shown.replace("\r\n", "")

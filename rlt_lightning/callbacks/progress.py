@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.console import waiting_for
+from rlt_lightning.console import redraws_lines, waiting_for
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.base import PolicyModule
 
@@ -66,7 +66,7 @@ class IterationBar(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.total: int = pl_module.total_steps()  # type: ignore[operator]
         self.started, self.first_step = time.monotonic(), trainer.global_step
-        if self.enabled and sys.stderr.isatty():
+        if self.enabled and redraws_lines():
             layout = "{desc} {n_fmt}/{total_fmt} {bar:12}{postfix}, {elapsed} passed, ETA {remaining}"
             self.bar = tqdm(
                 total=self.total,

@@ -163,6 +163,7 @@ VERBS: dict[str, Verb] = {
         "Save a W&B workspace that shows all metrics of a project's runs by iteration.",
         ("project", "entity", "name", "run_dir"),
     ),
+    "completion": Verb("bash|zsh", "Print a script that completes verbs, options and configs in a shell."),
 }
 
 # The module that comes first where several have an option.
