@@ -92,7 +92,7 @@ def rising(num_steps: int = 40) -> list[float]:
         ({"reward__mean": rising(), "reward__correct": [0.9] * 20 + [0.2] * 20}, "right answers fell, 90.0"),
         ({"reward__mean": rising(), "reward__solution": [-1.0] * 20 + [-2.0] * 20}, "while r_SS fell"),
         ({"reward__mean": rising(), "reward__val_mean": [-1.0, -2.0]}, "held-out rows fell"),
-        ({"policy__loss": [1.0] * 40}, "the loss has not fallen"),
+        ({"policy__loss": rising()}, "the loss has risen, 0.45 ± 0.096 → 3.45"),
         ({"policy__loss": rising()[::-1], "eval__s__pass_at_1": [0.3, 0.1]}, "accuracy on s has fallen"),
     ],
 )

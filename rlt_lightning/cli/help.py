@@ -116,6 +116,16 @@ VERBS: dict[str, Verb] = {
             *("rollouts.sampling.max_completion_length", "rollouts.engine"),
         ),
     ),
+    "check": Verb(
+        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
+        "Check on your rows and models, before a stage, whether its run can teach anything.",
+        (
+            *("config", "check.rows", "check.completions", *MACHINE),
+            *("trainer.max_steps", "trainer.max_epochs", *SCORING, "model.pretrained"),
+            *(*DATA, "data.prompts_per_step", "data.max_prompt_length", "data.max_length"),
+            *(*SAMPLING, "rollouts.engine.urls"),
+        ),
+    ),
     "explain": Verb(
         "--config CONFIG [--explain.row N] [--KEY VALUE ...]",
         "Show one explanation's reward, by term and by token.",

@@ -29,7 +29,12 @@ from rlt_lightning.cli.next_steps import find_program
 from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
-from rlt_lightning.cli.verbs import ExplainCommandLine, PlanCommandLine, TeachCommandLine
+from rlt_lightning.cli.verbs import (
+    CheckCommandLine,
+    ExplainCommandLine,
+    PlanCommandLine,
+    TeachCommandLine,
+)
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
@@ -53,7 +58,12 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
 }
 
-COMMAND_LINES = {"plan": PlanCommandLine, "explain": ExplainCommandLine, "teach": TeachCommandLine}
+COMMAND_LINES = {
+    "plan": PlanCommandLine,
+    "check": CheckCommandLine,
+    "explain": ExplainCommandLine,
+    "teach": TeachCommandLine,
+}
 
 
 def run() -> int:

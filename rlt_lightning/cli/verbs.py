@@ -1,6 +1,7 @@
 """Verbs that take the settings of another verb, and make no run folder.
 
 rlt plan       the settings of `rlt fit`, or of `rlt test`
+rlt check      those of `rlt fit`; scoring/check.py does the work
 rlt explain    those of `rlt predict`; scoring/explain.py does the work
 rlt teach      likewise, scoring/teach.py; a later setting overrides an earlier one:
 
@@ -40,6 +41,7 @@ from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.plan import PlanOptions, format_plan, make_plan, read_setup, write_json
 from rlt_lightning.pretrained import load_format
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.scoring.check import CheckOptions, check_run
 from rlt_lightning.scoring.explain import ExplainOptions, explain, find_explanation
 from rlt_lightning.scoring.teach import TeachOptions, read_problem, teach
 from rlt_lightning.types import InputError, as_list
@@ -132,6 +134,37 @@ class PlanCommandLine(SharedSettingsCommandLine):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run nothing: the plan has been printed."""
+
+
+class CheckCommandLine(SharedSettingsCommandLine):
+    """`rlt check`: whether `rlt fit` with these settings can teach anything. It makes no run folder."""
+
+    settings_verb, group = "fit", (CheckOptions, "check")
+
+    def before_instantiate_classes(self) -> None:
+        """Make no run folder."""
+
+    def instantiate_classes(self) -> None:
+        """Make module, data and engine, and no trainer: score_problems makes its own, in one process."""
+        config = self.config.clone()
+        trainer = config["fit"].trainer
+        for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
+            trainer[name] = "auto" if name == "strategy" else None
+        config["fit"].rollouts.asynchronous = False
+        self.made = self.parser.instantiate_classes(config)["fit"]
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Make the checks, and print each as soon as it is made."""
+        made = self.made
+        lengths = {name: made.trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}
+        machine = {name: made.trainer[name] for name in ("accelerator", "precision")}
+        found = []
+        for check in check_run(made.model, made.data, made.rollouts, made.check, lengths, **machine):
+            print(check.line(), flush=True)
+            found.append(check.status)
+        self.status = int("fail" in found)
+        counts = ", ".join(f"{found.count(status)} {status}" for status in dict.fromkeys(found))
+        print(f"{len(found)} checks: {counts}")
 
 
 def names_evaluation(words: list[str]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +26,9 @@ from rlt_lightning.datamodules.loader import (
     Weighted,
     hold_out,
 )
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, RawResponses, holds_tag
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, RawResponses, holds_tag
 from rlt_lightning.datamodules.sources import (
+    MemoryRows,
     Source,
     SourceReader,
     name_sources,
@@ -56,6 +59,7 @@ from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
+    BadRowError,
     Completion,
     InputError,
     Problem,
@@ -225,6 +229,26 @@ class StratosDataModule(LightningDataModule):
             # Fail now if there are too few rows, or if the processes cannot share a step evenly.
             self.step_loader()
         self._prepared_for = wanted
+
+    def replace_rows(
+        self, rows: list[dict[str, Any]], task: TaskName, trace_columns: Sequence[str]
+    ) -> StratosDataModule:
+        """Return a datamodule of other rows in the same format, without held-out rows or filters."""
+        found = copy(self)
+        found.sources, found.val_sources, found.weights, found.order = [MemoryRows(rows)], [], [], None
+        found.task, found.trace_columns, found.filters = task, list(trace_columns), Filters()
+        found.reader, found.val_rows, found.max_bad_frac = replace(self.reader, max_rows=None), 0, 1.0
+        found.output_dir, found._prepared_for = None, None
+        return found
+
+    def read_usable_rows(self) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
+        """Yield columns and texts of the source's rows that have what the task needs, after `setup`."""
+        task = self._task
+        for source in self.sources:
+            for _, columns in self._read(source, self.reader):
+                if isinstance(columns, dict):
+                    with suppress(BadRowError):
+                        yield columns, task.parse(columns)
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""

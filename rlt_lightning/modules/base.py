@@ -286,18 +286,9 @@ class PolicyModule(LightningModule):
         """
         trainer = self.trainer
         steps_per_epoch = len(get_stratos_data(trainer).step_loader())
-        limit = trainer.limit_train_batches
-        if limit is not None:
-            steps_per_epoch = (
-                min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
-            )
-        by_epochs = [trainer.max_epochs * steps_per_epoch] if trainer.max_epochs not in (None, -1) else []
-        by_steps = [trainer.max_steps] if trainer.max_steps != -1 else []
-        if not by_epochs + by_steps:
-            raise InputError(
-                "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs."
-            )
-        return min(by_epochs + by_steps)
+        return count_steps(
+            steps_per_epoch, trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches
+        )
 
     def on_fit_start(self) -> None:
         """Get ready, and measure the device's peak FLOP/s, of which perf/mfu is a fraction."""
@@ -391,6 +382,28 @@ class PolicyModule(LightningModule):
         if figures := self.validation.finish(self.trainer.world_size):
             # The figures are the same on all ranks.
             self.log_dict(figures | {"step": float(self.global_step)})
+
+
+def count_steps(
+    steps_per_epoch: int, max_steps: int, max_epochs: int | None, limit_train_batches: int | float | None
+) -> int:
+    """Return the optimizer steps of a run with these settings of a trainer.
+
+    Raises:
+        InputError: If they do not say how long it is.
+    """
+    limit = limit_train_batches
+    if limit is not None:
+        steps_per_epoch = (
+            min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
+        )
+    by_epochs = [max_epochs * steps_per_epoch] if max_epochs not in (None, -1) else []
+    by_steps = [max_steps] if max_steps != -1 else []
+    if not by_epochs + by_steps:
+        raise InputError(
+            "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs."
+        )
+    return min(by_epochs + by_steps)
 
 
 def require_precision(precision: str) -> None:

@@ -222,14 +222,9 @@ def find_warnings(
     if reward and reward.has_risen:
         yield from find_wrong_lessons(changes, held_out)
     loss = changes.get("policy/loss")
-    if (
-        reward is None
-        and loss
-        and steps >= MIN_STEPS
-        and not loss.has_fallen
-        and "distill/divergence" not in changes
-    ):
-        yield f"the loss has not fallen ({show(loss)}): raise the learning rate, or look at the rows"
+    # Of RL the loss says nothing. That of a pretrained model may stay where the entropy of its traces is.
+    if reward is None and "distill/divergence" not in changes and loss and loss.has_risen:
+        yield f"the loss has risen, {show(loss)}: lower the learning rate, or look at the rows"
     for name, change in held_out.items():
         if name.endswith("/pass_at_1") and change.has_fallen:
             yield f"accuracy on {name.split('/')[1]} has fallen, {show_percent(change)}"

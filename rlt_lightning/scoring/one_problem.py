@@ -97,7 +97,7 @@ def score_problems(
 
     Args:
         module: The teacher, its students and the reward.
-        data: The rows; with `task` score they bring their completions. With `task` rlt it is one row, and its
+        data: The rows; with `task` score they bring their completions. With `task` rlt and one row its
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
         with_empty: Whether the students score an empty explanation too.
@@ -135,7 +135,8 @@ class ScoreCollector(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if get_stratos_data(trainer).task == "rlt":
+        data = get_stratos_data(trainer)
+        if data.task == "rlt" and len(data.items) == 1:
             fit_context(trainer, cast(RLTModule, pl_module), self.max_model_len)
 
     @override

@@ -1,0 +1,427 @@
+"""`rlt check`: whether a run can teach anything, before it starts (docs/new_task.md).
+
+    rows    ─▶ lengths, steps                               nothing is loaded
+    model   ─▶ closed, right, spread   of a few completions that it samples
+    student ─▶ ranking                 of the rows' own traces and worse variants of each
+
+The figures come from what a run uses: the datamodule's reports, `score_problems`, the judge of evaluations.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
+from statistics import fmean, pstdev, stdev
+from typing import Any, Literal
+
+from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow
+from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.modules.base import PolicyModule, count_steps
+from rlt_lightning.modules.opd import OPDModule
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.text_reward import CorrectnessReward
+from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.run.result import GROUP_STD_BELOW, MIN_STEPS, MORE_STEPS
+from rlt_lightning.scoring.one_problem import ScoredBatch, score_problems
+from rlt_lightning.types import BadRowReason, InputError, Rollout
+
+Status = Literal["pass", "warn", "fail", "cannot"]
+# Columns by which answers are judged.
+REFERENCE = ("answer", "kind", "numbers", "target")
+TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG}
+JUDGED = 4  # traces that are judged, for each problem that is sampled
+READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
+SENTENCE = re.compile(r"(?<=[.,;!?\n])\s+")
+# Limits: (below this it fails, below this it warns). Of lengths and of bad rows it is above.
+CLOSED, RIGHT, SPREAD = (0.5, 0.95), (1e-9, 0.1), (1e-9, 0.5)
+# The miniature, which learns from 20 to 96 %, has 58 % before its warm-up and 83 % after it.
+RANKED = (0.5, 0.75)
+LEFT_OUT = (0.01, 0.1)
+# How a worse variant of a trace is made.
+VARIANTS = {
+    "leap": "only its last step",
+    "cut": "only its first half",
+    "other": "that of another problem",
+}
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How much `rlt check` computes.
+
+    Args:
+        rows: Problems that completions are sampled of, and traces that are ranked.
+        completions: Completions of each problem.
+    """
+
+    rows: int = 32
+    completions: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rows < 2 or self.completions < 2:
+            raise InputError(
+                f"check.rows and check.completions must be at least 2, but are {self.rows} and "
+                f"{self.completions}. Raise them."
+            )
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of `rlt check`.
+
+    Example: `Check("steps", "fail", "9 optimizer steps", "at least 20", "Add rows")`.
+
+    Attributes:
+        name: What is checked.
+        status: pass; warn: the run may teach little; fail: it cannot teach; cannot: it cannot be said.
+        figure: What was found, or why nothing can be.
+        limit: What should be; '' if there is nothing to say.
+        remedy: What to do unless it passes.
+    """
+
+    name: str
+    status: Status
+    figure: str
+    limit: str = ""
+    remedy: str = ""
+
+    def line(self) -> str:
+        """Return the check as a line."""
+        limit = f" ({self.limit})" if self.limit and self.status != "cannot" else ""
+        remedy = f". {self.remedy}" if self.remedy and self.status != "pass" else ""
+        return f"{self.status:6} {self.name:8} {self.figure}{limit}{remedy}"
+
+
+def grade(value: float, limits: tuple[float, float]) -> Status:
+    """Return the status of a fraction that should be high: fail and warn below the limits."""
+    return "fail" if value < limits[0] else "warn" if value < limits[1] else "pass"
+
+
+def check_run(
+    module: PolicyModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    options: CheckOptions,
+    length: dict[str, Any],
+    **trainer: Any,
+) -> Iterator[Check]:
+    """Yield the checks of a run as they are made.
+
+    Args:
+        module: The run's module.
+        data: Its rows.
+        rollouts: How it samples.
+        options: How much is computed.
+        length: The trainer's max_steps, max_epochs and limit_train_batches.
+        trainer: Arguments of Lightning's Trainer, such as accelerator and precision.
+
+    Raises:
+        InputError: If the rows cannot be read, or a model cannot be loaded.
+    """
+    # Rows that are left out are a figure here, not an error.
+    limit, data.max_bad_frac = data.max_bad_frac, 1.0
+    data.setup("fit")
+    yield check_rows(data, limit)
+    yield check_lengths(data)
+    yield check_steps(data, length)
+    rows = draw_rows(data, JUDGED * options.rows)
+    with Judge(data.format.student_tags) as judge:
+        right = judge_traces(judge, rows)
+        yield check_given_traces(data.task, rows, right)
+        sampling = build_sampling_module(module)
+        if sampling is None:
+            reason = "before the warm-up the model does not know the format: check stage 2 with its model/"
+            if data.task == "student_sft":
+                reason = "before the fine-tuning the student does not know the format: see `rlt test`"
+            yield Check("closed", "cannot", reason)
+        else:
+            asked = rows[: options.rows]
+            yield from check_completions(sampling, data, rollouts, options, asked, judge, trainer)
+    yield check_ranking(module, data, rollouts, choose_good_rows(rows, right)[: options.rows], trainer)
+
+
+# The rows
+
+
+def check_rows(data: StratosDataModule, most: float) -> Check:
+    """Check that rows can be used, whatever their lengths."""
+    total = sum(report.num_rows for report in data.reports)
+    bad = [error.reason for report in data.reports for _, error in report.bad if error.reason not in TOO_LONG]
+    status: Status = "pass" if len(bad) <= most * total else "fail"
+    reasons = ", ".join(sorted(set(map(str, bad))))
+    figure = f"{len(bad)} of {total} rows cannot be used" + (f" ({reasons})" if bad else "")
+    return Check("rows", status, figure, f"at most {100 * most:g} %", "See docs/data.md, columns of a row")
+
+
+def check_lengths(data: StratosDataModule) -> Check:
+    """Check that limits leave out or cut few rows."""
+    total = sum(report.num_rows for report in data.reports)
+    long = sum(error.reason in TOO_LONG for report in data.reports for _, error in report.bad)
+    cut = sum(len(report.truncated) for report in data.reports)
+    part = (long + cut) / max(1, total)
+    status: Status = "fail" if part > LEFT_OUT[1] else "warn" if part > LEFT_OUT[0] else "pass"
+    return Check(
+        "lengths",
+        status,
+        f"{long} of {total} rows are too long and left out, {cut} are cut",
+        f"together at most {100 * LEFT_OUT[0]:g} %",
+        "Raise data.max_prompt_length, max_solution_length or max_length",
+    )
+
+
+def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
+    """Check that the run takes enough optimizer steps."""
+    per_epoch = len(data.step_loader())
+    steps = count_steps(per_epoch, **length)
+    figure = f"{steps} optimizer steps, {per_epoch} in an epoch of {len(data.items)} items"
+    status: Status = "pass" if steps >= MIN_STEPS else "fail"
+    return Check("steps", status, figure, f"at least {MIN_STEPS}", MORE_STEPS)
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """A row that is checked: its texts, and the columns by which an answer to it is judged."""
+
+    texts: ParsedRow
+    columns: dict[str, Any]  # with the user's own bad traces, if data.trace_columns names some
+
+    @property
+    def trace(self) -> str:
+        """Return the row's reasoning trace; '' without one."""
+        return self.texts.traces.get(TRACE_COLUMN, "").strip()
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Return what an answer is judged by."""
+        return {"solution": self.texts.solution} | self.columns
+
+
+def can_be_judged(reference: dict[str, Any]) -> bool:
+    """Return whether answers to a row can be compared with one."""
+    return reference.get("kind") == "countdown" or reference_answer(reference) is not None
+
+
+def draw_rows(data: StratosDataModule, number: int) -> list[DrawnRow]:
+    """Return usable rows, drawn by the seed of the data."""
+    names = (*REFERENCE, *list_bad_traces(data))
+    found = [
+        DrawnRow(texts, {name: columns[name] for name in names if columns.get(name) is not None})
+        for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
+    ]
+    return Random(data.seed).sample(found, min(number, len(found)))
+
+
+def list_bad_traces(data: StratosDataModule) -> list[str]:
+    """Return the columns whose traces the reward must rank below reasoning_trace."""
+    return [name for name in data.trace_columns if name != TRACE_COLUMN]
+
+
+def judge_traces(judge: Judge, rows: Sequence[DrawnRow]) -> list[bool | None]:
+    """Return whether each row's trace ends with the right answer; None without a trace or an answer."""
+    known = [i for i, row in enumerate(rows) if row.trace and can_be_judged(row.reference)]
+    verdicts = judge.judge_all((rows[i].trace, rows[i].reference) for i in known)
+    found: list[bool | None] = [None] * len(rows)
+    for i, verdict in zip(known, verdicts, strict=True):
+        found[i] = verdict.correct
+    return found
+
+
+def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool | None]) -> Check:
+    """Check that enough of the rows' own traces end with the right answer."""
+    known = [float(value) for value in right if value is not None]
+    if not known:
+        missing = "have no reasoning_trace" if not any(row.trace for row in rows) else "have no answer"
+        return Check("traces", "cannot", f"the {len(rows)} rows that were read {missing}")
+    part = fmean(known)
+    # A student learns what it is shown; a warm-up may show traces of uneven quality.
+    limits = (0.1, 0.5) if task == "student_sft" else RIGHT
+    return Check(
+        "traces",
+        grade(part, limits),
+        f"{show_part(part, len(known))} of the rows' traces end with the right answer",
+        f"at least {100 * limits[1]:g} %",
+        "Add good traces: RLT selects among what its teacher writes, and a student learns what it is shown",
+    )
+
+
+# Completions
+
+
+def build_sampling_module(module: PolicyModule) -> RLTModule | None:
+    """Return a module that samples what the run will train on; None if it samples nothing."""
+    if isinstance(module, RLTModule):
+        return module
+    if not isinstance(module, OPDModule):
+        return None
+    # Its answers are judged, not scored by its teacher.
+    return RLTModule(
+        module.pretrained,
+        student=None,
+        reward=CorrectnessReward(),
+        micro_batch_tokens=module.micro_batch_tokens,
+        dtype=module.dtype_name,
+        trust_remote_code=module.trust_remote_code,
+    )
+
+
+def check_completions(
+    module: RLTModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    options: CheckOptions,
+    rows: Sequence[DrawnRow],
+    judge: Judge,
+    trainer: dict[str, Any],
+) -> Iterator[Check]:
+    """Sample completions, and check that they are closed, that some are right, and that rewards differ."""
+    is_answer = isinstance(module.reward, CorrectnessReward)
+    if is_answer and not all(can_be_judged(row.reference) for row in rows):
+        yield Check("closed", "cannot", "rows without an answer: answers to them cannot be judged")
+        return
+    own = [
+        {"question": row.texts.question, "solution": row.texts.solution.strip(), **row.columns}
+        for row in rows
+    ]
+    asked = data.replace_rows(own, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
+    asked.student_names = tuple(module.students.names)
+    rollouts.num_traces, rollouts.max_resamples = options.completions, 0
+    scored = score_problems(module, asked, rollouts, **trainer)
+    found = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
+    number = len(found)
+    closed = fmean(r.completion.finish_reason == "stop" if is_answer else r.closed for r in found)
+    cut = fmean(r.completion.finish_reason == "length" for r in found)
+    yield Check(
+        "closed",
+        grade(closed, CLOSED),
+        f"{show_part(closed, number)} of {number} completions close the format; {100 * cut:.0f} % reach the "
+        f"limit of {rollouts.sampling.max_completion_length} tokens",
+        f"at least {100 * CLOSED[1]:g} %",
+        "Warm up longer, or raise rollouts.sampling.max_completion_length",
+    )
+    yield check_sampled(found, judge)
+    yield check_spread(scored, options.completions)
+
+
+def check_sampled(rollouts: Sequence[Rollout], judge: Judge) -> Check:
+    """Check that some of the sampled completions end with the right answer."""
+    judged = [rollout for rollout in rollouts if can_be_judged(rollout.problem.reference)]
+    if not judged:
+        return Check("right", "cannot", "rows without an answer: completions cannot be judged; read thirty")
+    verdicts = judge.judge_all((r.text, r.problem.reference) for r in judged)
+    part = fmean(verdict.correct for verdict in verdicts)
+    return Check(
+        "right",
+        grade(part, RIGHT),
+        f"{show_part(part, len(judged))} of {len(judged)} completions end with the right answer",
+        f"at least {100 * RIGHT[1]:g} %",
+        "With fewer, many groups have none to select: warm up longer, or take easier problems",
+    )
+
+
+def check_spread(scored: Sequence[ScoredBatch], size: int) -> Check:
+    """Check that the completions of a problem earn different rewards."""
+    rewards = [float(value) for batch in scored for value in batch.scores.terms.reward]
+    groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
+    part = fmean(pstdev(group) > GROUP_STD_BELOW for group in groups)
+    return Check(
+        "spread",
+        grade(part, SPREAD),
+        f"in {show_part(part, len(groups))} of {len(groups)} groups the rewards differ",
+        f"at least {100 * SPREAD[1]:g} %",
+        "Raise rollouts.sampling.temperature or model.group_size, or take other problems",
+    )
+
+
+# Ranking
+
+
+def check_ranking(
+    module: PolicyModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    good: Sequence[DrawnRow],
+    trainer: dict[str, Any],
+) -> Check:
+    """Check that the reward ranks right traces above worse variants of them."""
+    if not isinstance(module, RLTModule) or not isinstance(module.reward, RLTReward):
+        return Check("ranking", "cannot", "this stage has no reward of a student: it is a check of stage 2")
+    if len(good) < 2:
+        reason = f"it needs rows with a right reasoning_trace of several sentences, and found {len(good)}"
+        return Check("ranking", "cannot", reason)
+    kinds = VARIANTS | {name: name for name in list_bad_traces(data)}
+    asked = data.replace_rows(list(build_variants(good)), "score", [TRACE_COLUMN, *kinds])
+    # The sampled estimators hold only for texts that the teacher samples.
+    if not any(isinstance(form, CrossTokenizerFormat) for form in data.student_views.formats):
+        module.reward = replace(module.reward, kl_estimator="exact")
+    scored = score_problems(module, asked, rollouts, **trainer)
+    found: dict[str, dict[str, float]] = {}
+    for batch in scored:
+        rewards = batch.scores.terms.reward.tolist()
+        for rollout, reward in zip(batch.rollouts.rollouts, rewards, strict=True):
+            columns = rollout.problem.columns
+            found.setdefault(columns["question"], {})[columns["trace_column"]] = reward
+    return describe_ranking([row for row in found.values() if len(row) == 1 + len(kinds)], kinds)
+
+
+def choose_good_rows(rows: Sequence[DrawnRow], right: Sequence[bool | None]) -> list[DrawnRow]:
+    """Return the rows whose trace has several sentences and is right, as far as that can be judged."""
+    judged = any(value is not None for value in right)
+    good = [row for row, value in zip(rows, right, strict=True) if value or not judged]
+    return [row for row in good if row.trace and len(SENTENCE.split(row.trace)) > 1]
+
+
+def build_variants(rows: Sequence[DrawnRow]) -> Iterator[dict[str, Any]]:
+    """Yield each row with its trace and the worse variants of it, in columns of their names."""
+    others = [*rows[1:], rows[0]]
+    for row, other in zip(rows, others, strict=True):
+        steps = SENTENCE.split(row.trace)
+        ends = [match.end() for match in SENTENCE.finditer(row.trace)]
+        half = ends[(len(steps) - 1) // 2]
+        yield {
+            "question": row.texts.question,
+            "solution": row.texts.solution.strip(),
+            TRACE_COLUMN: row.trace,
+            "leap": steps[-1],
+            "cut": row.trace[:half].strip(),
+            "other": other.trace,
+            **row.columns,
+        }
+
+
+def describe_ranking(rewards: Iterable[dict[str, float]], kinds: dict[str, str]) -> Check:
+    """Return the check of ranked traces.
+
+    Args:
+        rewards: Of each problem the rewards of its trace and of the worse ones, by column.
+        kinds: What the worse ones are, by column.
+    """
+    won = [{name: float(row[TRACE_COLUMN] > row[name]) for name in kinds} for row in rewards]
+    if len(won) < 2:
+        return Check("ranking", "cannot", "the limits of length leave fewer than two rows with all variants")
+    # The pairs of a problem share its trace, so that the error is that of problems.
+    parts = [fmean(row.values()) for row in won]
+    part, error = fmean(parts), stdev(parts) / math.sqrt(len(parts))
+    by_variant = ", ".join(
+        f"{100 * fmean(row[name] for row in won):.0f} % over {text}" for name, text in kinds.items()
+    )
+    return Check(
+        "ranking",
+        grade(part, RANKED),
+        f"the reward ranks a right trace first in {100 * part:.0f} ± {100 * error:.0f} % of "
+        f"{len(won) * len(kinds)} pairs: {by_variant}",
+        f"at least {100 * RANKED[1]:g} %",
+        "Look at one by rlt explain. Warm up longer, raise reward.kl_weight, or take another student",
+    )
+
+
+def show_part(part: float, number: int) -> str:
+    """Return a fraction of so many in percent, with its standard error."""
+    return f"{100 * part:.0f} ± {100 * math.sqrt(part * (1 - part) / number):.0f} %"
