@@ -401,6 +401,8 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
 NEW_TASK = "docs/new_task.md"
 FEW = ["--data.prompts_per_step=2", "--data.max_rows=4"]
 SMALL = {  # a stage of that page at tiny size, by verb and config
+    "check miniature_warmup": [],
+    "check quickstart": ["--check.rows=8"],
     "fit miniature_warmup": FEW,
     "fit quickstart": [*FEW, "--trainer.max_steps=1"],
     "fit miniature_student_sft": FEW,
@@ -432,6 +434,7 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
 
 def test_every_verb_is_run() -> None:
     elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
+    elsewhere |= {"check"}  # on the page of a new task
     elsewhere |= {"push"}  # needs a hub: test_hub.py
     elsewhere |= {"dashboard"}  # needs an account; test_dashboards.py has all but the sending
     assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)

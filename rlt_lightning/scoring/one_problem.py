@@ -1,7 +1,7 @@
-"""Scoring a few problems: the one path of `rlt explain`, `rlt teach`, `Teacher`, TRL and verl.
+"""Scoring a few problems: the one path of `rlt explain`, `rlt teach`, `rlt check`, `Teacher`, TRL and verl.
 
 score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
-                    the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt teach`, `Teacher`
+                    the models are loaded here, as in `rlt predict`: `rlt explain`, `teach`, `check`, Teacher
 ExplanationScorer   row ────────▶ Problem ┐
                     completion ───────────┴▶ Rollout ─▶ Scorer (modules/scorer.py) ─▶ reward and its terms
                     another program has sampled, and brings the teacher: TRL, verl
