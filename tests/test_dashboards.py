@@ -547,6 +547,22 @@ def test_completions_that_shrink_as_the_reward_rises_ring() -> None:
     assert not any(titles(Alarms(patience=2), *iterations(lengths, falling)))
 
 
+@pytest.mark.parametrize(
+    ("drifting", "steady"),
+    [(("distill/unjudged_frac", 0.1, 0.4), 1.0), (("rollout/closed_frac", 1.0, 0.7), 0.0)],
+)
+def test_a_form_that_drifts_rings(drifting: tuple[str, float, float], steady: float) -> None:
+    name, before, after = drifting
+    other = {"distill/unjudged_frac": "rollout/closed_frac"}.get(name, "distill/unjudged_frac")
+    found = titles(
+        Alarms(patience=2), *({name: value, other: steady} for value in [before] * 3 + [after] * 2)
+    )
+    assert found == [[], [], [], [], ["The form drifts"]]
+    found = titles(Alarms(patience=2), *({name: value, other: steady} for value in [after] * 5))
+    assert not any(found)  # it was always so
+    assert not any(titles(Alarms(patience=2), *({"rollout/closed_frac": v} for v in (1.0, 1.0, 0.2, 0.2))))
+
+
 def test_alarms_remember_over_a_resume_what_was_usual() -> None:
     before, after = Alarms(patience=2), Alarms(patience=2)
     titles(before, *iterations([60.0, 60.0], [-4.0, -4.0]))

@@ -486,6 +486,7 @@ def test_mean_sampled_gradient_of_a_span_is_that_of_its_reverse_kl():
         ({"kind": "kl"}, "kind must be reverse, forward or jsd, but it is 'kl'"),
         ({"top_k": 0}, "top_k must be at least 1, but it is 0"),
         ({"top_k": 5, "top_k_of": "both"}, "top_k_of must be student or teacher, but it is 'both'"),
+        ({"kind": "forward", "beta": 0.1}, "beta is the weight of jsd and does nothing with kind forward"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str):

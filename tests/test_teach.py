@@ -395,6 +395,21 @@ def test_options_that_contradict_are_refused() -> None:
         TeachOptions(url="localhost:8000")
 
 
+def test_run_of_a_script_explains_and_names_what_it_lacks(
+    miniature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(miniature, tmp_path / "model")
+    write_format(ModelFormat("teacher", R1, ""), tmp_path / "model")
+    (tmp_path / "metrics.csv").write_text("step\n1\n")
+    settings = find_settings(str(tmp_path))
+    assert settings["model"]["init_args"] == {"teacher": str(tmp_path / "model"), "student": None}
+    assert "has no config.yaml, since a script made it" in capsys.readouterr().err
+    [row] = teach(
+        str(tmp_path), "--model.student=miniature", "--question=1?", "--solution=1", "--max_tokens=4"
+    )
+    assert row["reward"] < 0
+
+
 def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> None:
     for name, message in (
         (tmp_path / "nothing", "folder .*nothing must exist, but does not"),

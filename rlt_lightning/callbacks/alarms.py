@@ -21,8 +21,11 @@ from rlt_lightning.types import InputError
 WATCHED = (
     *("reward/group_std", "policy/entropy", "rollout/truncated_frac", "rollout/staleness"),
     *("student/kl_mean", "rollout/length_mean", "reward/mean"),
+    *("distill/unjudged_frac", "rollout/closed_frac"),
 )
-SAVED = ("lowest_truncated", "longest", "reward_of_longest")  # attributes in a checkpoint
+# Attributes in a checkpoint.
+SAVED = ("lowest_truncated", "longest", "reward_of_longest", "lowest_unjudged", "highest_closed")
+FORM_ADVICE = "No teacher judges an answer's tags and solution: lower the learning rate."
 
 
 class Alarms(Callback):
@@ -44,6 +47,9 @@ class Alarms(Callback):
             tokens only by chance; a low one means that tokens are scored that the teacher did not sample.
         length_below: `rollout/length_mean`, as a fraction of its highest mean over `patience` iterations. The
             alarm comes only if `reward/mean` has risen since then: the reward pays for saying little.
+        form_drift: Of on-policy distillation: how far `distill/unjudged_frac` may rise above its lowest mean
+            over `patience` iterations, or `rollout/closed_frac` fall below its highest. No teacher judges an
+            answer's tags and solution, so at too high a learning rate they drift.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Alarms(Callback):
         staleness_above: float = 1.0,
         kl_below: float = -0.5,
         length_below: float = LENGTH_BELOW,
+        form_drift: float = 0.2,
     ) -> None:
         if patience < 1 or quiet_steps < 1:
             raise InputError(
@@ -72,10 +79,13 @@ class Alarms(Callback):
         self.staleness_above = staleness_above
         self.kl_below = kl_below
         self.length_below = length_below
+        self.form_drift = form_drift
         self.latest = {name: deque[float](maxlen=patience) for name in WATCHED}
         self.lowest_truncated = math.inf  # mean over `patience` iterations
         self.longest = 0.0  # largest mean over `patience` iterations, tokens
         self.reward_of_longest = 0.0  # over the same iterations
+        self.lowest_unjudged = math.inf  # mean over `patience` iterations
+        self.highest_closed = -math.inf  # likewise
         self.sent_at: dict[str, int] = {}  # title -> step
         self.begun = False
 
@@ -113,7 +123,9 @@ class Alarms(Callback):
                 values.append(metrics[name])
         full = {name: v for name, v in self.latest.items() if len(v) == self.patience}
         long = f"for {self.patience} iterations"
-        spread, entropy, truncated, staleness, kl, lengths, rewards = (full.get(name) for name in WATCHED)
+        spread, entropy, truncated, staleness, kl, lengths, rewards, unjudged, closed = (
+            full.get(name) for name in WATCHED
+        )
         if spread and max(spread) < self.group_std_below:
             text = (
                 f"reward/group_std is below {self.group_std_below:g} {long}: there is nothing to learn from."
@@ -144,6 +156,15 @@ class Alarms(Callback):
                 yield "Completions shrink as the reward rises", text
             if length > self.longest:
                 self.longest, self.reward_of_longest = length, reward
+        if unjudged and closed:
+            if min(unjudged) - self.lowest_unjudged >= self.form_drift:
+                text = f"distill/unjudged_frac has been at least {min(unjudged):.2f} {long}, but was "
+                yield "The form drifts", f"{text}{self.lowest_unjudged:.2f} before. {FORM_ADVICE}"
+            elif self.highest_closed - max(closed) >= self.form_drift:
+                text = f"rollout/closed_frac has been at most {max(closed):.2f} {long}, but was "
+                yield "The form drifts", f"{text}{self.highest_closed:.2f} before. {FORM_ADVICE}"
+            self.lowest_unjudged = min(self.lowest_unjudged, sum(unjudged) / self.patience)
+            self.highest_closed = max(self.highest_closed, sum(closed) / self.patience)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -27,6 +27,7 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
@@ -55,7 +56,8 @@ class RolloutCallback(Callback):
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
             when they are used: needs model.max_staleness of 1, and an engine that is not in process.
         score_early: Score completions, and run the reference on them, while others of the step are sampled.
-            It acts with an engine that is outside the process and does not take turns with training.
+            It acts with an engine that is outside the process and does not take turns with training, and not
+            in on-policy distillation, whose update reads the completions of a whole step.
         dynamic_sampling: Sample other problems in place of those whose completions all earned the same, in
             training; None: such groups stay, and have advantage 0.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights. The
@@ -186,6 +188,10 @@ class RolloutCallback(Callback):
         if stage == "fit":
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
+            if self.score_early and not isinstance(pl_module, RLTModule):
+                announce(
+                    f"rollouts.score_early: not used, since {type(pl_module).__name__} scores no completions"
+                )
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for model in list_model_contexts(pl_module, data):
             require_room(data.all_items, model, longest)

@@ -333,7 +333,8 @@ class TeachCommandLine(OneProblemCommandLine):
 def find_settings(name: str) -> dict[str, Any]:
     """Return the settings with which a teacher explains: its run's, or with itself as the student.
 
-    A model that was trained as a teacher is no student: without its run it explains without a reward.
+    A model that was trained as a teacher is no student: without its run, or with the run of a script, which
+    records no settings, it explains without a reward.
 
     Args:
         name: A run, a model folder, a hub id, or a model that comes with the package.
@@ -346,6 +347,12 @@ def find_settings(name: str) -> dict[str, Any]:
     run = folder.parent if is_model and folder.resolve().name == "model" else folder
     if (run / "config.yaml").is_file() and (run != folder or not is_model):
         return read_run_settings(run)
+    if folder.is_dir() and not is_model and (folder / "model").is_dir():  # a script's run
+        announce(
+            f"{folder} has no config.yaml, since a script made it: its student, reward and sampling are not "
+            f"known. {folder / 'model'} explains; --model.student STUDENT adds the reward."
+        )
+        return find_settings(str(folder / "model"))
     if folder.is_dir() and not is_model:
         raise InputError(
             f"The teacher must be a run, with config.yaml and model/, or a model folder, with config.json, "

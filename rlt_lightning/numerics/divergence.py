@@ -118,7 +118,8 @@ class Divergence:
         tail: Whether all further words count as one.
 
     Raises:
-        ValueError: If beta or `top_k` is out of range, or a name is unknown.
+        ValueError: If beta or `top_k` is out of range, beta is set for another kind than jsd, or a name is
+            unknown.
     """
 
     kind: Literal["reverse", "forward", "jsd"] = "reverse"
@@ -134,6 +135,11 @@ class Divergence:
             raise ValueError(
                 f"beta must be above 0 and below 1, but it is {self.beta}. "
                 "For KL(teacher || student) set kind to forward, for KL(student || teacher) to reverse."
+            )
+        if self.kind != "jsd" and self.beta != 0.5:
+            raise ValueError(
+                f"beta is the weight of jsd and does nothing with kind {self.kind}, but it is {self.beta}. "
+                "Leave it out, or set kind to jsd."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, but it is {self.top_k}. Leave it out for all words.")
