@@ -563,6 +563,14 @@ def test_a_form_that_drifts_rings(drifting: tuple[str, float, float], steady: fl
     assert not any(titles(Alarms(patience=2), *({"rollout/closed_frac": v} for v in (1.0, 1.0, 0.2, 0.2))))
 
 
+@pytest.mark.full
+def test_on_policy_student_at_too_high_a_rate_rings(tmp_path: Path) -> None:
+    options = ["--model.optimizer.lr=5e-3", "--trainer.max_steps=20", "--checkpoint.every_n_train_steps=20"]
+    result = rlt("fit", "--config=configs/miniature_opd.yaml", *options, f"--output_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    assert "rlt: alarm: The form drifts. Iteration" in result.stderr
+
+
 def test_alarms_remember_over_a_resume_what_was_usual() -> None:
     before, after = Alarms(patience=2), Alarms(patience=2)
     titles(before, *iterations([60.0, 60.0], [-4.0, -4.0]))
