@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlt_lightning.models.quantised import require_same_states, require_settings
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.frozen import Run
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
-from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
+from rlt_lightning.modules.phases import PhaseStats, PhaseTimer, forward_flops, matmul_rate
 from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import (
@@ -38,6 +38,27 @@ from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, get_sharding
 from rlt_lightning.types import InputError
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """A micro-batch of a policy update.
+
+    Attributes:
+        planned: Which of the rank's sequences are in it.
+        packed: Their tokens in one row.
+        scale: What its loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
+            counts world_size times. 0: computed only because other ranks compute one.
+    """
+
+    planned: MicroBatch
+    packed: PackedSequences
+    scale: float
+
+    @property
+    def indices(self) -> list[int]:
+        """Return which of the rank's sequences are in it, in the order of their tokens."""
+        return self.planned.indices
 
 
 class PolicyModule(LightningModule):
@@ -326,6 +347,26 @@ class PolicyModule(LightningModule):
     def pack_sequences(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
         """Pack the sequences of a micro-batch for one forward."""
         return PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+
+    def pack(
+        self, sequences: list[ScoredSequence], extents: list[Extent], stats: PhaseStats
+    ) -> Iterator[UpdateBatch]:
+        """Yield the micro-batches of an update, each inside the strategy's context for its backward.
+
+        All ranks get equally many: the last backward of a step sums gradients over ranks.
+
+        Args:
+            sequences: What the policy computes for each row of this rank's shard.
+            extents: Their lengths.
+            stats: Counts the tokens that the policy computes.
+        """
+        planned = self.plan(extents, meeting=True)
+        for number, (micro_batch, weight) in enumerate(planned):
+            packed = self.pack_sequences(sequences, micro_batch)
+            flops = self.forwards_per_step * forward_flops(self.policy, packed)
+            stats.count(packed, sequences, micro_batch, weight, flops)
+            with self.sharding.micro_batch(last=number == len(planned) - 1):
+                yield UpdateBatch(micro_batch, packed, weight * self.trainer.world_size)
 
     def max_over_ranks(self, number: float) -> float:
         """Return the largest of all ranks' numbers, in fp32."""

@@ -1,8 +1,7 @@
-"""The base of RLTModule and OPDModule: the sampler, and the micro-batches of an update."""
+"""The base of RLTModule and OPDModule: the sampler, frozen models, and weights of completions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.models.kernels import fuse_blocks
-from rlt_lightning.modules.base import PolicyModule, check_model
+from rlt_lightning.modules.base import PolicyModule, UpdateBatch, check_model
 from rlt_lightning.modules.frozen import FrozenModel
-from rlt_lightning.modules.phases import PhaseStats, forward_flops
 from rlt_lightning.modules.scorer import pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics, rollout_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import Extent, MicroBatch, PackedSequences, ScoredSequence
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.rollouts.sampler import Sampler
@@ -25,27 +22,6 @@ from rlt_lightning.rollouts.shards import Shards
 from rlt_lightning.types import InputError, Rollout, Rollouts
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class UpdateBatch:
-    """A micro-batch of a policy update.
-
-    Attributes:
-        planned: Which of the rank's sequences are in it.
-        packed: Their tokens in one row.
-        scale: What its loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
-            counts world_size times. 0: computed only because other ranks compute one.
-    """
-
-    planned: MicroBatch
-    packed: PackedSequences
-    scale: float
-
-    @property
-    def indices(self) -> list[int]:
-        """Return which of the rank's sequences are in it, in the order of their tokens."""
-        return self.planned.indices
 
 
 @dataclass
@@ -184,26 +160,6 @@ class SampledModule(PolicyModule):
         return {number: value for part in parts for number, value in part.items()}
 
     # The policy update
-
-    def pack(
-        self, sequences: list[ScoredSequence], extents: list[Extent], stats: PhaseStats
-    ) -> Iterator[UpdateBatch]:
-        """Yield the micro-batches of an update, each inside the strategy's context for its backward.
-
-        All ranks get equally many: the last backward of a step sums gradients over ranks.
-
-        Args:
-            sequences: What the policy computes for each completion of this rank's shard.
-            extents: Their lengths.
-            stats: Counts the tokens that the policy computes.
-        """
-        planned = self.plan(extents, meeting=True)
-        for number, (micro_batch, weight) in enumerate(planned):
-            packed = self.pack_sequences(sequences, micro_batch)
-            flops = self.forwards_per_step * forward_flops(self.policy, packed)
-            stats.count(packed, sequences, micro_batch, weight, flops)
-            with self.sharding.micro_batch(last=number == len(planned) - 1):
-                yield UpdateBatch(micro_batch, packed, weight * self.trainer.world_size)
 
     def finish_update(self, sums: UpdateSums) -> dict[str, Any]:
         """Step the optimizer; return the metrics of the update over all ranks."""

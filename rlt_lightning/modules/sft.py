@@ -12,7 +12,6 @@ from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics.packing import Extent, Layout, ScoredSequence
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.pretrained import Dtype, context_length
@@ -92,18 +91,14 @@ class SFTModule(PolicyModule):
         loss = torch.zeros((), device=self.device)
         sequences = [build_example_sequence(example) for example in batch.examples]
         with self.phase("train") as stats:
-            plan = self.plan([extent(sequence) for sequence in sequences], meeting=True)
-            for number, (micro_batch, weight) in enumerate(plan, 1):
-                packed = self.pack_sequences(sequences, micro_batch)
-                flops = self.forwards_per_step * forward_flops(self.policy, packed)
-                stats.count(packed, sequences, micro_batch, weight, flops)
-                with self.sharding.micro_batch(last=number == len(plan)):
-                    log_probs, _ = self.run(compute_log_probs, packed, 1.0, self.head)
-                    rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
-                    require_finite(log_probs, "completion log-prob", rows)
-                    # The strategy averages gradients over ranks: a rank's share counts world_size times.
-                    share = -weight * self.trainer.world_size * log_probs.sum() / total_tokens
-                    self.manual_backward(share)
+            extents = [extent(sequence) for sequence in sequences]
+            for micro_batch in self.pack(sequences, extents, stats):
+                packed = micro_batch.packed
+                log_probs, _ = self.run(compute_log_probs, packed, 1.0, self.head)
+                rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
+                require_finite(log_probs, "completion log-prob", rows)
+                share = -micro_batch.scale * log_probs.sum() / total_tokens
+                self.manual_backward(share)
                 loss += share.detach()
             metrics = self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
