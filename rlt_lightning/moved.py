@@ -140,7 +140,6 @@ MOVED: dict[str, tuple[str, ...]] = {
 }
 # Old name of a public function or class → its new one, in the same module or where its module moved to.
 RENAMED: dict[str, str] = {
-    "callbacks.evaluate_every.rollouts_of": "find_rollout_callback",
     "callbacks.rollout_checks.ReadingModel": "ModelContext",
     "callbacks.rollout_checks.find_reading_models": "list_model_contexts",
     "console.counted": "show_count",

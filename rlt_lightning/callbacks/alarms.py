@@ -23,8 +23,8 @@ WATCHED = (
     *("student/kl_mean", "rollout/length_mean", "reward/mean"),
     *("distill/unjudged_frac", "rollout/closed_frac"),
 )
-# Attributes in a checkpoint.
-SAVED = ("lowest_truncated", "longest", "reward_of_longest", "lowest_unjudged", "highest_closed")
+# Attributes in a checkpoint, besides the latest values.
+SAVED = ("lowest_truncated", "longest", "reward_of_longest", "lowest_unjudged", "highest_closed", "sent_at")
 FORM_ADVICE = "No teacher judges an answer's tags and solution: lower the learning rate."
 
 
@@ -91,12 +91,16 @@ class Alarms(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SAVED}
+        latest = {name: [*values] for name, values in self.latest.items()}
+        return {name: getattr(self, name) for name in SAVED} | {"latest": latest}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name in set(SAVED) & state_dict.keys():  # an older checkpoint has fewer
             setattr(self, name, state_dict[name])
+        for name, values in state_dict.get("latest", {}).items():
+            if name in self.latest:
+                self.latest[name].extend(values)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,7 +6,7 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       one request for all problems, prompts and seeds as in `rlt test`
       wait for completions in flight
       weights, if they changed ────────▶ hold them, be verified
-      prompts, seeds ──────────────────▶ generate
+      prompts, seeds ──────────────────▶ sample
       completions of all ranks ──────────────────────────────────────────────▶ judge, count
       eval/SET/pass_at_1, … ◀─────────────────────────────────────────────────┘
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
@@ -137,7 +137,7 @@ class EvaluateEvery(Callback):
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
         self.dispatcher = self.own_dispatcher = None
-        if self.engine is not None or find_rollout_callback(trainer) is None:
+        if self.engine is not None or RolloutCallback.find(trainer) is None:
             self.own_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)
             require_gathering(self.own_dispatcher.engine, trainer)
         if self.every_n_steps > module.total_steps():
@@ -236,7 +236,7 @@ class EvaluateEvery(Callback):
         self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
     ) -> Dispatcher:
         """Return what asks the engine, which is started and samples nothing else."""
-        rollouts = find_rollout_callback(trainer)
+        rollouts = RolloutCallback.find(trainer)
         if self.dispatcher is None:
             assert self.own_dispatcher is not None or rollouts is not None
             self.dispatcher = self.own_dispatcher or rollouts.dispatcher  # type: ignore[union-attr]
@@ -285,12 +285,6 @@ class EvaluateEvery(Callback):
         except InputError as error:
             raise InputError(f"EvaluateEvery takes its settings as `rlt test` does: {error}") from error
         return questions
-
-
-def find_rollout_callback(trainer: Trainer) -> RolloutCallback | None:
-    """Return the trainer's RolloutCallback, which every run of the command line has."""
-    found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
-    return next(found, None)
 
 
 def build_asked_format(data: StratosDataModule) -> ChatFormat:

@@ -115,15 +115,20 @@ class RolloutCallback(Callback):
             )
 
     @staticmethod
+    def find(trainer: Trainer) -> RolloutCallback | None:
+        """Return the trainer's RolloutCallback, which every run of the command line has; None without one."""
+        found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
+        return next(found, None)
+
+    @staticmethod
     def of(trainer: Trainer) -> RolloutCallback:
         """Return the trainer's RolloutCallback.
 
         Raises:
             InputError: If the trainer has none.
         """
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RolloutCallback):
-                return callback
+        if (callback := RolloutCallback.find(trainer)) is not None:
+            return callback
         raise InputError(
             "The trainer must have a RolloutCallback, but has none. Add "
             "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."

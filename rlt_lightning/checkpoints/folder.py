@@ -13,6 +13,16 @@ ranks wait for each other):
                  |                      |  (every tensor is gathered from all ranks)   |                     |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
 
+Who puts what into state.pt, and takes it out again when a run resumes; Lightning's fit loop calls them all:
+
+    loops, schedules          Lightning
+    position in the data      StepLoader.state_dict                      datamodules/loader.py
+    model, settings, format   PolicyModule.on_save_checkpoint            modules/base.py
+    completions on their way  RolloutCallback.state_dict                 callbacks/rollout.py
+    moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
+    last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
+    what alarms remember      Alarms.state_dict                          callbacks/alarms.py
+
 A crash before the rename leaves a .tmp, which the next run deletes. A checkpoint of the same step is renamed
 to .old before the rename and deleted after it. After a crash in between `recover` restores its name.
 """

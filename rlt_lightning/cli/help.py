@@ -273,11 +273,6 @@ def list_options(verb: str) -> list[tuple[Option, str]]:
     return [*expand(read_options("verbs", verb))]
 
 
-def list_option_names(verb: str) -> list[str]:
-    """Return the names of all options of a verb."""
-    return [*dict.fromkeys(option.name for option, _ in list_options(verb))]
-
-
 def read_options(section: str, owner: str) -> list[Option]:
     """Return the options that the table holds under `verbs` or `classes`; those of a verb with full names."""
     return [

@@ -38,7 +38,7 @@ from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.sampled import SampledModule, UpdateSums, require_group
+from rlt_lightning.modules.sampled import SampledModule, UpdateSums
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
     Named,
@@ -384,3 +384,12 @@ class RLTModule(SampledModule):
         self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
             batch.scores = self.score(batch.rollouts)
+
+
+def require_group(group_size: int) -> None:
+    """Check that a group has more than one completion."""
+    if group_size < 2:
+        raise InputError(
+            f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
+            "so every advantage would be zero. Raise it; the paper uses 64."
+        )

@@ -193,15 +193,6 @@ class SampledModule(PolicyModule):
         return engine_log_probs if stale and weights is None else None, weights, mismatch
 
 
-def require_group(group_size: int) -> None:
-    """Check that a group has more than one completion."""
-    if group_size < 2:
-        raise InputError(
-            f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
-            "so every advantage would be zero. Raise it; the paper uses 64."
-        )
-
-
 def get_frozen_ready(module: SampledModule, scoring: list[tuple[str, FrozenModel]]) -> None:
     """Place the frozen models that score, which choose a layout, and the reference.
 

@@ -1,6 +1,6 @@
 """The inputs of a plan: the user's options, device, models, workers, sequences. Sizes are bytes.
 
-PlanOptions, settings of the run ─ settings.read_setup ─▶ Setup ─▶ memory.py, time.py ─▶ verdict.py ─▶ page.py
+PlanOptions, settings of the run ─ settings.read_setup ─▶ Setup ─▶ memory.py, time.py ─▶ verdict.py
 """
 
 from __future__ import annotations
