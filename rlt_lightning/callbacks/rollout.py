@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout_checks import (
     FIXED,
+    announce_unused,
     choose_weights,
     list_model_contexts,
     require_even,
@@ -27,7 +28,6 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
@@ -193,10 +193,7 @@ class RolloutCallback(Callback):
         if stage == "fit":
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
-            if self.score_early and not isinstance(pl_module, RLTModule):
-                announce(
-                    f"rollouts.score_early: not used, since {type(pl_module).__name__} scores no completions"
-                )
+            announce_unused(self.score_early, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for model in list_model_contexts(pl_module, data):
             require_room(data.all_items, model, longest)

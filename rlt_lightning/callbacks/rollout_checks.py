@@ -76,6 +76,12 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
         )
 
 
+def announce_unused(score_early: bool, module: SampledModule) -> None:
+    """Say that scoring while others are sampled is not used, if the module scores nothing."""
+    if score_early and not isinstance(module, RLTModule):
+        announce(f"rollouts.score_early: not used, since {type(module).__name__} scores no completions")
+
+
 def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
     """Return whether completions come with the policy's log-probs, as the engine computes them."""
     return engine.reports_log_probs and not sampling.truncates
