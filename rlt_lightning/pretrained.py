@@ -208,15 +208,11 @@ def require_model_name(name: str, kind: str = "model") -> None:
     """Check a model's name without the hub: a folder must exist, and an embedded model be spelled right.
 
     Raises:
-        InputError: If it is a folder that is missing or holds no model, or an embedded model misspelled.
+        InputError: If it is a folder that is missing, or an embedded model misspelled.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
-    if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
-        )
     embedded = (DEFAULT_MODEL, *MINIATURES)
     near = [] if name in embedded or folder.is_dir() else get_close_matches(name, embedded, n=1, cutoff=0.85)
     if near:  # no hub id looks like one
@@ -229,6 +225,11 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     from safetensors import SafetensorError
 
     require_model_name(name, kind)
+    folder = Path(name).expanduser()
+    if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
+        raise InputError(
+            f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
+        )
     try:
         with quiet_hub(kind, name):
             yield

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import rlt
 from test_docs import parser_of
 
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, StratosDataModule, Teacher, Trainer
 from rlt_lightning import __main__ as program
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli.mistakes import describe_kind, find_place
 from rlt_lightning.hub.push import push
 from rlt_lightning.pretrained import require_model_name
+from rlt_lightning.python.environment import name_arguments
 from rlt_lightning.run.folder import choose_run_folder
 from rlt_lightning.types import InputError
 
@@ -173,3 +177,47 @@ def test_the_place_of_a_setting_is_the_last_one(tmp_path: Path, monkeypatch: pyt
 )
 def test_a_kind_is_said_in_words(kind: str, expected: str) -> None:
     assert describe_kind(kind) == expected
+
+
+IN_A_SCRIPT = {
+    "at least data.prompts_per_step=2 rows": "at least prompts_per_step=2 rows",
+    "rlt validate needs rows. Set data.val_rows.": "Trainer.validate needs rows. Set val_rows.",
+    "To resume: --resume true, or --ckpt_path last": "To resume: resume=True, or ckpt_path='last'",
+    "Raise model.head.logits_mib.": "Raise head.logits_mib.",
+    "in run/data.jsonl, of my.model.Class": "in run/data.jsonl, of my.model.Class",
+}
+
+
+@pytest.mark.parametrize("text", IN_A_SCRIPT)
+def test_a_script_reads_of_its_arguments(text: str) -> None:
+    assert name_arguments(text) == IN_A_SCRIPT[text]
+
+
+def test_a_script_with_a_mistake_gets_one_line_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": "1 + 1?", "solution": "2"}]
+    options: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+
+    def fit(teacher: str, given: list[dict[str, str]]) -> None:
+        data = StratosDataModule(given, prompts_per_step=2, **options)
+        rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
+        trainer = Trainer("run", max_steps=1, accelerator="cpu", callbacks=rollouts, overwrite=True)
+        trainer.fit(RLTModule(teacher, "miniature", group_size=2), data)
+
+    for function, expected in (
+        (partial(fit, "minature", rows), "There is no model 'minature'. Did you mean miniature?"),
+        (partial(fit, "./nowhere", rows), "The model folder './nowhere' must exist, but does not."),
+        (partial(fit, "miniature", rows), "at least prompts_per_step=2 usable rows, but has 1."),
+        (
+            partial(fit, "miniature", [{"question": "1?", "answer": "2"}]),
+            "lacks solution and has answer, question.",
+        ),
+        (partial(Teacher("minature").explain, "1?", "2"), "Did you mean miniature?"),
+    ):
+        with pytest.raises(InputError) as raised:
+            function()
+        assert expected in str(raised.value)
+        assert "\n" not in str(raised.value)
+        assert not list(Path("run").glob("model*"))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints
+from rlt_lightning.pretrained import require_model_name
 from rlt_lightning.types import InputError
 
 # Arguments of Lightning's Trainer that a run has unless others are set.
@@ -81,3 +85,36 @@ def require_one_batch_size(accumulate_grad_batches: int) -> None:
             f"{accumulate_grad_batches}. Set data.prompts_per_step to the problems of a step, and bound "
             "memory by model.micro_batch_tokens, which does not change the step."
         )
+
+
+def name_arguments(text: str) -> str:
+    """Return a message of the command line as a script needs it: arguments in place of settings and options.
+
+    `data.prompts_per_step=2` is `prompts_per_step=2`, `--ckpt_path last` is `ckpt_path='last'`, and `rlt
+    validate` is `Trainer.validate`.
+    """
+    text = re.sub(r"\brlt (fit|validate|predict|test)\b(?! --)", r"Trainer.\1", text)
+    text = re.sub(r"(?<![\w`])--(?:\w+\.)*(\w+) (true|false)\b", lambda m: f"{m[1]}={m[2].title()}", text)
+    text = re.sub(r"(?<![\w`])--(?:\w+\.)*(\w+) (last|best)\b", r"\1='\2'", text)
+    return re.sub(r"(?<![\w./])(?:--)?(?:model|data|rollouts|trainer)\.([a-z_]\w*(?:\.\w+)*)", r"\1", text)
+
+
+@contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Let a user's mistake inside the block name the arguments of a script."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(name_arguments(str(error))) from error.__cause__
+
+
+def require_models(module: Any) -> None:
+    """Check the names of a module's models, as far as that needs no hub, before anything is made.
+
+    Raises:
+        InputError: If one is a folder that does not exist, or an embedded model misspelled.
+    """
+    students = getattr(getattr(module, "students", None), "names", ())
+    for name in (getattr(module, "pretrained", None), getattr(module, "teacher_name", None), *students):
+        if isinstance(name, str):
+            require_model_name(name)

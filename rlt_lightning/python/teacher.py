@@ -25,7 +25,12 @@ from rlt_lightning.modules.scorer import Named, split_student_setting
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
-from rlt_lightning.python.environment import TRAINER_DEFAULTS, quiet_third_parties
+from rlt_lightning.python.environment import (
+    TRAINER_DEFAULTS,
+    naming_arguments,
+    quiet_third_parties,
+    require_models,
+)
 from rlt_lightning.scoring.one_problem import NoReward, score_problems
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.types import FinishReason, InputError, ModelView, Rollout, Scores
@@ -248,7 +253,9 @@ class Teacher:
         )
         rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
-        batches = score_problems(self.module, data, rollouts, **settings)
+        with naming_arguments():
+            require_models(self.module)
+            batches = score_problems(self.module, data, rollouts, **settings)
         if task == "score":
             warn_of_foreign_traces(data.items, self.module)
         found: list[tuple[Rollout, Score | None]] = []

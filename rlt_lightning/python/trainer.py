@@ -13,7 +13,7 @@ Scripts and the command line make the same Trainer:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,10 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
     find_global_rank,
+    naming_arguments,
     quiet_third_parties,
     require_known_strategy,
+    require_models,
     require_one_batch_size,
 )
 from rlt_lightning.run.folder import (
@@ -158,7 +160,7 @@ class Trainer(lightning.pytorch.Trainer):
                 second Ctrl-C ends the process.
         """
         try:
-            with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path) as path:
+            with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path, model) as path:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
         except Interrupted as stop:
             if self._opened is not None:
@@ -183,7 +185,7 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Measure held-out rows: `trainer.validate(module, data)`."""
-        with self.enter_run_folder("validate", datamodule or dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("validate", datamodule or dataloaders, ckpt_path, model) as path:
             return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
 
     @override
@@ -197,7 +199,7 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Evaluate a student: `trainer.test(EvaluationModule(…), EvaluationDataModule(…))`."""
-        with self.enter_run_folder("test", datamodule or dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("test", datamodule or dataloaders, ckpt_path, model) as path:
             return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
 
     @override
@@ -211,13 +213,27 @@ class Trainer(lightning.pytorch.Trainer):
         weights_only: bool | None = None,
     ) -> list[Any] | list[list[Any]] | None:
         """Write traces or scores into the run folder: `trainer.predict(module, data)`."""
-        with self.enter_run_folder("predict", datamodule or dataloaders, ckpt_path) as path:
+        with self.enter_run_folder("predict", datamodule or dataloaders, ckpt_path, model) as path:
             options = (datamodule, return_predictions, path, weights_only)
             return super().predict(model, dataloaders, *options)
 
     @contextmanager
-    def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
-        """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
+    def enter_run_folder(
+        self, verb: str, data: Any, ckpt_path: str | Path | None, module: LightningModule | None = None
+    ) -> Iterator[str | None]:
+        """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load.
+
+        In a script, the names of the module's models are checked first, and messages name arguments.
+        """
+        with nullcontext() if self._opened is not None else naming_arguments():
+            if self._opened is None:
+                require_models(module)
+            with self._lend_folder(verb, data, ckpt_path) as path:
+                yield path
+
+    @contextmanager
+    def _lend_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
+        """Open the folder of a verb, and lend its name to the datamodule until the block ends."""
         path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
         own = self._testing if verb == "test" else self._training
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
