@@ -24,7 +24,7 @@ SHOTS = (
     ("light", 1, (1280, 1400), "light", "What the run did"),
     ("dark", 1, (1280, 900), "dark", "One problem, side by side"),
     ("phone", 1, (390, 844), "light", "All completions"),
-    ("overlay", 2, (1280, 1400), "light", "Runs"),
+    ("overlay", 2, (1280, 1200), "light", "Settings that differ"),
 )
 
 
@@ -49,7 +49,7 @@ def take(page: Any, heading: str, path: Path) -> None:
         page.locator(".row[aria-expanded=true]").evaluate("(row) => row.scrollIntoView()")
     else:
         page.get_by_role("heading", name=heading, exact=True).evaluate("(node) => node.scrollIntoView()")
-    if heading not in ("What the run did", "Runs"):
+    if heading not in ("What the run did", "Settings that differ"):
         place = ".list .top-tokens button" if heading == "All completions" else ".card .top-tokens button"
         page.locator(place).first.evaluate("(button) => button.click()")
     page.wait_for_timeout(300)

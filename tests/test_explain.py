@@ -16,7 +16,7 @@ from commands import ROOT, rlt
 
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.scoring.explain import ExplainOptions, describe_explanation, find_explanation
-from rlt_lightning.scoring.text import Terminal
+from rlt_lightning.scoring.text import Terminal, list_caveats
 from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
@@ -108,11 +108,18 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(finished_run: Path,
     written = (finished_run / "config.yaml").read_text()
     config.write_text(written.replace("ckpt_path: null", "ckpt_path: gone.ckpt"))
     options = [f"--explain.rollouts={finished_run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
+    options += [f"--explain.html={tmp_path / 'page.html'}", "--model.reward.clip_kl=1000"]
     result = rlt("explain", f"--config={config}", *options, "--explain.step=1", "--explain.completion=1")
     assert result.returncode == 0, result.stderr
     found = numbers(result.stdout)
     assert found["reward"] == pytest.approx(row["reward"], abs=2e-3)  # sampled log-probs against a forward's
     assert found["format"] == row["format_reward"]
+    caveats = list_caveats(RLTReward(clip_kl=1000.0), any_text=True)
+    assert len(caveats) == 2
+    page = (tmp_path / "page.html").read_text()
+    for caveat in caveats:  # the page has what the terminal says
+        assert caveat in result.stdout
+        assert caveat in page
 
 
 def test_a_page_shows_what_the_terms_are_made_of() -> None:

@@ -534,10 +534,11 @@ def test_texts_stay_texts(tmp_path: Path, opened: Any) -> None:
     texts = {"explanation": EVIL, "question": EVIL, "solution": EVIL}
     row = completion(1, 0, 0, -1.0) | texts | tokens() | {"thought_tokens": [EVIL, "b", "", "", "", ""]}
     write_rows(tmp_path / EVIL.replace("/", "_") / "rollouts.jsonl", [row | {"finish_reason": EVIL}])
-    write_page(tmp_path / "one.html", EVIL, build_data_of_rows([row]))
+    write_page(tmp_path / "one.html", EVIL, build_data_of_rows([row], [EVIL]))
     report([str(tmp_path / EVIL.replace("/", "_"))], output=str(tmp_path / "run.html"))
     for name in ("one.html", "run.html"):
         page = opened(tmp_path / name)
+        assert page.page.locator("p.warning").count() == (name == "one.html")
         assert page.page.locator("img").count() == 0
         assert EVIL.replace("\u2028", "") in page.page.locator("main").evaluate(
             "(node) => node.textContent.replaceAll('\u2028', '')"
@@ -722,7 +723,7 @@ def test_typical_largest_and_smallest_stand_side_by_side(tmp_path: Path, opened:
     page = opened(tmp_path / "run" / "report.html").page
     headings = ["Typical, first time", "Typical, last time", "Largest reward", "Smallest reward"]
     assert page.locator(".card h3").all_inner_texts() == headings
-    assert "is not the best explanation" in page.locator("section", has_text="side by side").inner_text()
+    assert "need not be the best explanation" in page.locator("section", has_text="side by side").inner_text()
     first = page.locator("section .label + .text").first.inner_text()
     page.get_by_role("button", name="Next", exact=True).click()
     assert page.locator("section .label + .text").first.inner_text() != first

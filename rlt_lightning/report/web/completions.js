@@ -100,10 +100,9 @@ function comparison() {
     body.replaceChildren(...question(problem), ...byRun.map(([run, marks]) => el("div", { class: "pair" }, cards(run, marks))));
   };
   const move = (by) => () => show(Number(choice.options[Math.max(0, Math.min(choice.options.length - 1, choice.selectedIndex + by))].value));
-  const about = (again
-    ? "Typical: the median among its problem's completions of that iteration. "
-    : "Every problem was met once, so none shows what was learned. Typical: the median completion. ")
-    + `The largest ${termName("reward")} is not the best explanation: it may be luck, or a text that is merely likely.`;
+  let about = "Typical: the median among its problem's completions of that iteration. ";
+  if (!again) about = `${data.sections ? "Every problem was met once, so none shows what was learned. " : ""}Typical: the median completion. `;
+  about += `The largest ${termName("reward")} need not be the best explanation: it may be luck, or a text that is merely likely.`;
   const more = order.length > MOST_CHOICES ? ` The list has ${MOST_CHOICES} of ${order.length.toLocaleString("en")} problems. A button in each completion below leads to the others.` : "";
   const chooser = field("Problem", choice);
   chooser.classList.add("wide");

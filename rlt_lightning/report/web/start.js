@@ -47,7 +47,7 @@ function summary() {
 // What the reward makes of each kind of completion.
 function kindTables() {
   if (!data.kinds || !data.kinds.length) return [];
-  const about = "The largest reward is not the best explanation: compare the kinds, and look at several explanations of a problem. "
+  const about = "The largest reward need not be the best explanation: compare the kinds, and look at several explanations of a problem. "
     + "Last column: of the groups that have this kind and another one, those in which it has the largest reward.";
   return [el("h3", {}, "What the reward prefers"), el("p", { class: "soft" }, about), ...data.kinds.flatMap(({ run, rows }) => [
     runs.length > 1 ? el("h4", {}, run) : null, scrolling(`What the reward prefers, ${run}`, table(rows))])].filter(Boolean);
