@@ -814,6 +814,7 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
     found |= {"pass_at": {"1": 0.75, "2": 0.8}}
     summary = {"model": "m", "sets": {"math500": found}, "overall": None}
     (tested / "evaluation.json").write_text(json.dumps(summary))
+    write_metrics(tested, {"eval/math500/pass_at_1": [0.75]})
     report([str(ranked)])
     report([str(tested)])
     page = opened(ranked / "report.html")
@@ -826,6 +827,8 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
     page = opened(tested / "report.html")
     page.draw_all()
     assert page.page.locator("h2").all_inner_texts() == ["What the run did", "Evaluation"]
+    assert page.page.get_by_text("The model m was evaluated on MATH-500.").count() == 1
+    assert page.page.get_by_text("What changed").count() == 0  # one figure has no change
     accuracy = page.page.locator(".plot").first
     bar = accuracy.evaluate("(plot) => Chart.getChart(plot.firstChild).data.datasets[0]")
     assert (bar["data"], bar["errors"]) == ([75], [2])

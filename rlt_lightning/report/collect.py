@@ -225,7 +225,8 @@ def collect(folder: Path, bounds: Bounds) -> Run:
             "first and last, as far as there is room, then evenly over iterations. Curves and their spreads "
             "count all. More: --max_completions, --max_text_mib."
         )
-    result = read_fit_result(folder) if metrics or completions.file == COMPLETION_FILES[0] else None
+    is_fit = evaluation is None and (metrics or completions.file == COMPLETION_FILES[0])
+    result = read_fit_result(folder) if is_fit else None
     settings = flatten(read_settings(folder))
     return Run(folder, metrics, completions, groups, evaluation, settings, notes, result)
 

@@ -32,6 +32,8 @@ SETTINGS = (
     *("model.init_args.loss.init_args.kl_coef", "rollouts.sampling.temperature"),
     *("rollouts.sampling.max_completion_length", "data.init_args.num_embedded_rows", "seed_everything"),
 )
+# Settings of the command, which change nothing about a run.
+OF_COMMAND = {".output_dir", ".verbose", ".resume", ".overwrite"}
 OWN_FOLDER = ("trainer.default_root_dir", "output_dir", "save_dir")  # every run has another
 
 
@@ -232,7 +234,7 @@ def split_change(name: str, change: Change) -> list[str]:
 
 def list_differences(runs: list[Run]) -> list[list[str]]:
     """Return the settings in which runs differ, one row each: its name, and its value in every run."""
-    names = sorted({name for run in runs for name in run.settings} - {".output_dir"})
+    names = sorted({name for run in runs for name in run.settings} - OF_COMMAND)
     rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(OWN_FOLDER)]
 
