@@ -395,7 +395,7 @@ def format_name(option: Option, value: str | None = None) -> str:
         default = [option.default] if option.default in choices else []
         text = "|".join(dict.fromkeys([*default, *choices]))
         value = text if len(text) <= VALUE_COLUMNS else None
-    value = value or option.default or words[0]
+    value = value or option.default or ("VALUE" if words == choices else words[0])
     return f"--{option.name}={value if len(value) <= VALUE_COLUMNS else value[: VALUE_COLUMNS - 1] + '…'}"
 
 
