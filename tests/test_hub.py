@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,7 @@ def test_commands_are_those_of_what_the_model_is(tmp_path: Path) -> None:
     write_format(ModelFormat("student", R1, ""), tmp_path)
     student = complete_model_card(tmp_path, None, "alice/m", [], lambda name: {"license": "mit"})
     assert "rlt chat --model.path alice/m" in student
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"] in student
     assert "rlt teach" not in student
     (tmp_path / "adapter_config.json").touch()
     adapter = complete_model_card(tmp_path, None, "alice/m", [], lambda name: {"license": "mit"})

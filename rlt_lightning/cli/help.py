@@ -378,7 +378,8 @@ def print_groups(
     if groups:
         star = "; * is set by the config" if values else ""
         print(f"\nA value is the default, in capitals what an option takes{star}.")
-    print(f"all options: rlt {verb} --help-all")
+    if any(option.name not in shown for option, _ in list_options(verb)):
+        print(f"all options: rlt {verb} --help-all")
 
 
 def wrap_names(names: Iterable[str]) -> str:

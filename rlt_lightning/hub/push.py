@@ -55,6 +55,8 @@ SHOWN = ("policy/loss", "policy/kl_ref", "rollout/length_mean", "rollout/closed_
 SETTINGS = "rlt_config.yaml"  # the name of a run's config.yaml in a repository
 # A path from the root or the home folder; its last two parts say enough.
 PLACE = re.compile(r"(?<![\w:/.~])~?(?:/[^\s/|,()'\"`]+)+/([^\s/|,()'\"`]+/[^\s/|,()'\"`]+)")
+# As `project.urls` of pyproject.toml says. Once the package is on PyPI, a card can say `pip install`.
+REPOSITORY = "https://example.org/rlt_lightning"
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 # Header of a model or of a data set by its id; empty if it cannot be read.
 HeaderOf = Callable[[str], dict[str, Any]]
@@ -492,7 +494,7 @@ def format_evaluation(summary: dict[str, Any]) -> str:
 def list_commands(folder: Path, repo_id: str, header: Any) -> list[str]:
     """Return how to use a model, which depends on what it was trained as."""
     trained = load_format(str(folder))
-    install = "pip install rlt-lightning"
+    install = f"# rlt-lightning, to be installed first: {REPOSITORY}"
     if (folder / "adapter_config.json").exists():
         base_model, name = header.base_model or "BASE", repo_id.rpartition("/")[2]
         return [fence("sh", f"vllm serve {base_model} --enable-lora --lora-modules {name}={repo_id}")]

@@ -1,1 +1,1 @@
-"""Scoring a few problems: one explanation, a teacher's own, or those that TRL and verl sample."""
+"""Scoring a few problems: one explanation, a teacher's own, those of a check, or of TRL and verl."""
