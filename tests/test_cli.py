@@ -91,7 +91,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path, miniature: str) -
     run = finished_run
     stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
     assert f"{run / 'model'}: the trained model" in stdout
-    assert "--data.tags r1" in stdout
+    assert "rlt predict --config miniature_generate --model.teacher" in stdout
     for role in ("the trained model", "the frozen student", "the reference of the KL penalty"):
         assert re.search(rf"^loading miniature \(.* MB\) as float32: {role}$", stderr, re.MULTILINE)
     assert "iteration 2/2: reward" in stderr

@@ -591,12 +591,12 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model.reward=nowhere.Reward"], "'nowhere.Reward': No module named 'nowhere'"),
+        (["--model.reward=nowhere.Reward"], "nowhere.Reward is none: No module named 'nowhere'"),
         (["--model.reward=misfits.Nope"], "module 'misfits' has no attribute 'Nope'"),
         (["--model.reward=misfits.NoBase"], "misfits.NoBase does not correspond to a subclass of Reward"),
         (["--model.reward=misfits.TakenName"], "TakenName.extra_names has 'kl', which is taken"),
         (["--trainer.callbacks+=misfits.NoBase"], "a subclass of Callback. Got value: misfits.NoBase"),
-        (["--rollouts.engine=nowhere.Engine"], "'nowhere.Engine': No module named 'nowhere'"),
+        (["--rollouts.engine=nowhere.Engine"], "nowhere.Engine is none: No module named 'nowhere'"),
         (
             ["--rollouts.engine=misfits.NoMethods"],
             "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no sample, "

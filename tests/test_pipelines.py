@@ -51,7 +51,6 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr
     assert "Next: train a student on them" in result.stdout
     assert "--config miniature_student_sft " in result.stdout
-    assert "--model.pretrained miniature" in result.stdout
     return folder
 
 

@@ -61,7 +61,7 @@ def run(miniature: str, source: Path, tmp_path_factory: pytest.TempPathFactory) 
     """What `rlt predict` wrote about that file, with the teacher's folder beside it, as after `rlt fit`."""
     folder = tmp_path_factory.mktemp("run") / "run"
     options = ["--config=configs/miniature_generate.yaml", f"--data.source={source}", f"--seed={SEED}"]
-    options += ["--data.prompts_per_step=1", "--rollouts.num_traces=2"]
+    options += [f"--model.teacher={miniature}", "--data.prompts_per_step=1", "--rollouts.num_traces=2"]
     result = rlt("predict", *options, f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
     shutil.copytree(miniature, folder / "model")

@@ -34,7 +34,7 @@ VALUE = re.compile(
 NO_VALUE = re.compile(r"argument (?P<name>[^:]+): expected (?:one|at least one) argument")
 NO_CLASS = re.compile(
     r'Parser key "(?P<name>[^"]+)": .*?(?:dot import path string: (?P<path>\S+?)(?:\.? Got value.*)?$'
-    r"|given class_path '(?P<other>[^']+)':)"
+    r"|given class_path '(?P<other>[^']+)':(?P<reason>.*))"
 )
 NESTED = re.compile(r'Parser key "(?P<name>[^"]+)":.*NestedArg\(key=\'(?P<key>[^\']+)\'')
 OTHER_CLASS = re.compile(
@@ -94,7 +94,8 @@ def explain_mistake(text: str) -> str:
     if found := NESTED.match(text):
         return explain_nested(verb, f"{found['name']}.{found['key']}", words)
     if found := NO_CLASS.match(text):
-        return explain_class(verb, find_place(found["name"], words), found["path"] or found["other"])
+        path, reason = found["path"] or found["other"], (found["reason"] or "").strip()
+        return explain_class(verb, find_place(found["name"], words), path, reason)
     if found := VALUE.match(text):
         return explain_value(
             verb, find_place(found["name"], words, found["value"]), found["type"], found["value"]
@@ -174,14 +175,15 @@ def list_arguments(path: str) -> list[str]:
     return [row["name"].partition(".")[0] for row in read_table()["classes"].get(path, [])]
 
 
-def explain_class(verb: str, place: Place, path: str) -> str:
-    """Return that there is no such class, and which may be meant."""
+def explain_class(verb: str, place: Place, path: str, reason: str) -> str:
+    """Return that there is no such class, why its import failed, and which may be meant."""
     takes = [option for option, _ in list_options(verb) if option.name == place.name]
     known = [path for option in takes for path in option.classes] or [*read_table()["classes"]]
     ends = {one.rpartition(".")[2]: one for one in known}
     near = get_close_matches(path.rpartition(".")[2], ends, n=2, cutoff=0.6)
     meant = f"Did you mean {' or '.join(ends[name] for name in near)}?" if near else f"Such as {known[0]}."
-    return f"{place} must name a class, such as package.module.Class, but {path} is none. {meant}"
+    why = f": {reason.rstrip('.')}" if reason else ""
+    return f"{place} must name a class, such as package.module.Class, but {path} is none{why}. {meant}"
 
 
 def explain_other_verb(verb: str, path: str, words: Sequence[str]) -> str:

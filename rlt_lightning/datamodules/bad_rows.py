@@ -130,6 +130,11 @@ class BadRowReport:
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
         where = f" All of them are listed in {report_path}." if report_path else ""
+        if len(self.bad) == self.num_rows:
+            raise InputError(
+                f"At least one row must be usable, but {self.summary()}.{where} Correct these rows, or raise "
+                "the length limits."
+            )
         raise InputError(
             f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
             f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
