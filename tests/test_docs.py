@@ -145,8 +145,9 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     sys.path.insert(0, str(files))
     try:
         parser_of(verb).parse_args(words)
-    except SystemExit:
-        pytest.fail(f"rlt {' '.join(arguments)} is refused")
+    except SystemExit as end:
+        if end.code:  # 0: a help has been printed
+            pytest.fail(f"rlt {' '.join(arguments)} is refused")
     finally:
         sys.path.remove(str(files))
         sys.argv = before
