@@ -55,7 +55,7 @@ MISTAKES = {
     f"{FIT} --config nested.yaml": "model.optimizer.lrr in nested.yaml. Did you mean model.optimizer.lr?",
     f"{FIT} --config filter.yaml": "data.filters.longest in filter.yaml. data.filters has min_pass_rate, ",
     f"{FIT} --config type.yaml": "model.group_size in type.yaml must be a whole number, but got 'four'.",
-    f"{FIT} --config class.yaml": "has no attribute 'RTLModule'. Did you mean rlt_lightning.modules.RLTModule",
+    f"{FIT} --config class.yaml": "no attribute 'RTLModule'. Did you mean rlt_lightning.modules.RLTModule",
     f"{FIT} --model.reward RLTRewrd": "--model.reward must name a class, such as package.module.Class, but "
     "RLTRewrd is none. Did you mean rlt_lightning.numerics.RLTReward",
     f"{FIT} --model.dtype fp16": "float32, bfloat16, float16, auto, but got 'fp16'. Did you mean float16?",
