@@ -22,7 +22,16 @@ OBJECTIVES = {
 }
 # The figures of the table, in its order. The loss is left out where it says nothing or the same.
 FIGURES = (
-    *("reward/mean", "reward/solution", "reward/kl", "reward/correct", DIVERGENCE, "policy/loss", RIGHT),
+    *(
+        "reward/mean",
+        "reward/solution",
+        "reward/kl",
+        "student/kl_mean",
+        "reward/correct",
+        DIVERGENCE,
+        "policy/loss",
+        RIGHT,
+    ),
     *("rollout/closed_frac", "rollout/length_mean", "policy/entropy", *HELD_OUT),
 )
 # Settings that most people change, if the run has them.
@@ -195,7 +204,8 @@ def title_figure(name: str) -> str:
     """Return the words for a figure of the table."""
     own = {
         "reward/solution": "solution term, r_SS",
-        "reward/kl": "KL term, r_KL",
+        "reward/kl": "KL term, −kl_weight · r_KL",
+        "student/kl_mean": "KL per token, not weighted",
         RIGHT: "ends with the right answer",
         "rollout/closed_frac": "closed",
         "rollout/length_mean": "length, tokens",
@@ -213,7 +223,8 @@ def is_fraction(name: str) -> bool:
 
 def describe_change(name: str, change: Change) -> str:
     """Return a figure at the start and at the end of a run."""
-    return (show_percent(change) if is_fraction(name) else show(change)).replace("-", "−")
+    text = (show_percent(change) if is_fraction(name) else show(change)).replace("-", "−")
+    return text.replace(" %", "\u00a0%")  # a narrow page does not break there
 
 
 def split_change(name: str, change: Change) -> list[str]:
@@ -235,8 +246,13 @@ def split_change(name: str, change: Change) -> list[str]:
 def list_differences(runs: list[Run]) -> list[list[str]]:
     """Return the settings in which runs differ, one row each: its name, and its value in every run."""
     names = sorted({name for run in runs for name in run.settings} - OF_COMMAND)
-    rows = [[name[1:], *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
+    rows = [[shorten_name(name), *(str(run.settings.get(name, "–")) for run in runs)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1 and not row[0].endswith(OWN_FOLDER)]
+
+
+def shorten_name(name: str) -> str:
+    """Return a setting as the command line takes it: model.reward.kl_weight."""
+    return name.removeprefix(".").replace(".init_args", "")
 
 
 def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
@@ -252,11 +268,11 @@ def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
         return ""
     if len({is_distilled(run) for run in runs}) > 1:
         return "These runs do not train for the same: the reward of one is no reward of the other."
-    named = ("model.init_args.reward", "model.init_args.student", "model.class_path")
+    named = ("model.reward", "model.student", "model.class_path")
     own = [row[0] for row in differences if row[0].startswith(named)]
     if not own:
         return ""
-    shown = ", ".join(name.removeprefix("model.init_args.").replace(".init_args", "") for name in own[:4])
+    shown = ", ".join(name.removeprefix("model.") for name in own[:4])
     return (
         f"The rewards of these runs have different scales, since {shown} differ{'s' * (len(own) == 1)}: a "
         "larger reward does not mean a better run. Compare right answers, held-out accuracy and students."

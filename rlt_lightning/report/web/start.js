@@ -30,7 +30,7 @@ function summary() {
   if (data.scales) found.push(el("p", { class: "warning" }, data.scales));
   if (data.results.length) {
     found.push(el("h3", {}, "What changed"), el("p", { class: "soft" },
-      "Means of the first and the last iterations (a quarter of the run each, at most ten) ± their standard errors; of right answers the first and the last iteration. Problems differ between iterations."),
+      "Means of the first and the last iterations (a quarter of the run each, at most ten) ± their standard errors. Right answers: of the first and the last iteration. Problems differ between iterations."),
       scrolling("What changed", table(data.results)));
   }
   if (data.differences.length) {
@@ -58,7 +58,7 @@ function curves() {
   const banded = data.sections.some((section) => section.charts.some((chart) =>
     !chart.name.startsWith("eval/") && chart.series.some((series) => series.low)));
   const note = banded ? [el("p", { class: "soft" },
-    `Bands, where a chart says nothing else: ± one standard deviation over the completions of an iteration, cut where the figure cannot be${runs.length > 1 ? ". The button above shows them" : ""}.`)] : [];
+    `Bands, where a chart says nothing else: ± one standard deviation over the completions of an iteration, clipped at values that the figure cannot have${runs.length > 1 ? ". The button above shows them" : ""}.`)] : [];
   return note.concat(data.sections.flatMap((section) => {
     const figures = el("div", { class: "charts" }, section.charts.map((chart) => chartFigure(chart, "h4")));
     if (!section.folded) return [el("h3", {}, section.title), figures];
