@@ -89,7 +89,8 @@ def print_after_fit(config: Namespace, on_cpu: bool, result: FitResult, examples
     adapter = (folder / "model" / "adapter_config.json").exists()
     print(f"\nDone: {result.steps} step{'s' if result.steps > 1 else ''}.")
     if line := result.line():
-        print(f"Learned: {line}.")
+        heading = {"yes": "Learned", "no": "Became worse", "unclear": "No clear change"}[result.judge()]
+        print(f"{heading}: {line}.")
     for warning in result.warnings:
         print(f"Warning: {warning}.")
     if config.verbose:

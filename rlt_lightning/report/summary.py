@@ -14,12 +14,6 @@ from rlt_lightning.report.collect import DIVERGENCE, Run, is_distilled
 from rlt_lightning.run.metrics import find_metric, list_metrics
 from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, show, show_percent
 
-# What a run improves, the first that it has: its words, and whether it is to rise.
-OBJECTIVES = {
-    "reward/mean": ("reward", True),
-    DIVERGENCE: ("divergence from the teacher", False),
-    "policy/loss": ("loss", False),
-}
 # The figures of the table, in its order. The loss is left out where it says nothing or the same.
 FIGURES = (
     *(
@@ -52,7 +46,7 @@ def build_summary(run: Run) -> dict[str, Any]:
     return {
         "trained": describe_training(run),
         "verdict": describe_verdict(run.result) if run.result else "",
-        "learned": judge_verdict(run.result) if run.result else "",
+        "learned": run.result.judge() if run.result else "",
         "warnings": run.result.warnings if run.result else [],
         "facts": list_facts(run),
         "main_settings": {name: settings[name] for name in SETTINGS if name in settings},
@@ -118,27 +112,9 @@ def list_students(run: Run) -> str:
     return ", ".join([*map(str, run.settings.get(setting) or ()), *weighed])
 
 
-def find_objective(result: FitResult) -> tuple[str, bool, Change] | None:
-    """Return what a run improves: its words, whether it is to rise, and how it changed; None if unknown."""
-    for name, (words, rises) in OBJECTIVES.items():
-        if name in result.changes:
-            return words, rises, result.changes[name]
-    return None
-
-
-def judge_verdict(result: FitResult) -> str:
-    """Return "yes" if what the run improves became better by more than twice its error, "no" if worse."""
-    found = find_objective(result)
-    if found is None or found[2].num_steps < 2:
-        return "unclear"
-    _, rises, change = found
-    better, worse = (change.has_risen, change.has_fallen) if rises else (change.has_fallen, change.has_risen)
-    return "yes" if better else "no" if worse else "unclear"
-
-
 def describe_verdict(result: FitResult) -> str:
     """Return whether a run learned, with the figure that says so; '' if nothing was measured."""
-    found = find_objective(result)
+    found = result.find_objective()
     if found is None:
         return ""
     words, _, change = found
@@ -149,7 +125,7 @@ def describe_verdict(result: FitResult) -> str:
         "yes": "It learned what it was trained for",
         "no": "It became worse",
         "unclear": "No clear change",
-    }[judge_verdict(result)]
+    }[result.judge()]
     over = f"means of the first and the last {change.num_steps} iterations ± their standard errors"
     return f"{judged}: {figures} nats ({over})."
 

@@ -34,6 +34,12 @@ FRAC_FALL = 0.1
 MAX_WINDOW = 10
 RIGHT = "explanation/right_frac"  # not in metrics.csv: judged from rollouts.jsonl
 RIGHT_TEXT = "explanations that end with the answer"
+# What a run improves, the first that it has: its words, and whether it is to rise.
+OBJECTIVES = {
+    "reward/mean": ("reward", True),
+    "distill/divergence": ("divergence from the teacher", False),
+    "policy/loss": ("loss", False),
+}
 # Figures of held-out rows, and what the sentence calls them.
 HELD_OUT = {"reward/val_mean": "reward", "policy/val_loss": "loss", "distill/val_divergence": "divergence"}
 ROLLOUTS = "rollouts.jsonl"
@@ -106,6 +112,24 @@ class FitResult:
     warnings: list[str] = field(default_factory=list)
     before: Row | None = None
     after: Row | None = None
+
+    def find_objective(self) -> tuple[str, bool, Change] | None:
+        """Return what the run improves: its words, whether it is to rise, and its change; None if unknown."""
+        for name, (words, rises) in OBJECTIVES.items():
+            if name in self.changes:
+                return words, rises, self.changes[name]
+        return None
+
+    def judge(self) -> str:
+        """Return "yes" if what the run improves is better by more than twice its error, "no" if worse."""
+        found = self.find_objective()
+        if found is None or found[2].num_steps < 2:
+            return "unclear"
+        _, rises, change = found
+        better, worse = (
+            (change.has_risen, change.has_fallen) if rises else (change.has_fallen, change.has_risen)
+        )
+        return "yes" if better else "no" if worse else "unclear"
 
     def line(self) -> str:
         """Return what was learned, as one sentence without its full stop; '' if nothing was measured."""
