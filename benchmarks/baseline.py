@@ -65,7 +65,7 @@ def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int
     # The separator and the closing tag, as a format makes of an empty trace.
     empty: Any = SimpleNamespace(
         completion_from_trace=lambda problem, trace: Completion([1, 1], None, "stop"),
-        rollout=lambda problem, completion: Rollout(
+        build_rollout=lambda problem, completion: Rollout(
             problem, completion, "", True, (ModelView(problem, completion, [1], 0, 0),)
         ),
     )

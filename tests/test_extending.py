@@ -219,7 +219,8 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     trained = collect(folder, Bounds(100, 10**6))
     assert find_spread(trained, find_metric("reward/repetition")).keys() == {1, 2}  # the band
     report: Any = build_data([trained])
-    [chart] = [c for c in report["sections"][0]["charts"] if c["name"] == "reward/repetition"]
+    charts = [chart for section in report["sections"] for chart in section["charts"]]
+    [chart] = [chart for chart in charts if chart["name"] == "reward/repetition"]
     assert (chart["title"], chart["unit"]) == ("Repetition term", "nats")
     assert chart["about"].startswith("−repetition_weight · fraction of the explanation")
     assert [series["label"] for series in chart["series"]] == ["", "held-out problems"]
