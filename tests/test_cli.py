@@ -93,11 +93,11 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path, miniature: str) -
     assert f"{run / 'model'}: the trained model" in stdout
     assert "rlt predict --config miniature_generate --model.teacher" in stdout
     for role in ("the trained model", "the frozen student", "the reference of the KL penalty"):
-        assert re.search(rf"^loading miniature \(.* MB\) as float32: {role}$", stderr, re.MULTILINE)
+        assert re.search(rf"^loading miniature(-teacher)? \(.* MB\) as float32: {role}$", stderr, re.MULTILINE)
     assert "iteration 2/2: reward" in stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
-    assert config["model"]["init_args"]["teacher"] == "miniature"
+    assert config["model"]["init_args"]["teacher"] == "miniature-teacher"
     assert metrics(run).keys() == {1, 2}
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     assert len(rows) == 2 * 2 * 2  # steps, problems, completions
