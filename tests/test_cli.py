@@ -24,6 +24,7 @@ from fake_worker import FakeWorker, worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
+from rlt_lightning.models.embedded import resolve
 from rlt_lightning.python.environment import require_known_strategy
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
@@ -87,13 +88,13 @@ def wait_for(condition: Any, process: Running, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-def test_a_fit_leaves_the_whole_run_folder(finished_run: Path, miniature: str) -> None:
+def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     run = finished_run
     stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
     assert f"{run / 'model'}: the trained model" in stdout
     assert "rlt predict --config miniature_generate --model.teacher" in stdout
     for role in ("the trained model", "the frozen student", "the reference of the KL penalty"):
-        assert re.search(rf"^loading miniature(-teacher)? \(.* MB\) as float32: {role}$", stderr, re.MULTILINE)
+        assert re.search(rf"^loading miniature(-teacher)? \(.* MB\) as float32: {role}$", stderr, re.M)
     assert "iteration 2/2: reward" in stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
@@ -124,7 +125,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path, miniature: str) -
     assert tokenizer.chat_template
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
-    start = AutoModelForCausalLM.from_pretrained(miniature).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(resolve("miniature-teacher")).state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     card = (run / "model" / "README.md").read_text()
     assert "miniature" in card
