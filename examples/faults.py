@@ -405,7 +405,7 @@ FAULTS: dict[str, Callable[[Path, bool], Outcome]] = {
 
 
 def plant(name: str) -> Outcome:
-    """Run without a fault and with it; return the run with it, and of its lines those that the fault brought.
+    """Run without a fault and with it; return the run with it and the lines that only it printed.
 
     Raises:
         AssertionError: If nothing notices the fault.

@@ -92,9 +92,15 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     run = finished_run
     stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
     assert f"{run / 'model'}: the trained model" in stdout
-    assert "rlt predict --config miniature_generate --model.teacher" in stdout
-    for role in ("the trained model", "the frozen student", "the reference of the KL penalty"):
-        assert re.search(rf"^loading miniature(-teacher)? \(.* MB\) as float32: {role}$", stderr, re.M)
+    assert f"rlt predict --config miniature_generate --model.teacher {run / 'model'}" in stdout
+    assert "--data.tags" not in stdout  # r1, as that config has it
+    roles = {
+        "the trained model": "miniature-teacher",
+        "the frozen student": "miniature",
+        "the reference of the KL penalty": "miniature-teacher",
+    }
+    for role, model in roles.items():
+        assert f"loading {model} (0.7 MB) as float32: {role}\n" in stderr
     assert "iteration 2/2: reward" in stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
@@ -110,7 +116,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     assert {row["row"] for row in with_tokens} == {row["row"] for row in rows}  # the best and worst of two
     for row in with_tokens:
         assert "".join(row["thought_tokens"]).strip() == row["explanation"]
-        assert "".join(row["solution_tokens"]).strip() == row["solution"].strip()
+        assert "".join(row["solution_tokens"]) == row["solution"].strip("\n")
         assert sum(row["solution_log_probs"]) / len(row["solution_log_probs"]) == pytest.approx(
             row["solution_log_prob_mean"], abs=1e-4
         )

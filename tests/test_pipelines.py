@@ -51,6 +51,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr
     assert "Next: train a student on them" in result.stdout
     assert "--config miniature_student_sft " in result.stdout
+    assert "--model.pretrained" not in result.stdout  # the miniature, as that config has it
     return folder
 
 

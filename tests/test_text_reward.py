@@ -236,6 +236,7 @@ def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path
     assert f"{run / 'model'}: the trained model" in result.stdout
     evaluate = f"rlt test --config smollm2_evaluate --model.pretrained {run / 'model'}"
     assert evaluate in result.stdout
+    assert "--data.tags" not in result.stdout  # r1, as that config has it
     found = metrics(run)[2]
     for prefix in ("reward/", "reward/val_"):
         assert {found[prefix + name] for name in ("correct", "formatted", "timed_out")} == {0.0}

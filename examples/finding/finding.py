@@ -4,7 +4,7 @@
     python examples/finding/finding.py --output_dir DIR --arms "warmup rlt" --variations pieces_student
 
 The arms are those of `rlt_lightning.demo.arms`. Variations change one thing of the setting, and are compared
-in the arms warmup and rlt; `--variations` runs those that it names with every seed. Run it again after a
+in the arms warmup and rlt; `--variations` runs the named ones with every seed. Run it again after a
 crash: finished stages are skipped, and the one that was broken off resumes.
 """
 

@@ -78,6 +78,7 @@ class Checkpoint(ModelCheckpoint):
         self.owes_validation = False
         # Whether a validation has come since the last iteration ended.
         self.has_validated = False
+        self.num_steps = 0  # of the whole run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -102,6 +103,7 @@ class Checkpoint(ModelCheckpoint):
             "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
         )
         self.interrupt.listen(said if trainer.is_global_zero else "")
+        self.num_steps = pl_module.total_steps()  # type: ignore[operator]
         self._resume_best(trainer)
         keeps_all = self.save_top_k == -1
         self.superseded = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
@@ -140,7 +142,7 @@ class Checkpoint(ModelCheckpoint):
             self.superseded = []
         if self.is_evaluated and self.best_metric in pl_module.step_metrics:  # type: ignore[operator]
             self._consider(trainer, float(trainer.callback_metrics[str(self.best_metric)]))
-        if trainer.global_step < pl_module.total_steps():  # type: ignore[operator]
+        if trainer.global_step < self.num_steps:
             self._stop_if_asked(trainer, pl_module)
 
     @override

@@ -12,7 +12,7 @@ import pkgutil
 import types
 from argparse import Action, ArgumentParser
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -247,7 +247,7 @@ def walk(
     """Yield each option with its full name, its value and the class of model or data that has it."""
     for option in options:
         value = values.get(option.name)
-        full = Option(prefix + option.name, option.kind, option.default, option.help, option.classes)
+        full = replace(option, name=prefix + option.name)
         if isinstance(value, Namespace) and "class_path" in value:
             cls = find_class(value.class_path)
             yield full, value, owner

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.demo.stages import Stages
+from rlt_lightning.run.jsonl import read_json_rows
 from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
 
 SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
@@ -301,9 +302,8 @@ class Arms:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines."""
-    with path.open() as file:
-        return [json.loads(line) for line in file]
+    """Return all rows of a file of JSON lines."""
+    return [*read_json_rows(path)]
 
 
 def measure_kinds(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -158,7 +158,7 @@ def describe_stage(name: str, several: bool) -> str:
 
 
 def propose_next(one: Arms, folder: Path, arms: Sequence[str]) -> str:
-    """Return the commands that go on from here."""
+    """Return the commands to try next."""
     best = "rlt" if "rlt" in arms else "warmup"
     place = folder / one.name / best
     lines = ["", "Next:"]

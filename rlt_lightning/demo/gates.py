@@ -13,6 +13,7 @@ import torch
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.demo.stages import enter_stage
 from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
@@ -109,6 +110,4 @@ def write_gates(words: list[str], log: Path) -> None:
     enter_stage(log)
     name, path = words
     found = gates(load_model(name), load_tokenizer(name))
-    scratch = Path(path).with_suffix(".tmp")  # a kill leaves no half file
-    scratch.write_text(json.dumps(found) + "\n")
-    scratch.replace(path)
+    rewrite(Path(path), [json.dumps(found) + "\n"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlt_lightning.demo.arms import ARMS, SAMPLED_ARMS, TRAINED, Arms
 from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.types import InputError
 
 Job = Callable[[], object]
@@ -89,9 +90,7 @@ class Clock:
 
     def write(self) -> None:
         """Keep the seconds so far; a kill leaves no half number."""
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text(f"{self.read():.1f}")
-        scratch.replace(self.path)
+        rewrite(self.path, [f"{self.read():.1f}"])
 
 
 def make_folder(folder: Path) -> Path:

@@ -320,7 +320,7 @@ class PolicyModule(LightningModule):
         self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
 
     def on_train_start(self) -> None:
-        """Check that a resumed run goes on with the rows of its next step."""
+        """Check that a resumed run continues with the rows of its next step."""
         loader = self.trainer.train_dataloader
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)

@@ -180,10 +180,10 @@ def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
             deviations: dict[int, float | None] = {step: part.std for step, part in spread.items()}
             if name == "reward/mean":  # metrics.csv has its deviation for most steps
                 deviations |= dict(zip(*run.metrics.get("reward/std", ([], [])), strict=True))
-            label = "all students" if list_students(run, name) else ""
+            label = "all students" if list_student_labels(run, name) else ""
             series.append({"run": number, "label": label, **add_band(curve, deviations, limits)})
         others = {validation_name(name): "held-out problems"}
-        for label in list_students(run, name):
+        for label in list_student_labels(run, name):
             others |= {f"{name}/{label}": label}
             others |= {f"{validation_name(name)}/{label}": f"{label}, held-out problems"}
         for own, label in others.items():
@@ -202,7 +202,7 @@ def build_metric_chart(runs: list[Run], metric: Metric) -> Chart:
     }
 
 
-def list_students(run: Run, name: str) -> list[str]:
+def list_student_labels(run: Run, name: str) -> list[str]:
     """Return the labels of a run's several students that a metric is logged for."""
     if name not in OF_STUDENT:
         return []

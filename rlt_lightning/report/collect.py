@@ -307,7 +307,8 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     numbers = {texts: number for number, texts in enumerate(by_texts)}
     for position, row in enumerate(rows()):
         if position in chosen:
-            found.kept[position] = build_completion(row, file, numbers)
+            _, kind, is_right = judged[position]
+            found.kept[position] = build_completion(row, file, numbers, kind, is_right)
     return found
 
 
@@ -466,16 +467,19 @@ def has_tokens(row: Row) -> bool:
     )
 
 
-def build_completion(row: Row, file: str, problems: dict[tuple[str, str], int]) -> Row:
+def build_completion(
+    row: Row, file: str, problems: dict[tuple[str, str], int], kind: str | None, is_right: bool | None
+) -> Row:
     """Return a completion as the page takes it.
 
     Args:
         row: The row as it was written.
         file: Name of its file.
         problems: Number of each problem, by question and solution.
+        kind: Its kind, as `judge_text` says.
+        is_right: Whether it ends with the right answer.
     """
     question, solution, text = read_texts(row, file)
-    kind, is_right = judge_text(row, question, solution, text)
     return {
         "kind": kind,
         "right": is_right,

@@ -16,16 +16,8 @@ from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, show, s
 
 # The figures of the table, in its order. The loss is left out where it says nothing or the same.
 FIGURES = (
-    *(
-        "reward/mean",
-        "reward/solution",
-        "reward/kl",
-        "student/kl_mean",
-        "reward/correct",
-        DIVERGENCE,
-        "policy/loss",
-        RIGHT,
-    ),
+    *("reward/mean", "reward/solution", "reward/kl", "student/kl_mean", "reward/correct"),
+    *(DIVERGENCE, "policy/loss", RIGHT),
     *("rollout/closed_frac", "rollout/length_mean", "policy/entropy", *HELD_OUT),
 )
 # Settings that most people change, if the run has them.
@@ -87,7 +79,7 @@ def describe_training(run: Run) -> str:
         )
     if "reward/mean" not in run.metrics and not run.completions.spreads.get("reward"):
         return f"Supervised fine-tuning: {model} was trained{on}: {steps:,} optimizer steps."
-    students = list_students(run) or read_setting(run, "model.student")
+    students = describe_students(run) or read_setting(run, "model.student")
     reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
     if students and reward in ("", "RLTReward"):
         return (
@@ -104,7 +96,7 @@ def count_problems(run: Run) -> str:
     return f"{number:,} problem{'s' * (number != 1)}" if number else ""
 
 
-def list_students(run: Run) -> str:
+def describe_students(run: Run) -> str:
     """Return the several students of a run, with their weights if they have any; '' if there is one."""
     setting = ".model.init_args.students"
     weights = {name: v for name, v in run.settings.items() if name.startswith(f"{setting}.")}

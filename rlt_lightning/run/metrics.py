@@ -21,6 +21,7 @@ from typing import Literal
 
 import yaml
 
+from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.types import InputError
 
 GROUP = "rlt_lightning.metrics"  # of the entry points of installed packages
@@ -259,9 +260,7 @@ def write_entries(folder: Path) -> None:
     if not own:
         path.unlink(missing_ok=True)
         return
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(own, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    rewrite(path, [json.dumps(own, indent=1, ensure_ascii=False) + "\n"])
 
 
 def read_entries(folder: Path) -> None:

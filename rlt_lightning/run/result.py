@@ -133,7 +133,7 @@ class FitResult:
 
     def line(self) -> str:
         """Return what was learned, as one sentence without its full stop; '' if nothing was measured."""
-        parts = [describe_training(self.changes)]
+        parts = [describe_objective(self.changes)]
         parts += [
             f"held-out {HELD_OUT[name]} {show(self.held_out[name])}"
             for name in HELD_OUT
@@ -148,7 +148,7 @@ class FitResult:
         return ", ".join(filter(None, parts))
 
 
-def describe_training(changes: dict[str, Change]) -> str:
+def describe_objective(changes: dict[str, Change]) -> str:
     """Return the figure that the run improves, first and last, with its terms."""
     if "reward/mean" in changes:
         labels = {"reward/solution": "r_SS", "reward/kl": "r_KL"}

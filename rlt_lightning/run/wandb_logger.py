@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from rlt_lightning.console import waiting_for
+from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.run.metrics import (
     EVALUATION,
     OVERALL_FIGURES,
@@ -203,7 +204,7 @@ class WandbLogger(loggers.WandbLogger):
                 self._experiment.finish(exit_code=0 if status == "success" else 1)
             self._experiment = None
             if self._last and self._wandb_init["mode"] != "disabled":
-                write_line(self._written(), str(self._last))
+                rewrite(self._written(), [f"{self._last}\n"])
 
 
 def read_mode() -> tuple[str, str]:
@@ -246,15 +247,8 @@ def has_account() -> bool:
 def keep_id(path: Path) -> str:
     """Return the run id in a file; if there is none, write a new id to it."""
     if not path.exists() or not path.read_text().strip():
-        write_line(path, secrets.token_hex(4))
+        rewrite(path, [f"{secrets.token_hex(4)}\n"])
     return path.read_text().strip()
-
-
-def write_line(path: Path, text: str) -> None:
-    """Write a file of one line, whole or not at all."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text + "\n")
-    scratch.replace(path)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ function problemName(problem) {
   return row == null ? `problem ${problem + 1}` : `row ${row}`;
 }
 
-// A completion's reward minus the mean of its group, those of its problem in its iteration; null if it is alone.
+// A completion's reward minus the mean of its group (same problem and iteration); null for a group of one.
 function leadOf(i) {
   const marks = all.problems[all.problem[i]].runs[all.run[i]];
   const group = String(all.step[i]);
