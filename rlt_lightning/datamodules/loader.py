@@ -88,9 +88,8 @@ class StepLoader(Generic[Item, Batch]):
         self.served: set[int] = set()  # numbers of the items of this step, over all ranks
         self.known: tuple[int, list[int]] = (-1, [])  # an epoch and its order, which takes a while to make
         self.in_use = False  # whether this process has served a batch
-        self.first_step: int | None = (
-            None  # optimizer step that trains on the first batch; `begin_at` sets it
-        )
+        # Optimizer step that trains on the first batch; `begin_at` sets it.
+        self.first_step: int | None = None
 
     def __len__(self) -> int:
         return self.order.num_items // self.batch_size
