@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from test_docs import check_rlt
 
 from rlt_lightning.cli import next_steps
-from rlt_lightning.datamodules.tokenised import ItemTable, MadeItem, StoredItems, build_batches
+from rlt_lightning.datamodules.token_cache import ItemTable, MadeItem, StoredItems, build_batches
 from rlt_lightning.types import SFTExample
 
 CONTEXT = 200  # tokens: less than a prompt and the completions of the configs need

@@ -20,7 +20,7 @@ from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, with_other_solutions
+from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, with_other_solutions
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import OPDModule

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
-from rlt_lightning.datamodules.views import ViewOptions
+from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.modules import OPDModule, base

@@ -9,7 +9,7 @@ from rlt_lightning.callbacks.rollout_checks import announce_unused
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.opd import exchange_targets, per_token
 from rlt_lightning.modules.scorer import Students

@@ -9,10 +9,10 @@ import pytest
 from test_opd import answered, data
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import tokenised
+from rlt_lightning.datamodules import token_cache
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
 from rlt_lightning.types import Completion, Rollout
@@ -146,7 +146,7 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
 def test_stored_tokens_are_of_one_view(
     miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenised, "BATCH_TOKENS", 100)  # one batch is not worth a file
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 100)  # one batch is not worth a file
     cache = tmp_path / "cache"
     options = [ViewOptions(), ViewOptions("hint"), ViewOptions(wrong_solutions=True)]
     options.append(ViewOptions("hint", hint="{question} {solution}"))

@@ -22,12 +22,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from strategy_run import STRATEGIES
 from test_layout import imports, module_name
 
-from rlt_lightning.datamodules import StratosDataModule, tokenised
+from rlt_lightning.datamodules import StratosDataModule, token_cache
 from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.tokenise import TASKS, RLTTask, StudentSFTTask, TaskName
-from rlt_lightning.datamodules.tokenised import delete_unused
+from rlt_lightning.datamodules.token_cache import delete_unused
+from rlt_lightning.datamodules.tokenize import TASKS, RLTTask, StudentSFTTask, TaskName
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.types import InputError, Problem
 
@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> str:
 @pytest.fixture
 def make_data(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeData:
     """Build a datamodule whose cache lies in the test's folder and keeps small sources too."""
-    monkeypatch.setattr(tokenised, "BATCH_TOKENS", 400)
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 400)
 
     def make(*sources: str, **options: Any) -> StratosDataModule:
         settings = {"prompts_per_step": 4, "max_bad_frac": 0.2, "token_cache": str(tmp_path / "tokens")}
@@ -118,7 +118,7 @@ def test_without_a_cache_items_are_the_same(make_data: MakeData, source: str, tm
 def test_a_small_source_stays_in_memory(
     make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenised, "BATCH_TOKENS", 10**6)
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 10**6)
     assert len(make_data(source).items) == 38
     assert not (tmp_path / "tokens").exists()
 
@@ -232,7 +232,7 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
 
 
 # What the code that makes tokens imports beside the code in the key: it makes no other tokens if it changes.
-# What decides tokens belongs into `tokenised.CODE`.
+# What decides tokens belongs into `token_cache.CODE`.
 BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
@@ -245,8 +245,8 @@ BESIDE_THE_KEY = {
 
 def test_all_code_that_makes_tokens_is_in_the_key() -> None:
     package = ROOT / "rlt_lightning"
-    assert all(any(package.glob(pattern)) for pattern in tokenised.CODE)
-    in_key = {module_name(path) for pattern in tokenised.CODE for path in package.glob(pattern)}
+    assert all(any(package.glob(pattern)) for pattern in token_cache.CODE)
+    in_key = {module_name(path) for pattern in token_cache.CODE for path in package.glob(pattern)}
     found: set[str] = set()
     waiting = ["rlt_lightning.datamodules.stratos"]
     while waiting:
@@ -336,7 +336,7 @@ def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None
     counted: list[int] = []
     build_items = StudentSFTTask.build_items
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenised, "BATCH_TOKENS", 400)
+        patch.setattr(token_cache, "BATCH_TOKENS", 400)
         patch.setattr(
             StudentSFTTask,
             "build_items",
@@ -378,8 +378,8 @@ def test_one_rank_tokenises_and_the_losses_are_the_same(tiny_model: str, source:
 
 FIT = """
 import sys, runpy
-from rlt_lightning.datamodules import tokenised
-tokenised.BATCH_TOKENS = 2000
+from rlt_lightning.datamodules import token_cache
+token_cache.BATCH_TOKENS = 2000
 sys.argv = ["rlt", "fit", *{arguments}]
 try:
     runpy.run_module("rlt_lightning", run_name="__main__", alter_sys=True)
@@ -406,8 +406,8 @@ def test_metrics_of_a_run_do_not_depend_on_the_cache(tmp_path: Path) -> None:
 
 
 SETUP = """
-from rlt_lightning.datamodules import StratosDataModule, tokenised
-tokenised.BATCH_TOKENS = 2000
+from rlt_lightning.datamodules import StratosDataModule, token_cache
+token_cache.BATCH_TOKENS = 2000
 data = StratosDataModule({source!r}, task="student_sft", tokenizer={model!r}, token_cache={cache!r})
 data.setup("fit")
 print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
@@ -474,9 +474,9 @@ def test_a_folder_that_cannot_be_written_is_named(make_data: MakeData, source: s
 
 def test_the_cache_lies_where_the_setting_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
-    assert tokenised.find_token_folder(True) == tmp_path / "tokens"
-    assert tokenised.find_token_folder(False) is None
-    assert tokenised.find_token_folder("~/x") == Path.home() / "x"
+    assert token_cache.find_token_folder(True) == tmp_path / "tokens"
+    assert token_cache.find_token_folder(False) is None
+    assert token_cache.find_token_folder("~/x") == Path.home() / "x"
 
 
 def test_what_is_long_unused_is_deleted(make_data: MakeData, source: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.datamodules.tokenised import StoredItems
+from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.modules.opd import OPDModule

@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.datamodules.sources import parse_sources
-from rlt_lightning.datamodules.tokenised import StoredItems
+from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.folder import read_settings

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from rlt_lightning.datamodules.bad_rows import list_rows
-from rlt_lightning.datamodules.tokenised import StoredItems
+from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.moved import rename_method
 from rlt_lightning.types import InputError
 

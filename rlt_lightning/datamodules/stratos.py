@@ -36,16 +36,8 @@ from rlt_lightning.datamodules.sources import (
     parse_weights,
 )
 from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.datamodules.tokenise import (
-    TASKS,
-    ItemLimits,
-    LongTraces,
-    Task,
-    TaskName,
-    build_keys,
-    tokenise,
-)
-from rlt_lightning.datamodules.tokenised import (
+from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.token_cache import (
     Item,
     StoredItems,
     StoredSource,
@@ -54,7 +46,15 @@ from rlt_lightning.datamodules.tokenised import (
     find_token_folder,
     join_items,
 )
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.tokenize import (
+    TASKS,
+    ItemLimits,
+    LongTraces,
+    Task,
+    TaskName,
+    build_keys,
+    tokenize_rows,
+)
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import TagStyle
@@ -75,7 +75,7 @@ class StratosDataModule(LightningDataModule):
     """Questions with solutions, in Bespoke-Stratos' format or in your own columns.
 
     `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are left
-    out, counted, and listed in `data_report.json`. `data.task` names a class in `tokenise.py`, which says
+    out, counted, and listed in `data_report.json`. `data.task` names a class in `tokenize.py`, which says
     what the rows are made into.
 
     Args:
@@ -207,13 +207,13 @@ class StratosDataModule(LightningDataModule):
             return
         task = self._task = self._load_task()
         row_filter = RowFilter(self.filters, task.needed_traces, task.format.tags)
-        sources = self._tokenise(self.sources, self.reader, row_filter)
+        sources = self._tokenize(self.sources, self.reader, row_filter)
         items = join_items(sources)
         val_items = items[:0]
         self.reports = [source.report for source in sources]
         if stage != "predict":
             if self.val_sources:
-                val_sources = self._tokenise(self.val_sources, replace(self.reader, split=self.val_split))
+                val_sources = self._tokenize(self.val_sources, replace(self.reader, split=self.val_split))
                 val_items = join_items(val_sources)[: self.val_rows or None]
                 self.reports += [source.report for source in val_sources]
             elif self.val_rows:
@@ -390,7 +390,7 @@ class StratosDataModule(LightningDataModule):
             self.view,
         )
 
-    def _tokenise(
+    def _tokenize(
         self, sources: list[Source], reader: SourceReader, row_filter: RowFilter | None = None
     ) -> list[StoredSource]:
         """Read and tokenise sources, or find them in the cache; row numbers continue from one to the next."""
@@ -407,11 +407,11 @@ class StratosDataModule(LightningDataModule):
                 for earlier in sources[row_filter.num_sources : number]:
                     # It was in the cache, so that the filter has not seen its rows.
                     rows = self._read(earlier, reader)
-                    deque(tokenise(rows, self._task, BadRowReport(str(earlier)), row_filter), maxlen=0)
+                    deque(tokenize_rows(rows, self._task, BadRowReport(str(earlier)), row_filter), maxlen=0)
             if stored is None:
                 report = BadRowReport(str(source))
                 rows = self._read(source, reader)
-                items = tokenise(rows, self._task, report, row_filter)
+                items = tokenize_rows(rows, self._task, report, row_filter)
                 stored = cache.save(key, items, report)
             stored.report.first_row = first_row
             first_row += stored.report.last_row

@@ -18,7 +18,7 @@ from rlt_lightning.datamodules.cross_tokenizer import load_tokenizers
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import parse_row
-from rlt_lightning.datamodules.tokenised import describe_format, hash_value
+from rlt_lightning.datamodules.token_cache import describe_format, hash_value
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 

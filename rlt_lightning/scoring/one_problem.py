@@ -26,7 +26,7 @@ from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.datamodules.tokenise import RLTTask
+from rlt_lightning.datamodules.tokenize import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import FrozenModel, Run

@@ -1,8 +1,8 @@
 """Tokenised sources: items as Arrow tables, in files that one process writes and all map into memory.
 
-    tokenise ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ ItemTable   of one source
-                                                          TokenCache.load ─────▲ │
-    a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀──────────┘       of all sources
+    tokenize_rows ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ ItemTable   of one source
+                                                               TokenCache.load ─────▲ │
+    a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀───────────────┘       of all sources
 
 A table has int32 token ids: 4 bytes a token, of which only those are in memory that were read. Python lists
 cost 37 to 57. An item is built from them when a batch needs it.

@@ -1,6 +1,6 @@
 """Turn rows into the items of a task: problems that are sampled or scored, or examples of fine-tuning.
 
-    read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ Task.build_items ─ MadeItem ─▶ cache        see `tokenise`
+    read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ Task.build_items ─ MadeItem ─▶ cache     see `tokenize_rows`
                      └──────────┴─────────┴───────────────┴──▶ BadRowReport: why a row is not used
 
 The tasks, each the value of `data.task` and a class of its own:
@@ -48,8 +48,13 @@ from rlt_lightning.datamodules.rows import (
 )
 from rlt_lightning.datamodules.sources import Source, SourceReader
 from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.datamodules.tokenised import Item, MadeItem, describe_format, hash_code, hash_value
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, build_views, with_other_solutions
+from rlt_lightning.datamodules.teacher_views import (
+    TeacherViews,
+    ViewOptions,
+    build_views,
+    with_other_solutions,
+)
+from rlt_lightning.datamodules.token_cache import Item, MadeItem, describe_format, hash_code, hash_value
 from rlt_lightning.models.format import Role
 from rlt_lightning.types import (
     BadRowError,
@@ -446,7 +451,7 @@ TASKS: dict[str, type[Task]] = {
 # Rows
 
 
-def tokenise(
+def tokenize_rows(
     rows: Iterable[NumberedRow], task: Task, report: BadRowReport, row_filter: RowFilter | None = None
 ) -> Iterator[MadeItem]:
     """Yield the items of a source, and report the rows that are not used.
