@@ -42,14 +42,14 @@ def test_an_epoch_has_of_each_source_its_share() -> None:
     order = Weighted(SOURCES, WEIGHTS, seed=0)
     assert order.num_items == 20
     for epoch in range(5):
-        found = order.of_epoch(epoch)
+        found = order.list_epoch(epoch)
         assert Counter(SOURCES[found].tolist()) == {0: 12, 1: 4, 2: 4}
         assert len(set(found)) == 20 or epoch  # within one round nothing comes again
 
 
 def test_all_rows_of_a_source_come_before_one_comes_again() -> None:
     order = Weighted(SOURCES, WEIGHTS, seed=0)
-    epochs = [order.of_epoch(epoch) for epoch in range(15)]  # 60 of the second source, 60 of the third
+    epochs = [order.list_epoch(epoch) for epoch in range(15)]  # 60 of the second source, 60 of the third
     seen = Counter(place for epoch in epochs for place in epoch)
     assert {seen[place] for place in range(12)} == {15}
     assert {seen[place] for place in range(12, 42)} == {2}
@@ -71,12 +71,12 @@ def test_rounding_goes_to_the_largest_remainder() -> None:
 
 def test_an_order_depends_on_seed_and_epoch_alone() -> None:
     order, again = Weighted(SOURCES, WEIGHTS, seed=0), Weighted(SOURCES, WEIGHTS, seed=0)
-    assert [order.of_epoch(epoch) for epoch in (3, 0, 3)] == [again.of_epoch(epoch) for epoch in (3, 0, 3)]
-    assert order.of_epoch(0) != order.of_epoch(1)
-    assert order.of_epoch(0) != Weighted(SOURCES, WEIGHTS, seed=1).of_epoch(0)
+    assert [order.list_epoch(e) for e in (3, 0, 3)] == [again.list_epoch(e) for e in (3, 0, 3)]
+    assert order.list_epoch(0) != order.list_epoch(1)
+    assert order.list_epoch(0) != Weighted(SOURCES, WEIGHTS, seed=1).list_epoch(0)
     # Written down: a run that resumes after an update of this package has the same order.
     known = [2, 6, 5, 4, 1, 0, 3, 8, 7]
-    assert Weighted(np.repeat([0, 1], [3, 6]), (1.0, 2.0), seed=0).of_epoch(0) == known
+    assert Weighted(np.repeat([0, 1], [3, 6]), (1.0, 2.0), seed=0).list_epoch(0) == known
 
 
 @pytest.mark.parametrize("number", [0, 1, 4, 5, 7, 11])

@@ -222,7 +222,7 @@ class ExplainCommandLine(OneProblemCommandLine):
         score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
         model, data = config.model.init_args, config.data.init_args.as_dict()
         students = as_list(frozen_student(config.model))
-        chosen = choose_formats(FormatOptions.of_settings(data), model.get("teacher"), students)
+        chosen = choose_formats(FormatOptions.from_settings(data), model.get("teacher"), students)
         row = find_explanation(options, data, chosen[0].tags, score_given)
         self.use_row(config, row, options.row, "score")
 

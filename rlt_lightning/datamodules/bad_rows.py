@@ -109,7 +109,7 @@ class BadRowReport:
         }
 
     @classmethod
-    def of_dict(cls, found: dict[str, Any]) -> Self:
+    def from_dict(cls, found: dict[str, Any]) -> Self:
         """Return the report of which `as_dict` was taken."""
         bad = [(r["row"], BadRowError(BadRowReason(r["reason"]), r["detail"])) for r in found["bad_rows"]]
         left_out = [(r["row"], FilterReason(r["filter"]), r["detail"]) for r in found["filtered_rows"]]

@@ -30,7 +30,8 @@ from rlt_lightning.datamodules.format_choice import (
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.stratos import find_models
+from rlt_lightning.datamodules.stratos import find_models, require_sizes
+from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import BadRowError, FinishReason, InputError
@@ -145,10 +146,7 @@ class EvaluationDataModule(LightningDataModule):
             raise InputError(
                 f"data.sets must name at least one of {', '.join(SETS)}, but is empty. Name one."
             )
-        for name in ("max_rows", "batch_size", "num_samples"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
+        require_sizes(max_rows=self.max_rows, batch_size=self.batch_size, num_samples=self.num_samples)
 
     def setup(self, stage: str) -> None:
         """Read everything, so that bad data is reported before a model is loaded."""
@@ -209,8 +207,6 @@ class EvaluationDataModule(LightningDataModule):
         return self.format
 
     def _load_format(self) -> ChatFormat:
-        from rlt_lightning.pretrained import load_tokenizer
-
         name = require_model(self.tokenizer_name)
         tokenizer = load_tokenizer(name, self.trust_remote_code)
         self.chosen = choose_format(self.format_options, None, name)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
 from rlt_lightning.datamodules.evaluation_sets import SetSettings, build_set, read_question, read_set_rows
-from rlt_lightning.datamodules.rows import ParsedRow, require_judgeable
+from rlt_lightning.datamodules.rows import ParsedRow, Row, read_number, require_judgeable
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import BadRowError, InputError
@@ -27,8 +27,6 @@ from rlt_lightning.types import BadRowError, InputError
 WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+|[-+*/^=<>≤≥≠×÷·−%!|]")
 JUDGED_ROWS = 1000  # that are judged, and in memory, at a time
 Rejection = tuple[FilterReason, str]  # with a detail that quotes no evaluation set
-# A row's number, its columns as they were read, and its texts.
-Row = tuple[int, dict[str, Any], ParsedRow]
 
 
 @dataclass(frozen=True)
@@ -147,10 +145,7 @@ class RowFilter:
     def _find_rejection(self, columns: dict[str, Any], row: ParsedRow) -> Rejection | None:
         """Return the first reason to leave a row out, as far as the row itself tells."""
         filters, traces = self.filters, [row.traces[name].strip() for name in self.traces]
-        rate = columns.get("pass_rate")
-        # A text or a truth value is no rate.
-        rate = rate if isinstance(rate, int | float) and not isinstance(rate, bool) else None
-        if not is_within(rate, filters.min_pass_rate, filters.max_pass_rate):
+        if not is_within(read_number(columns, "pass_rate"), filters.min_pass_rate, filters.max_pass_rate):
             return FilterReason.PASS_RATE, f"pass_rate is {columns.get('pass_rate')!r}"
         for trace in traces:
             if not is_within(len(trace), filters.min_trace_chars, None):

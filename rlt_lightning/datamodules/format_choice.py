@@ -61,7 +61,7 @@ class FormatOptions:
     written: TagStyle | None = None
 
     @staticmethod
-    def of_settings(settings: Mapping[str, Any]) -> FormatOptions:
+    def from_settings(settings: Mapping[str, Any]) -> FormatOptions:
         """Return the options among the parsed settings of a datamodule."""
         found = {
             field.name: settings[field.name] for field in fields(FormatOptions) if field.name in settings
@@ -326,7 +326,7 @@ def read_format(source: str, options: FormatOptions) -> ModelFormat:
     for tags in TAG_STYLES.values():
         prompts = Counter(system for row in rows if (system := read_system_prompt(row, tags)) is not None)
         if prompts:
-            return ModelFormat.of_rows("student", tags, prompts)
+            return ModelFormat.from_rows("student", tags, prompts)
     raise InputError(
         f"{options.name('format_from')} must have rows with `system` and `conversations`, and one of the tag "
         f"styles {', '.join(TAG_STYLES)} in their answers, but none of the first {len(rows)} rows of "

@@ -86,7 +86,7 @@ class StepLoader(Generic[Item, Batch]):
         self.position = 0
         self.before = (0, 0, 0)  # epoch, next_batch and position before the batch that was served last
         self.served: set[int] = set()  # numbers of the items of this step, over all ranks
-        self.known: tuple[int, list[int]] = (-1, [])  # an epoch and its order, which takes a while to make
+        self.epoch_order: tuple[int, list[int]] = (-1, [])  # an epoch and its order, slow to make
         self.in_use = False  # whether this process has served a batch
         # Optimizer step that trains on the first batch; `begin_at` sets it.
         self.first_step: int | None = None
@@ -105,11 +105,11 @@ class StepLoader(Generic[Item, Batch]):
             self.position = start + self.batch_size
             self.served = {self._number_at(place) for place in range(start, self.position)}
             self.in_use = True
-            yield self.batch(start)
+            yield self._build_batch(start)
 
     def peek(self) -> Batch:
         """Return the next batch without advancing."""
-        return self.batch(self._next_start())
+        return self._build_batch(self._next_start())
 
     def take_more(self, number: int) -> list[Item]:
         """Return the next items of the order that this step has not had, the same on every rank, and advance.
@@ -132,8 +132,8 @@ class StepLoader(Generic[Item, Batch]):
         """Go back by one batch, to serve it again: callbacks/checkpoint.py saves when its engine failed."""
         self.epoch, self.next_batch, self.position = self.before
 
-    def batch(self, start: int) -> Batch:
-        """Return this rank's part of the batch that begins at a position."""
+    def _build_batch(self, start: int) -> Batch:
+        """Make this rank's part of the batch that begins at a position."""
         size = self.batch_size // self.world_size
         start += self.rank * size
         return self.collate([self.items[self._number_at(i)] for i in range(start, start + size)])
@@ -150,9 +150,9 @@ class StepLoader(Generic[Item, Batch]):
     def _number_at(self, position: int) -> int:
         """Return the number of the item at a position."""
         epoch, place = divmod(position, self._epoch_size)
-        if self.known[0] != epoch:
-            self.known = (epoch, self.order.of_epoch(epoch))
-        return self.known[1][place]
+        if self.epoch_order[0] != epoch:
+            self.epoch_order = (epoch, self.order.list_epoch(epoch))
+        return self.epoch_order[1][place]
 
     def begin_at(self, step: int) -> None:
         """Learn which optimizer step the next batch is for; after a resume it must be the checkpoint's.
@@ -263,7 +263,7 @@ class EpochOrder(ABC):
     name: str
 
     @abstractmethod
-    def of_epoch(self, epoch: int) -> list[int]:
+    def list_epoch(self, epoch: int) -> list[int]:
         """Return the numbers of an epoch's items."""
 
 
@@ -277,7 +277,7 @@ class Shuffled(EpochOrder):
         self.seed = seed
 
     @override
-    def of_epoch(self, epoch: int) -> list[int]:
+    def list_epoch(self, epoch: int) -> list[int]:
         return shuffle(range(self.num_items), f"order {self.seed} {epoch}")
 
 
@@ -325,7 +325,7 @@ class Weighted(EpochOrder):
                 )
 
     @override
-    def of_epoch(self, epoch: int) -> list[int]:
+    def list_epoch(self, epoch: int) -> list[int]:
         chosen: list[int] = []
         for number, (places, count) in enumerate(zip(self.places, self.counts, strict=True)):
             first, last = epoch * count, (epoch + 1) * count
@@ -375,8 +375,8 @@ class ByDifficulty(EpochOrder):
         self.values = (values if difficulty.first == "hard" else -values).tolist()
 
     @override
-    def of_epoch(self, epoch: int) -> list[int]:
-        return sorted(self.shuffled.of_epoch(epoch), key=self.values.__getitem__)
+    def list_epoch(self, epoch: int) -> list[int]:
+        return sorted(self.shuffled.list_epoch(epoch), key=self.values.__getitem__)
 
 
 def shuffle(numbers: Sequence[int], seed: str) -> list[int]:
@@ -399,4 +399,4 @@ def hold_out(items: StoredItems, num_rows: int, seed: int) -> tuple[StoredItems,
             "it, or set data.val_source."
         )
     held_out = np.isin(items.rows, Random(f"held out {seed}").sample(rows, num_rows))
-    return items.where(~held_out), items.where(held_out)
+    return items.select(~held_out), items.select(held_out)

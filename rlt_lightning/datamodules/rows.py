@@ -27,6 +27,12 @@ def has_texts(columns: dict[str, Any]) -> bool:
     return any(columns.get(name) is not None for name in (*QUESTION_COLUMNS, "solution", "conversations"))
 
 
+def read_number(columns: dict[str, Any], name: str) -> float | None:
+    """Return a row's number; None for what is no number, such as a text or a truth value."""
+    value = columns.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def fill_solution(columns: dict[str, Any]) -> dict[str, Any]:
     """Use a row's answer as its solution if it has none: judging an answer needs no more."""
     if columns.get("conversations") or columns.get("solution"):
@@ -62,6 +68,10 @@ class ParsedRow:
     completion: str | None  # raw generated text of a teacher
     system: str | None  # the row's own system prompt for the student
     shown: str | None = None  # the solution that a teacher sees in place of this one
+
+
+# A row's number, its columns as they were read, and its texts.
+Row = tuple[int, dict[str, Any], ParsedRow]
 
 
 def check_columns(

@@ -344,8 +344,8 @@ class StratosDataModule(LightningDataModule):
         """Return the format in which this run trains its model."""
         if self._task.role == "teacher":
             prompts = Counter([self.format.teacher_system_prompt])
-            return ModelFormat.of_rows("teacher", self.format.tags, prompts)
-        return ModelFormat.of_rows("student", self.format.student_tags, self.system_prompts)
+            return ModelFormat.from_rows("teacher", self.format.tags, prompts)
+        return ModelFormat.from_rows("student", self.format.student_tags, self.system_prompts)
 
     @property
     def all_items(self) -> StoredItems:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
-from rlt_lightning.datamodules.rows import ParsedRow
+from rlt_lightning.datamodules.rows import ParsedRow, Row
 from rlt_lightning.numerics.spans import split_spans
 from rlt_lightning.tags import decode, decode_each
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
@@ -28,7 +28,6 @@ HINT = (
     "had found the solution yourself."
 )
 View = Literal["explanation", "hint"]
-Row = tuple[int, Any, ParsedRow]
 
 
 @dataclass(frozen=True)

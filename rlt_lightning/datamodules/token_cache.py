@@ -46,6 +46,7 @@ from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.datamodules.bad_rows import BadRowReport
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.rows import read_number
 from rlt_lightning.models.embedded import cache_folder
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, SFTExample
 
@@ -113,12 +114,6 @@ def build_batches(items: Iterable[MadeItem], prompts: dict[str, int]) -> Iterato
             rows, num_tokens = [], 0
     if rows:
         yield pa.RecordBatch.from_pylist(rows, schema)
-
-
-def read_number(columns: dict[str, Any], name: str) -> float | None:
-    """Return a row's number; None for what is no number, such as a text or a truth value."""
-    value = columns.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def flatten_item(item: Item) -> dict[str, Any]:
@@ -254,7 +249,7 @@ class StoredItems(Sequence[Item]):
 
     def __getitem__(self, place: int | slice) -> Item | StoredItems:
         if isinstance(place, slice):
-            return self.select(self.indices[place])
+            return self.select(place)
         number = int(self.indices[place])
         table = bisect_right(self.starts, number) - 1
         return self.tables[table].item(number - self.starts[table], self.first_rows[table])
@@ -263,13 +258,9 @@ class StoredItems(Sequence[Item]):
         indices = np.concatenate([self.indices, others.indices + self.starts[-1]])
         return StoredItems(self.tables + others.tables, self.first_rows + others.first_rows, indices)
 
-    def select(self, indices: NDArray[Any]) -> StoredItems:
-        """Return the items with these numbers, counted over all tables."""
-        return StoredItems(self.tables, self.first_rows, indices)
-
-    def where(self, kept: NDArray[Any]) -> StoredItems:
-        """Return the items for which an array of truth values, one of each, has True."""
-        return self.select(self.indices[kept])
+    def select(self, places: slice | NDArray[Any]) -> StoredItems:
+        """Return the items at these places, or those for which an array of truth values has True."""
+        return StoredItems(self.tables, self.first_rows, self.indices[places])
 
     @property
     def is_examples(self) -> bool:
@@ -421,7 +412,7 @@ def read_entry(entry: Path, source: str) -> StoredSource:
         found = json.loads((entry / REPORT).read_text(encoding="utf-8"))
         reader = pa.ipc.open_file(pa.memory_map(str(entry / ITEMS)))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        report = BadRowReport.of_dict({**found["report"], "source": source})
+        report = BadRowReport.from_dict({**found["report"], "source": source})
         prompts = {prompt: number for number, prompt in enumerate(found["prompts"])}
         report.last_row = found["last_row"]
         return StoredSource(report, ItemTable(batches), prompts)

@@ -28,7 +28,7 @@ from typing_extensions import override
 from rlt_lightning.console import show_count
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
-from rlt_lightning.datamodules.filters import Row, RowFilter
+from rlt_lightning.datamodules.filters import RowFilter
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
@@ -40,6 +40,7 @@ from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
     RawResponses,
+    Row,
     check_columns,
     fill_solution,
     parse_row,

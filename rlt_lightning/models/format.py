@@ -43,7 +43,7 @@ class ModelFormat:
     share: float = 1.0
 
     @staticmethod
-    def of_rows(role: Role, tags: TagStyle, system_prompts: Counter[str]) -> ModelFormat:
+    def from_rows(role: Role, tags: TagStyle, system_prompts: Counter[str]) -> ModelFormat:
         """Return the format of a training whose rows had these system prompts, counted."""
         [(commonest, count)] = system_prompts.most_common(1)
         return ModelFormat(role, tags, commonest, count / system_prompts.total())
