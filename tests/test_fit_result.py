@@ -17,6 +17,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.judging.answers import ends_with_answer
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.run.result import RIGHT, Change, FitResult, read_fit_result, read_last_rows
+from rlt_lightning.tasks.countdown import solve_row
 from rlt_lightning.tasks.stepwise import chain_rows
 
 
@@ -71,10 +72,49 @@ def test_the_line_names_terms_accuracy_and_right_explanations(tmp_path: Path) ->
         "reward -1 → -0.5 (r_SS -0.7 → -0.3, r_KL -0.3 → -0.2), held-out reward -0.9 → -0.6, "
         "accuracy on chains 20.0 → 90.0 %, explanations that end with the answer 50.0 → 100.0 %"
     )
-    assert result.changes[RIGHT].first_error == pytest.approx(math.sqrt(0.5 * 0.5 / 2))
+    assert math.isnan(result.changes[RIGHT].first_error)  # of a single problem
     assert result.held_out["eval/chains/pass_at_1"] == Change(0.2, 0.9, 0.01, 0.02)
     assert result.before is not None
     assert (result.before["explanation"], result.before["step"]) == ("1 plus 2 is 3.", 1)
+
+
+def test_right_answers_have_the_window_of_the_reward_and_errors_over_problems(tmp_path: Path) -> None:
+    write_run(tmp_path, reward__mean=[-1.0] * 8)  # windows of two iterations
+    right, wrong = {"explanation": "it is 3.", "reward": 0.0}, {"explanation": "it is 4.", "reward": -1.0}
+    # Problem 1 has 4 of 4 right ones, problem 2 has 1 of 2, problem 3 none of 2.
+    first = [right | {"row": 1}] * 2 + [right | {"row": 2}, wrong | {"row": 2}]
+    second = [right | {"row": 1}] * 2 + [wrong | {"row": 3}] * 2
+    write_rollouts(tmp_path, first, second, *[[wrong]] * 4, [right] * 4, [right, wrong])
+    change = read_fit_result(tmp_path).changes[RIGHT]
+    # p = 5/8; residuals 4 - 20/8 = 3/2, 1 - 10/8 = -1/4, 0 - 10/8 = -5/4; their squares add up to 31/8.
+    assert change.first == pytest.approx(5 / 8)
+    assert change.first_error == pytest.approx(math.sqrt(3 / 2 * 31 / 8) / 8)
+    assert (change.last, change.num_steps) == (pytest.approx(5 / 6), 2)
+
+
+def test_iterations_that_are_not_recorded_leave_the_nearest_ones(tmp_path: Path) -> None:
+    write_run(tmp_path, reward__mean=[-1.0] * 8)
+    write_rollouts(tmp_path, *([{"explanation": f"it is {n}.", "step": 3 * n}] for n in (1, 2)))
+    change = read_fit_result(tmp_path).changes[RIGHT]
+    assert change == Change(
+        0.0, 0.0, pytest.approx(math.nan, nan_ok=True), pytest.approx(math.nan, nan_ok=True)
+    )
+
+
+def test_groups_without_spread_are_counted_at_the_end(tmp_path: Path) -> None:
+    write_run(tmp_path, reward__mean=rising(), reward__zero_std_groups=[0.0] * 40)
+    alike, mixed = (
+        [{"row": row, "explanation": "3", "reward": -1.0 * i * slope} for i in (0, 1)]
+        for row, slope in ((1, 0), (2, 1))
+    )
+    write_rollouts(
+        tmp_path, *[mixed] * 30, *[alike + mixed] * 5, *[alike + [r | {"row": 3} for r in alike]] * 5
+    )
+    result = read_fit_result(tmp_path)
+    # Of the last 20 groups 5 + 10 are alike.
+    [limit] = result.limits
+    assert limit.startswith("at the end, in 75 % of the groups all completions earned the same")
+    assert [warning.partition(". ")[0] for warning in result.warnings] == result.limits
 
 
 def rising(num_steps: int = 40) -> list[float]:
@@ -113,8 +153,13 @@ def test_the_last_iteration_is_read_from_the_end(tmp_path: Path, monkeypatch: py
     write_rollouts(
         tmp_path, *([{"explanation": f"{step} {i} é", "reward": 0.0} for i in range(9)] for step in range(4))
     )
-    rows = read_last_rows(tmp_path / "rollouts.jsonl")
-    assert [row["explanation"] for row in rows] == [f"3 {i} é" for i in range(9)]
+    path = tmp_path / "rollouts.jsonl"
+    last = [f"3 {i} é" for i in range(9)]
+    assert [row["explanation"] for row in read_last_rows(path)] == last
+    assert [row["explanation"] for row in read_last_rows(path, since=3)] == [
+        f"2 {i} é" for i in range(9)
+    ] + last
+    assert len([*read_last_rows(path, since=0)]) == 36
 
 
 @pytest.mark.parametrize(
@@ -127,6 +172,11 @@ def test_the_last_iteration_is_read_from_the_end(tmp_path: Path, monkeypatch: py
         ("clear", {"answer": "3"}, False),
         ("x + 1", {"answer": "x + 1"}, None),
         ("B", {"answer": "B", "kind": "choice"}, None),
+        ("3 * 8 = 24, so \\boxed{3 * 8 - 5}", solve_row([3, 5, 8], 19), True),
+        ("so it is: 8 * 3 - 5 = 19", {"question": solve_row([3, 5, 8], 19)["question"]}, True),
+        ("<think>3</think><solution>\n8 + 5 + 3\n</solution>", solve_row([3, 5, 8], 16), True),
+        ("3 * 8 = 24", solve_row([3, 5, 8], 19), False),  # 5 is not used
+        ("hard", solve_row([3, 5, 8], 19), False),
     ],
 )
 def test_a_text_ends_with_the_answer(text: str, row: dict[str, Any], expected: bool | None) -> None:

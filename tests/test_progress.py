@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from test_rlt_module import data, module, rollout_callback
 
 from rlt_lightning.callbacks import progress
-from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.callbacks.progress import IterationBar, format_figure
 from rlt_lightning.console import waiting_for
 
 Captured = pytest.CaptureFixture[str]
@@ -116,3 +116,11 @@ def test_a_terminal_without_a_size_gets_lines(
         assert any(line.startswith("iteration 1/1: reward ") for line in lines), lines
         assert any(line.startswith("waiting for the completions of iteration 1/1: ") for line in lines), lines
         assert "\r" not in shown.replace("\r\n", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4114.2, "4,110"), (123456.0, "123,000"), (999.6, "1,000"), (41.25, "41.2"), (-0.41, "-0.41")],
+)
+def test_figures_are_written_to_be_read(value: float, text: str) -> None:
+    assert format_figure(value) == text

@@ -31,7 +31,7 @@ class IterationBar(ProgressBar):
 
     On a terminal the line is redrawn; in a log file each iteration is one line, and a long phase is named:
 
-        iteration 3/125: reward -0.41, closed 0.98, loss 0.0012, tok/s 5.1e+03, ETA 4123 s
+        iteration 3/125: reward -0.41, closed 0.98, loss 0.0012, tok/s 5,120, ETA 4123 s
         waiting for the completions of iteration 4/125: 10 s
         waiting for the scores of held-out batch 2/3: 5 s
     """
@@ -107,7 +107,11 @@ class IterationBar(ProgressBar):
             "loss": "policy/loss",
             "tok/s": "perf/tokens_per_s",
         }
-        parts = [f"{label} {float(metrics[name]):.3g}" for label, name in shown.items() if name in metrics]
+        parts = [
+            f"{label} {format_figure(float(metrics[name]))}"
+            for label, name in shown.items()
+            if name in metrics
+        ]
         if self.bar is not None:
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
             self.bar.update(trainer.global_step - self.bar.n)
@@ -189,3 +193,9 @@ class IterationBar(ProgressBar):
             line = f"evaluated batch {batch_idx + 1}/{trainer.num_test_batches[dataloader_idx]}: "
             line += f"{right} of {len(batch.records)} responses to {batch.records[0]['set']} are right"
             print(line, file=sys.stderr, flush=True)
+
+
+def format_figure(value: float) -> str:
+    """Return a figure in three digits, a large one as a whole number: 0.0012, 41.2, 4,110."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if 1e3 <= abs(rounded) < 1e9 else f"{value:.3g}"

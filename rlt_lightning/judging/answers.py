@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
+from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import InputError
 
 AnswerKind = Literal["math", "choice", "countdown"]
@@ -37,6 +38,10 @@ PLAIN_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+")
 SINGLE_LETTER = re.compile(rf"\W*([{LETTERS}])(?:\W*$|[).:,\]}}].*$)", re.DOTALL)
 NAMED_LETTER = re.compile(
     rf"(?i:answer|option|choice)(?i:\s+is|\s+must\s+be)?[\s:*(${{\\]*(?:\\\w+\{{)?\(?([{LETTERS}])\b"
+)
+# As tasks/countdown.py writes its questions.
+COUNTDOWN_QUESTION = re.compile(
+    r"Make (\d+) from the numbers ([\d, and]+)\. Use each of the numbers exactly once"
 )
 EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
@@ -138,20 +143,34 @@ def tidy(answer: str) -> str:
 
 
 def ends_with_answer(text: str, reference: Reference) -> bool | None:
-    """Return whether the last number of a text, or its boxed one, is the answer; None if that is no number.
+    """Return whether a text ends with the right answer; None if no quick rule can say.
 
-    It starts no process, so that every run can count the right explanations among thousands. `Judge` also
-    compares expressions.
+    Of a number, the text's last number, or its boxed one, must be equal; of a Countdown problem, known by
+    its columns or by its `question`, the expression at the end must solve it. It starts no process, so that
+    every run can count the right explanations among thousands. `Judge` also compares expressions.
     """
+    for tags in (STRATOS, R1):
+        text = solution_block(text, tags.solution_open, tags.solution_close)
+    if (problem := read_countdown(reference)) is not None:
+        expression = arithmetic_expression(text)
+        return expression is not None and solves_countdown(expression, *problem)
     answer = reference_answer(reference) if reference.get("kind", "math") == "math" else None
     if answer is None or not PLAIN_NUMBER.fullmatch(wanted := tidy(answer)):
         return None
-    marked = marked_answer(text[-BLOCK_CHARS:])
+    marked = marked_answer(text)
     found = PLAIN_NUMBER.findall(text[-ANSWER_CHARS:]) if marked is None else [tidy(marked)]
     last = found[-1] if found else ""
     if not PLAIN_NUMBER.fullmatch(last):
         return False
     return Fraction(last.replace(",", "")) == Fraction(wanted.replace(",", ""))
+
+
+def read_countdown(reference: Reference) -> tuple[list[int], int] | None:
+    """Return numbers and target of a Countdown problem, by its columns or question; None if it is none."""
+    if reference.get("kind") == "countdown" and {"numbers", "target"} <= reference.keys():
+        return [int(number) for number in reference["numbers"]], int(reference["target"])
+    found = COUNTDOWN_QUESTION.match(str(reference.get("question") or ""))
+    return ([int(number) for number in re.findall(r"\d+", found[2])], int(found[1])) if found else None
 
 
 def require_answer(reference: Reference) -> str:

@@ -37,6 +37,7 @@ from rlt_lightning.judging.answers import (
     equals_reference,
     equivalence_classes,
     marked_answer,
+    read_countdown,
     require_answer,
     solution_block,
     solves_countdown,
@@ -195,8 +196,12 @@ class Judge:
             return lambda: Verdict(correct, formatted, letter)
         if kind == "countdown":
             expression = arithmetic_expression(block)
-            numbers, target = [int(number) for number in reference["numbers"]], int(reference["target"])
-            correct = expression is not None and solves_countdown(expression, numbers, target)
+            if (problem := read_countdown(reference)) is None:
+                raise InputError(
+                    "A countdown reference must have `numbers` and `target`, but has only the columns "
+                    f"{', '.join(map(str, reference))}. Add them."
+                )
+            correct = expression is not None and solves_countdown(expression, *problem)
             return lambda: Verdict(correct, formatted, expression)
         if kind != "math":
             raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")

@@ -1,7 +1,7 @@
 """What a `fit` has learned, read from the files that it leaves.
 
     metrics.csv      first and last figures of training and of held-out rows ─┐
-    rollouts.jsonl   completions of the first and of the last iteration      ─┴▶ FitResult
+    rollouts.jsonl   completions of the first and of the last iterations     ─┴▶ FitResult
       line()     the sentence at the end of `fit`
       warnings   why it cannot have taught much, or what it has taught wrongly
 
@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -28,6 +29,8 @@ MORE_STEPS = "Add rows, raise trainer.max_epochs or max_steps, or lower data.pro
 GROUP_STD_BELOW = 1e-3
 ENTROPY_BELOW = 0.02
 LENGTH_BELOW = 0.33
+# Fraction of the last groups above which groups without spread are more than chance.
+FLAT_GROUPS_ABOVE = 0.5
 # A fraction of completions, such as the closed ones, that falls by more than this is no noise.
 FRAC_FALL = 0.1
 # Steps that the first and the last figure are means of: a quarter of the run, and no more than this.
@@ -96,8 +99,9 @@ class FitResult:
         folder: The run folder.
         steps: Optimizer steps.
         changes: Figures of training by the names of metrics.csv, such as reward/mean or policy/loss, and
-            explanation/right_frac, the part of the first and of the last iteration's explanations that end
-            with the right answer, where answers are numbers.
+            explanation/right_frac, the fraction of explanations that end with the right answer, where a rule
+            can judge them: over the same first and last iterations, its errors over problems.
+        limits: What shows that there was little to learn from, or is little left; it is in `warnings` too.
         held_out: Figures of held-out rows and evaluation sets: reward/val_mean, eval/SET/pass_at_1, …
         warnings: Why the run cannot have taught much, or what it has taught wrongly; a sentence each.
         before: A row of rollouts.jsonl: the median explanation of a problem in the first iteration. None if
@@ -109,6 +113,7 @@ class FitResult:
     steps: int = 0
     changes: dict[str, Change] = field(default_factory=dict)
     held_out: dict[str, Change] = field(default_factory=dict)
+    limits: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     before: Row | None = None
     after: Row | None = None
@@ -194,12 +199,19 @@ def read_fit_result(folder: Path) -> FitResult:
         for name, curve in curves.items()
         if (name in HELD_OUT or name.endswith("/pass_at_1")) and (change := measure_held_out(name, curves))
     }
-    first, last = read_first_rows(folder / ROLLOUTS), read_last_rows(folder / ROLLOUTS)
-    if (before := count_right(first)) is not None and (after := count_right(last)) is not None:
-        changes[RIGHT] = Change(before[0], after[0], before[1], after[1])
-    pair = choose_pair(first, last)
-    warnings = list(find_warnings(steps, training, changes, held_out))
-    return FitResult(folder, steps, changes, held_out, warnings, *pair)
+    first, last = read_windows(
+        folder / ROLLOUTS, sorted({s for curve in training.values() for s in curve[0]})
+    )
+    if first.num_judged and last.num_judged:
+        errors = first.right_error, last.right_error
+        changes[RIGHT] = Change(
+            first.right_frac, last.right_frac, *errors, min(first.num_steps, last.num_steps)
+        )
+    flat = last.flat_frac if "reward/zero_std_groups" in training else 0.0
+    limits = list(find_limits(training, changes, flat))
+    warnings = list(find_warnings(steps, limits, changes, held_out))
+    pair = choose_pair(first.rows, last.rows)
+    return FitResult(folder, steps, changes, held_out, [fact for fact, _ in limits], warnings, *pair)
 
 
 def measure_change(curve: Curve) -> Change | None:
@@ -207,12 +219,17 @@ def measure_change(curve: Curve) -> Change | None:
     values = [value for value in curve[1] if value is not None]
     if not values:
         return None
-    size = max(1, min(MAX_WINDOW, len(values) // 4))
+    size = choose_window(len(values))
     first, last = values[:size], values[-size:]
     first_error, last_error = (
         stdev(part) / math.sqrt(size) if size > 1 else math.nan for part in (first, last)
     )
     return Change(fmean(first), fmean(last), first_error, last_error, size)
+
+
+def choose_window(num_steps: int) -> int:
+    """Return how many of a run's steps its first and its last figures are means of."""
+    return max(1, min(MAX_WINDOW, num_steps // 4))
 
 
 def measure_held_out(name: str, curves: dict[str, Curve]) -> Change | None:
@@ -223,25 +240,53 @@ def measure_held_out(name: str, curves: dict[str, Curve]) -> Change | None:
     return Change(values[0], values[-1], known[0], known[-1]) if values else None
 
 
-def find_warnings(
-    steps: int, training: dict[str, Curve], changes: dict[str, Change], held_out: dict[str, Change]
-) -> Iterator[str]:
-    """Yield why a run cannot have taught much, or what it has taught wrongly."""
-    if 0 < steps < MIN_STEPS:
-        yield describe_few_steps(steps)
+def find_limits(
+    training: dict[str, Curve], changes: dict[str, Change], flat_groups: float
+) -> Iterator[tuple[str, str]]:
+    """Yield what shows that there was little to learn from, or is little left: the fact, and what to do.
+
+    Args:
+        training: Curves of training.
+        changes: Their first and last figures.
+        flat_groups: Fraction of the last iterations' groups whose completions all earned the same.
+    """
     spread = [value for value in training.get("reward/group_std", ((), ()))[1] if value is not None]
     flat = sum(value < GROUP_STD_BELOW for value in spread)
     if flat > len(spread) / 2:
         yield (
             f"in {flat} of {len(spread)} iterations the completions of a problem all earned the same: there "
-            "was nothing to learn from. Raise the temperature or group_size, or take other problems"
+            "was nothing to learn from",
+            "Raise the temperature or group_size, or take other problems",
+        )
+    elif flat_groups > FLAT_GROUPS_ABOVE:
+        yield (
+            f"at the end, in {100 * flat_groups:.0f} % of the groups all completions earned the same: little "
+            "is left to learn from these problems",
+            "Take harder problems, stop earlier, or turn on rollouts.dynamic_sampling",
         )
     entropy = changes.get("policy/entropy")
     if entropy and entropy.last < ENTROPY_BELOW:
         yield (
-            f"policy/entropy went from {entropy.first:.2g} to {entropy.last:.2g} nats: sampling has "
-            "collapsed. Lower the learning rate, or raise the loss's kl_coef"
+            f"policy/entropy is {entropy.last:.2g} nats at the end, {entropy.first:.2g} at the start: "
+            "sampling has collapsed",
+            "Lower the learning rate, or raise the loss's kl_coef",
         )
+
+
+def find_warnings(
+    steps: int, limits: list[tuple[str, str]], changes: dict[str, Change], held_out: dict[str, Change]
+) -> Iterator[str]:
+    """Yield why a run cannot have taught much, or what it has taught wrongly.
+
+    Args:
+        steps: Optimizer steps.
+        limits: What `find_limits` has found.
+        changes: First and last figures of training.
+        held_out: Those of held-out rows.
+    """
+    if 0 < steps < MIN_STEPS:
+        yield describe_few_steps(steps)
+    yield from (f"{fact}. {remedy}" for fact, remedy in limits)
     reward = changes.get("reward/mean")
     if reward and reward.has_risen:
         yield from find_wrong_lessons(changes, held_out)
@@ -293,44 +338,118 @@ def describe_few_steps(steps: int) -> str:
 # Completions
 
 
-def read_first_rows(path: Path) -> list[Row]:
-    """Return the completions of the first recorded iteration."""
-    return take_iteration(read_json_rows(path))
+@dataclass
+class Window:
+    """The completions of a run's first or last iterations, counted one by one.
+
+    Attributes:
+        rows: The completions of one iteration: of the window's first or last one.
+        steps: The iterations.
+        right: For each problem, its completions that end with the right answer, and those that can be judged.
+        ranges: For each group, by iteration and problem, its completions, its smallest and largest reward.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    steps: set[int] = field(default_factory=set)
+    right: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ranges: dict[tuple[int, str], tuple[int, float, float]] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        """Count another completion."""
+        step, problem = get_step(row), repr((row.get("row"), row.get("question")))
+        self.steps.add(step)
+        if (reward := row.get("reward")) is not None:
+            number, least, most = self.ranges.get((step, problem), (0, math.inf, -math.inf))
+            self.ranges[step, problem] = number + 1, min(least, reward), max(most, reward)
+        is_right = ends_with_answer(row["explanation"], row) if "explanation" in row else None
+        if is_right is not None:
+            number, total = self.right.get(problem, (0, 0))
+            self.right[problem] = number + is_right, total + 1
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of iterations."""
+        return len(self.steps)
+
+    @property
+    def num_judged(self) -> int:
+        """Return the number of completions that a rule could judge."""
+        return sum(total for _, total in self.right.values())
+
+    @property
+    def right_frac(self) -> float:
+        """Return the fraction of judged completions that end with the right answer.
+
+        A completion that only names the answer counts too: whether its steps are right, no rule can say.
+        """
+        return sum(number for number, _ in self.right.values()) / self.num_judged
+
+    @property
+    def right_error(self) -> float:
+        """Return the standard error of `right_frac` over problems; NaN for a single problem.
+
+        sqrt(n / (n - 1) sum_i (c_i - p m_i)^2) / sum_i m_i       for c_i right ones of m_i of problem i, n
+
+        Completions of one problem are not independent, so each problem counts as one observation.
+        """
+        count, fraction = len(self.right), self.right_frac
+        if count < 2:
+            return math.nan
+        squares = sum((number - fraction * total) ** 2 for number, total in self.right.values())
+        return math.sqrt(count / (count - 1) * squares) / self.num_judged
+
+    @property
+    def flat_frac(self) -> float:
+        """Return the fraction of groups in which all completions earned the same; 0 without groups."""
+        groups = [(least, most) for number, least, most in self.ranges.values() if number > 1]
+        return sum(least == most for least, most in groups) / len(groups) if groups else 0.0
 
 
-def read_last_rows(path: Path) -> list[Row]:
-    """Return the completions of the last recorded iteration: only the end of the file is read."""
+def read_windows(path: Path, steps: list[int]) -> tuple[Window, Window]:
+    """Read the completions of a run's first and last iterations.
+
+    Args:
+        path: The run's rollouts.jsonl.
+        steps: All iterations of metrics.csv. The windows are those of its figures; one without recorded
+            completions is the first or the last recorded iteration.
+    """
+    size = choose_window(len(steps))
+    first, last = Window(), Window()
+    until, since = (steps[size - 1], steps[-size]) if steps else (0, math.inf)
+    for row in read_json_rows(path):
+        step = get_step(row)
+        if first.steps and step > until and step not in first.steps:
+            break
+        first.add(row)
+        if len(first.steps) == 1:
+            first.rows.append(row)
+    for row in read_last_rows(path, since):
+        if last.rows and get_step(row) != get_step(last.rows[-1]):
+            last.rows.clear()
+        last.rows.append(row)
+        last.add(row)
+    return first, last
+
+
+def read_last_rows(path: Path, since: float = math.inf) -> Iterator[Row]:
+    """Return the completions from an iteration on, at least those of the last one, read from the end."""
     size = path.stat().st_size if path.exists() else 0
-    length = FIRST_BYTES
+    length, last = FIRST_BYTES, None
     while True:
-        rows = list(read_rows_from(path, max(0, size - length)))
-        last = take_iteration(reversed(rows))[::-1]
-        if len(last) < len(rows) or length >= size:
-            return last
+        start = max(0, size - length)
+        rows = read_rows_from(path, start)
+        first = next(rows, None)
+        if first is not None and last is None:
+            last = [first, *deque(rows, maxlen=1)][-1]
+            since = min(since, get_step(last))
+        if start == 0 or (first is not None and get_step(first) < since):
+            return (row for row in read_rows_from(path, start) if get_step(row) >= since)
         length *= 4
 
 
-def take_iteration(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows up to the first one of another iteration."""
-    found: list[Row] = []
-    for row in rows:
-        if found and row.get("step") != found[0].get("step"):
-            break
-        found.append(row)
-    return found
-
-
-def count_right(rows: list[Row]) -> tuple[float, float] | None:
-    """Return the part of explanations that end with the answer, and its standard error; None if unknown.
-
-    An explanation that only names the answer counts too: whether its steps are right, no rule can say.
-    """
-    found = [ends_with_answer(row["explanation"], row) for row in rows if "explanation" in row]
-    known = [float(value) for value in found if value is not None]
-    if not known:
-        return None
-    part = fmean(known)
-    return part, math.sqrt(part * (1 - part) / len(known))
+def get_step(row: Row) -> int:
+    """Return the iteration of a completion; 0 if it has none."""
+    return row.get("step") or 0
 
 
 def choose_pair(first: list[Row], last: list[Row]) -> tuple[Row | None, Row | None]:
