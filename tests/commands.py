@@ -7,6 +7,7 @@ one process, this file run as a script, does that once:
     test: Running.poll() -- its process id ------> the warm process -- its exit status, or null --> the test
 
 `fresh=True` starts Python itself: for what reads the environment at its start, and to test a start as it is.
+`gpus=2` runs the command where PyTorch believes in so many GPUs: see tests/pretended_gpu.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-warm: subprocess.Popen[str] | None = None
+warm: dict[bool, subprocess.Popen[str]] = {}  # by whether it has pretended GPUs
 asking = threading.Lock()
 living: list[Running] = []
 RANK_1 = "rank 1"  # the name of a second rank's process
+PRETEND = "--pretend"  # given to a warm process: there are GPUs
 
 
 class Running:
@@ -43,6 +45,7 @@ class Running:
         log: Where standard output and error go together; None keeps them apart, in `stdout` and `stderr`.
         text: The standard input; None: the lines that `send` sends.
         code: Python to run instead of `rlt`.
+        gpus: How many GPUs PyTorch believes in.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class Running:
         text: str | None,
         environment: dict[str, str],
         code: str = "",
+        gpus: int = 0,
     ) -> None:
+        self.gpus = gpus
         self.args = ["rlt", *arguments]
         self.folder = TemporaryDirectory()
         folder = Path(self.folder.name)
@@ -66,8 +71,9 @@ class Running:
             path.touch()
         job = {"arguments": arguments, "environment": dict(os.environ) | environment, "cwd": str(cwd)}
         job |= {"stdin": str(folder / "stdin"), "outputs": list(map(str, self.outputs)), "code": code}
+        job |= {"gpus": gpus}
         self.returncode: int | None = None
-        self.pid = int(ask(job))
+        self.pid = int(ask(job, gpus > 0))
         self.stdin = open(folder / "stdin", "w") if text is None else None  # noqa: SIM115  (as long as it runs)
         living.append(self)
 
@@ -87,7 +93,7 @@ class Running:
 
     def poll(self) -> int | None:
         """Return the exit status, or None while the command runs."""
-        if self.returncode is None and (answer := ask({"poll": self.pid})) is not None:
+        if self.returncode is None and (answer := ask({"poll": self.pid}, self.gpus > 0)) is not None:
             self.returncode = int(answer)
             living.remove(self)
         return self.returncode
@@ -133,10 +139,15 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def start(
-    *arguments: str, log: Path | None = None, cwd: Path = ROOT, text: str = "", **environment: str
+    *arguments: str,
+    log: Path | None = None,
+    cwd: Path = ROOT,
+    text: str = "",
+    gpus: int = 0,
+    **environment: str,
 ) -> Running:
     """Start `rlt ARGUMENTS` and return at once; `text` is its standard input."""
-    return Running(arguments, log, cwd, text, environment)
+    return Running(arguments, log, cwd, text, environment, gpus=gpus)
 
 
 def rlt(
@@ -145,6 +156,7 @@ def rlt(
     cwd: Path = ROOT,
     text: str = "",
     fresh: bool = False,
+    gpus: int = 0,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `rlt ARGUMENTS` to its end.
@@ -157,45 +169,48 @@ def rlt(
         return subprocess.run(
             command, cwd=cwd, env=own, input=text, capture_output=True, text=True, timeout=timeout
         )
-    process = start(*arguments, cwd=cwd, text=text, **environment)
+    process = start(*arguments, cwd=cwd, text=text, gpus=gpus, **environment)
     status = process.wait(timeout)
     return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
 
 
-def python(code: str, cwd: Path, fresh: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, cwd: Path, fresh: bool = False, gpus: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, in a process that has the package imported."""
     if fresh:
         command, own = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)} | os.environ | environment
         return subprocess.run(
             command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300, start_new_session=True
         )
-    process = Running((), None, cwd, "", environment, code)
+    process = Running((), None, cwd, "", environment, code, gpus)
     return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
 
 
-def ask(job: dict[str, Any]) -> Any:
+def ask(job: dict[str, Any], pretends: bool = False) -> Any:
     """Send a line to the warm process, which is started with the first, and return its answer."""
-    global warm
     with asking:
-        if warm is None:
+        if pretends not in warm:
+            if not warm:
+                atexit.register(end)
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            command = [sys.executable, __file__]
-            warm = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
-            atexit.register(end)
-        assert warm.stdin is not None
-        assert warm.stdout is not None
-        warm.stdin.write(json.dumps(job) + "\n")
-        warm.stdin.flush()
-        return json.loads(warm.stdout.readline())
+            command = [sys.executable, __file__, *([PRETEND] if pretends else [])]
+            warm[pretends] = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+        process = warm[pretends]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
 
 
 def end() -> None:
-    """Kill the warm process and the commands that it runs."""
-    assert warm is not None
+    """Kill the warm processes and the commands that they run."""
     for command in living:
         command.killpg()
-    warm.kill()
-    warm.wait()
+    for process in warm.values():
+        process.kill()
+        process.wait()
 
 
 # In the warm process
@@ -227,6 +242,10 @@ def main() -> None:
 
 def warm_up() -> None:
     """Import what a run imports, and have a config read and a model loaded once, for what that caches."""
+    if PRETEND in sys.argv:
+        import pretended_gpu.run as pretended  # before torch
+
+        pretended.skip_measurements()
     import peft  # noqa: F401
     import transformers.optimization
     import transformers.trainer_utils  # noqa: F401
@@ -251,6 +270,10 @@ def run(job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    if job["gpus"]:
+        import pretended_gpu.device as device
+
+        device.set_device_count(job["gpus"])
     sys.path += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     if code := job["code"]:
         sys.argv = ["-c"]

@@ -51,7 +51,12 @@ def call(function: str, folder: Path, *arguments: Any) -> None:
     Raises:
         AssertionError: With what the processes printed, if one of them fails or hangs.
     """
-    RANKS[2].run({"function": function, "arguments": arguments, "output": str(folder / "call")})
+    RANKS[2].run(job(function, folder, *arguments))
+
+
+def job(function: str, folder: Path, *arguments: Any) -> dict[str, Any]:
+    """Return the job to call `module:function` with rank and arguments."""
+    return {"function": function, "arguments": arguments, "output": str(folder / "call")}
 
 
 def done_file(output: str | Path, rank: int) -> Path:
@@ -62,8 +67,9 @@ def done_file(output: str | Path, rank: int) -> Path:
 class Ranks:
     """As many processes as a run has ranks, started with the first job and again after one that hung."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, gpus: bool = False) -> None:
         self.world_size = world_size
+        self.gpus = world_size if gpus else 0  # pretended ones
         self.processes: list[Running] = []
 
     def start(self) -> None:
@@ -72,7 +78,8 @@ class Ranks:
         self.log = Path(self.folder.name) / "log"
         for rank in range(self.world_size):
             environment = meeting | {"LOCAL_RANK": str(rank)} if self.world_size > 1 else {}
-            self.processes.append(Running((), self.log, ROOT, None, environment, WAIT_FOR_JOBS))
+            process = Running((), self.log, ROOT, None, environment, WAIT_FOR_JOBS, self.gpus)
+            self.processes.append(process)
 
     def run(self, job: dict[str, Any]) -> None:
         if not self.processes:
@@ -107,3 +114,4 @@ class Ranks:
 
 
 RANKS = {world_size: Ranks(world_size) for world_size in (1, 2, 4)}
+PRETENDED_RANKS = Ranks(2, gpus=True)

@@ -1,0 +1,1 @@
+"""A pretended GPU for tests: see README.md."""

@@ -1,0 +1,43 @@
+"""Count how often the host waits for the device, by the line that causes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pretended_gpu.device import set_on_wait
+from pretended_gpu.where import Place, find_place
+
+# Kind and line -> number. Kinds: item; `to host` and `to device`, copies other than those from or to pinned
+# memory without blocking; index, by a mask or by numbers in main memory; operators whose result has a size
+# that only the device knows; and torch.cuda's synchronize.
+Waits = Counter[tuple[str, Place]]
+
+
+@contextmanager
+def count_waits() -> Iterator[Waits]:
+    """Yield the waits of all threads inside the block."""
+    waits: Waits = Counter()
+
+    def note(kind: str) -> None:
+        waits[kind, find_place()] += 1
+
+    set_on_wait(note)
+    try:
+        yield waits
+    finally:
+        set_on_wait(None)
+
+
+def by_function(waits: Waits) -> dict[str, int]:
+    """Return the waits of each function of the package."""
+    found: Counter[str] = Counter()
+    for (_, place), number in waits.items():
+        found[place.name] += number
+    return dict(found.most_common())
+
+
+def format_waits(waits: Waits) -> str:
+    """Return a table of lines, the most frequent first."""
+    return "\n".join(f"{number:7} {kind:24} {place}" for (kind, place), number in waits.most_common())

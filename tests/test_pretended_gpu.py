@@ -1,0 +1,96 @@
+"""Runs on pretended GPUs (tests/pretended_gpu/README.md), and the faults that these find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from commands import ROOT, python, rlt
+from pretended_gpu.build import CannotBuild, library
+from pretended_gpu.faults import ON_ONE_RANK, ON_TWO_RANKS
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """The library, built before the first test, or a reason to skip all of them."""
+    try:
+        library()
+    except CannotBuild as error:
+        if "needs g++" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+OPTIONS = [
+    *("fit", "--config=tests/rlt.yaml", "--trainer.accelerator=gpu", "--trainer.devices=1"),
+    *("--trainer.precision=bf16-mixed", "--model.lora.rank=4", "--model.lora.targets=[q_proj]"),
+    *("--model.offload_frozen=true", "--model.gradient_checkpointing=true", "--model.head.compiled=false"),
+    *("--data.num_embedded_rows=8", "--data.val_rows=2", "--data.val_batch_size=2"),
+    *("--trainer.val_check_interval=1", "--checkpoint.every_n_train_steps=1", "--export.adapter=merged"),
+    *("--rollouts.sampling.max_completion_length=8", "-v"),
+]
+
+
+def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> None:
+    """LoRA, offloaded models, gradient checkpointing, validation, checkpoints, a resume, a merged model."""
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    for steps, more in ((1, []), (2, ["--resume=true"])):
+        done = rlt(
+            *OPTIONS, *models, f"--output_dir={tmp_path}", f"--trainer.max_steps={steps}", *more, gpus=1
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "attention by PyTorch's variable-length flash attention, fused AdamW" in done.stderr
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert len(lines) > 2
+    before, after = (
+        load_file(Path(folder) / "model.safetensors") for folder in (tiny_model, tmp_path / "model")
+    )
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "q_proj" in name}
+
+
+# What it finds
+
+
+@pytest.mark.parametrize("fault", ON_ONE_RANK)
+def test_a_fault_of_one_process_is_found(fault: str) -> None:
+    done = python(f"from pretended_gpu.faults import require_found; require_found({fault!r})", ROOT, gpus=1)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fault", [fault.__name__ for fault in ON_TWO_RANKS])
+def test_a_fault_of_two_ranks_is_found(fault: str, tmp_path: Path) -> None:
+    two = ranks.Ranks(2, gpus=True)  # their next collectives would differ as well
+    try:
+        two.run(ranks.job("pretended_gpu.faults:plant_on_ranks", tmp_path, fault))
+    finally:
+        two.stop()
+
+
+COUNTED = """
+import torch
+from pretended_gpu.waits import count_waits
+x = torch.arange(4.0, device="cuda")
+with count_waits() as waits:
+    x.sum() * 2 + x[1]                                   # none
+    pinned = torch.empty(4, pin_memory=True)
+    x.copy_(pinned, non_blocking=True)                   # none
+    x.sum().item()
+    torch.tensor([1, 2], device="cuda")
+    x.cpu()
+    x.nonzero()
+    torch.cuda.synchronize()
+found = {}
+for (kind, place), number in waits.items():
+    found[kind] = found.get(kind, 0) + number
+assert found == {"item": 1, "to device": 1, "to host": 1, "nonzero": 1, "torch.cuda.synchronize": 1}, found
+"""
+
+
+def test_waits_for_the_device_are_counted() -> None:
+    done = python(COUNTED, ROOT, gpus=1)
+    assert done.returncode == 0, done.stderr
