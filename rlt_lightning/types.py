@@ -333,7 +333,7 @@ class RewardTerms:
         terms = [field.name for field in fields(self)[1:] if field.metadata != NO_TERM]
         return {name: getattr(self, name) for name in terms}
 
-    def levels(self) -> dict[str, Tensor]:
+    def baselines(self) -> dict[str, Tensor]:
         """Return what a term is measured from, which is logged as the terms are; no part of the reward."""
         return {}
 

@@ -35,8 +35,8 @@ from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.modules.scorer import Scorer, TokenScores
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
@@ -122,7 +122,7 @@ class Early(Given):
         yield last
 
 
-class Counted(SampledModule):
+class Counted(OnPolicyModule):
     """Keeps how many micro-batches its share makes, before ranks agree on how many they all run."""
 
     counts: ClassVar[list[int]] = []

@@ -30,8 +30,8 @@ from rlt_lightning.models.kernels import (
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import check_model
 from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
-from rlt_lightning.modules.sampled import get_frozen_ready
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Whole

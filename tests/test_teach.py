@@ -20,7 +20,7 @@ from fake_worker import FakeWorker, worker_of
 from test_vllm_worker import EXECUTABLE, LAUNCH, forked_vllm
 
 from rlt_lightning.cli.parser import split_words
-from rlt_lightning.cli.verbs import find_settings
+from rlt_lightning.cli.shared_settings import find_settings
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.format import ModelFormat, write_format

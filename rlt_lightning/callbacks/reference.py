@@ -12,7 +12,7 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.models.lora import merge_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
-from rlt_lightning.modules.sampled import SampledModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.types import InputError
 
 
@@ -41,7 +41,7 @@ class ReferenceSync(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Tell the module that the reference needs separate weights, even for a LoRA."""
-        if isinstance(pl_module, SampledModule):
+        if isinstance(pl_module, OnPolicyModule):
             pl_module.reference_moves = True
 
     @override

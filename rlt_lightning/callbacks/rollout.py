@@ -31,8 +31,8 @@ from rlt_lightning.callbacks.rollout_checks import (
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -179,7 +179,7 @@ class RolloutCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
         data = get_stratos_data(trainer)
-        if not isinstance(pl_module, SampledModule):
+        if not isinstance(pl_module, OnPolicyModule):
             return
         self.sampler.bind(trainer, pl_module)
         pl_module.sampler = self.sampler
@@ -201,7 +201,7 @@ class RolloutCallback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_engine(trainer, pl_module)
-        if isinstance(pl_module, SampledModule):
+        if isinstance(pl_module, OnPolicyModule):
             choose_weights(self.sampling, self.engine, self.asynchronous, pl_module)
 
     @override
@@ -266,7 +266,7 @@ class RolloutCallback(Callback):
         }
 
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, SampledModule):
+        if isinstance(pl_module, OnPolicyModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             data = get_stratos_data(trainer)
             longest += int(data.all_items.numbers(*FIXED["teacher"]).max())

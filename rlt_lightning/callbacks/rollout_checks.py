@@ -14,9 +14,9 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import context_length
@@ -30,7 +30,7 @@ FIXED = {
 }
 
 
-def require_rewarded(dynamic_sampling: object, module: SampledModule) -> None:
+def require_rewarded(dynamic_sampling: object, module: OnPolicyModule) -> None:
     """Check that completions have rewards if problems are replaced by them.
 
     Raises:
@@ -43,7 +43,7 @@ def require_rewarded(dynamic_sampling: object, module: SampledModule) -> None:
         )
 
 
-def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: SampledModule) -> None:
+def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: OnPolicyModule) -> None:
     """Check that the module can train on completions that are sampled in this way.
 
     Raises:
@@ -76,7 +76,7 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
         )
 
 
-def announce_unused(score_early: bool, module: SampledModule) -> None:
+def announce_unused(score_early: bool, module: OnPolicyModule) -> None:
     """Say that scoring while others are sampled is not used, if the module scores nothing."""
     if score_early and not isinstance(module, RLTModule):
         announce(f"rollouts.score_early: not used, since {type(module).__name__} scores no completions")
@@ -87,7 +87,7 @@ def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
     return engine.reports_log_probs and not sampling.truncates
 
 
-def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: SampledModule) -> None:
+def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: OnPolicyModule) -> None:
     """Choose the module's importance weights if its setting is "auto", and say so.
 
     engine in process                   none: the model that trains samples, in the same precision
@@ -166,7 +166,7 @@ class ModelContext:
     fixed: np.ndarray
 
 
-def list_model_contexts(module: SampledModule, data: StratosDataModule) -> Iterator[ModelContext]:
+def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iterator[ModelContext]:
     """Yield the models that read, with their tokens of all problems; held-out ones are the last."""
     items = data.all_items
 

@@ -28,13 +28,13 @@ from rlt_lightning.cli.help import HELPS, VERBS
 from rlt_lightning.cli.next_steps import find_program
 from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
-from rlt_lightning.cli.verbs import (
+from rlt_lightning.cli.shared_settings import (
     CheckCommandLine,
     ExplainCommandLine,
     PlanCommandLine,
     TeachCommandLine,
 )
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported

@@ -19,7 +19,7 @@ from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import trained_parameters
-from rlt_lightning.modules.frozen import Run
+from rlt_lightning.modules.frozen import RunModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
 from rlt_lightning.modules.phases import PhaseStats, PhaseTimer, forward_flops, matmul_rate
 from rlt_lightning.modules.step_metrics import speed_metrics
@@ -505,7 +505,7 @@ def average_batches(batches: list[ValidatedBatch]) -> dict[str, float]:
 
 def check_model(
     module: PolicyModule,
-    run: Run,
+    run: RunModel,
     name: str,
     trained: bool = False,
     exact_kl: bool = False,

@@ -12,17 +12,17 @@ from torch import Tensor
 from rlt_lightning.strategies.sharding import Entry, Whole
 
 # run(function, *arguments) is function(model, *arguments).
-Run = Callable[..., Any]
+RunModel = Callable[..., Any]
 
 
 class ReadModel:
     """A model that is only read, through `run`; its weights are on the device."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunModel) -> None:
         self.run = run
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[Run]:
+    def on(self, device: torch.device) -> Iterator[RunModel]:
         """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
         yield self.run
 
@@ -52,7 +52,7 @@ class FrozenModel(ReadModel):
                 tensor.data = tensor.data.pin_memory()
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[Run]:
+    def on(self, device: torch.device) -> Iterator[RunModel]:
         """See `ReadModel`."""
         if not self.offload:
             yield self.run

@@ -3,7 +3,7 @@
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ divide              over ranks, by tokens: a rank's shard is a list of numbers (rollouts/shards.py)
-      ├ update_policy       the shard's micro-batches (`pack` in sampled.py); for each:
+      ├ update_policy       the shard's micro-batches (`pack` in base.py); for each:
       │   ├ teacher*        its states before each judged token, without gradient
       │   └ student*        its states there; the divergence of both distributions, summed → backward
       └ log_step*
@@ -34,9 +34,9 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
 )
 from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.sampled import SampledModule, UpdateSums
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -56,7 +56,7 @@ from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, R
 Asked = Callable[..., Any]  # ask(function, *arguments) is function(teacher, *arguments)
 
 
-class OPDModule(SampledModule):
+class OPDModule(OnPolicyModule):
     """Train a student on its own answers, towards a teacher that sees the solution (on-policy distillation).
 
     loss = sum over judged tokens of D(student || teacher) / number of judged tokens of the step
@@ -180,7 +180,7 @@ class OPDModule(SampledModule):
         return self.divergence if self.estimator == "full" else None
 
     def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
-        """See `SampledModule.list_scoring_models`."""
+        """See `OnPolicyModule.list_scoring_models`."""
         return [] if self.teacher is None else [(str(self.teacher_name), self.teacher)]
 
     def configure_model(self) -> None:
@@ -364,7 +364,7 @@ class OPDModule(SampledModule):
         advantages = sampled_advantages(log_probs, theirs, spans)
         padded, token_mask = to_padded(log_probs, [count_judged(row) for row in rows])  # (n, T)
         cut = [cut_to_judged(row) for row in rows]
-        old, weights, mismatch = self.engine_weights(cut, padded, token_mask, stale)
+        old, weights, mismatch = self.compare_with_engine(cut, padded, token_mask, stale)
         ratio = (padded - (padded.detach() if old is None else old))[token_mask].exp()  # (M,)
         weight = ratio if weights is None else weights[token_mask] * ratio
         return -per_token(advantages, spans), -weight * advantages, entropy.detach(), mismatch

@@ -13,7 +13,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ request_others        dynamic sampling: again, for groups of equal rewards
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
-      ├ update_policy         the shard's micro-batches, equally many on all ranks (`pack` in sampled.py):
+      ├ update_policy         the shard's micro-batches, equally many on all ranks (`pack` in base.py):
       │   ├ for each of them log_probs → policy_loss → manual_backward; the last backward sums gradients*
       │   └ optimizer step*   `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.scores
@@ -36,9 +36,9 @@ from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA, without_adapter
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
+from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.sampled import SampledModule, UpdateSums
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
     Named,
@@ -61,7 +61,7 @@ from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
-class RLTModule(SampledModule):
+class RLTModule(OnPolicyModule):
     """Train a teacher to write explanations that help a frozen student (RLT, arXiv:2506.08388, section 3).
 
     Args:
@@ -187,7 +187,7 @@ class RLTModule(SampledModule):
         return super().types() | {"model.student_dtype": self.student_dtype}
 
     def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
-        """See `SampledModule.list_scoring_models`."""
+        """See `OnPolicyModule.list_scoring_models`."""
         return list(zip(self.students.names, self.student_models, strict=True))
 
     def build_metadata(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class RLTModule(SampledModule):
             )  # (M,)
             log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
             require_finite(log_probs, "policy log-prob", [row.problem.row for row in chosen])
-            old_log_probs, weights, mismatch = self.engine_weights(chosen, log_probs, token_mask, stale)
+            old_log_probs, weights, mismatch = self.compare_with_engine(chosen, log_probs, token_mask, stale)
             loss, metrics = self.policy_loss(
                 log_probs=log_probs,
                 old_log_probs=old_log_probs,

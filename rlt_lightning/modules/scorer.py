@@ -45,7 +45,7 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
     states_and_log_probs,
 )
-from rlt_lightning.modules.frozen import ReadModel, Run
+from rlt_lightning.modules.frozen import ReadModel, RunModel
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
 from rlt_lightning.numerics.divergence import Divergence
@@ -231,7 +231,7 @@ class Scorer:
     reward: Reward
     students: Students
     models: Sequence[ReadModel]
-    teacher: Run
+    teacher: RunModel
     plan: Plan
     device: torch.device
     head: HeadOptions = HeadOptions()
@@ -378,7 +378,7 @@ class Scorer:
 
     def _score_with_baseline(
         self,
-        student: Run,
+        student: RunModel,
         number: int,
         views: list[ModelView],
         temperature: float,
@@ -418,7 +418,7 @@ class Scorer:
 
     def _score_student(
         self,
-        student: Run,
+        student: RunModel,
         views: list[ModelView],
         temperature: float,
         teacher_log_probs: list[Tensor] | None,
@@ -473,7 +473,7 @@ class Scorer:
                 found[i] = TokenScores(pieces[2 * place + 1], kl_rows[place])
         return found
 
-    def _exact_kl(self, student: Run, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
+    def _exact_kl(self, student: RunModel, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
         """Return KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,)."""
         reward = self.rlt_reward
 
@@ -780,7 +780,7 @@ def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Se
         )
 
 
-def require_room(student: Run, views: list[ModelView], sequences: list[ScoredSequence]) -> None:
+def require_room(student: RunModel, views: list[ModelView], sequences: list[ScoredSequence]) -> None:
     """Check that retokenized explanations fit into the student's context.
 
     Explanations that teacher and student read in the same tokens were checked before the run.

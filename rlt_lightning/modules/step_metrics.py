@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from rlt_lightning.modules.phases import GIB, PhaseStats
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.rewards import RLTRewardTerms
-from rlt_lightning.types import Rollouts, Scores
+from rlt_lightning.types import RewardTerms, Rollouts, Scores
 
 
 def reward_metrics(scores: Scores, group_size: int) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, Any]:
         "reward/std": terms.reward.std(),
         "reward/group_std": groups.std(dim=1).mean(),
         "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
-        **{f"reward/{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
+        **{f"reward/{name}": values.mean() for name, values in list_logged_terms(terms).items()},
         **{name: values.mean() for name, values in terms.details().items()},
         **student_metrics(scores),
     }
@@ -62,13 +63,18 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+def list_logged_terms(terms: RewardTerms) -> dict[str, Tensor]:
+    """Return what training and validation log as means beside the reward, by name, each (N,)."""
+    return terms.parts() | terms.baselines()
+
+
 def held_out_metrics(scores: Scores, rollouts: Rollouts) -> dict[str, Any]:
     """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
     terms = scores.terms
     lengths = rollout_metrics(rollouts)
     return {
         "reward/val_mean": terms.reward.mean(),
-        **{f"reward/val_{name}": values.mean() for name, values in (terms.parts() | terms.levels()).items()},
+        **{f"reward/val_{name}": values.mean() for name, values in list_logged_terms(terms).items()},
         **student_metrics(scores, held_out=True),
         "rollout/val_length_mean": lengths["rollout/length_mean"],
         "rollout/val_closed_frac": lengths["rollout/closed_frac"],

@@ -1,6 +1,10 @@
 """Policy losses. Each is a weighted sum over tokens, so the losses of micro-batches add up to the step's."""
 
+from __future__ import annotations
+
+import warnings
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +98,7 @@ class PolicyLoss(ABC):
         weights = torch.ones_like(mask) if importance_weights is None else importance_weights
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
         metrics = {
-            "policy/clip_frac": (mean_weights * self.held_back(ratio, advantages)).sum(),
+            "policy/clip_frac": (mean_weights * self.is_clipped(ratio, advantages)).sum(),
             "policy/ratio_mean": (mean_weights * ratio).sum().detach(),
         }
         if ref_log_probs is not None:
@@ -111,6 +115,18 @@ class PolicyLoss(ABC):
                 f"The KL penalty needs ref_log_probs, but kl_coef is {self.kl_coef} and none came. "
                 "Pass the reference's log-probs or set kl_coef to 0."
             )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep losses working that override `is_clipped` by its name in the last release, `held_back`."""
+        super().__init_subclass__(**options)
+        if "held_back" in vars(cls):
+            warnings.warn(
+                f"{cls.__name__}.held_back is called is_clipped now. The old name works in this release "
+                "only: change it.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            cls.is_clipped = vars(cls)["held_back"]  # type: ignore[method-assign]
 
     @abstractmethod
     def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
@@ -129,7 +145,7 @@ class PolicyLoss(ABC):
         clipped_ratio = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
         return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
-    def held_back(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return True at each token that clipping keeps from moving further, (N, T)."""
         too_low = (ratio < 1 - self.clip_eps_low) & (advantages < 0)
         too_high = (ratio > 1 + self.clip_eps_high) & (advantages > 0)
@@ -229,6 +245,6 @@ class CISPOLoss(BNPOLoss):
         """Return the weighted log-probs."""
         return ratio.detach().clamp(max=1 + self.clip_eps_high) * advantages * log_probs
 
-    def held_back(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return True where the weight is clipped."""
         return ratio > 1 + self.clip_eps_high

@@ -208,10 +208,10 @@ class RowInProgress:
     tokens: list[int] = field(default_factory=list)
     boundaries: list[int] = field(default_factory=lambda: [0])
     shared: list[SharedPrefix] = field(default_factory=list)
-    # Runs of positions, in the order of the row.
-    positions: list[Run] = field(default_factory=list)
-    # Runs of places in the row that hold each member's tokens, a shared prefix once for each member.
-    places: list[Run] = field(default_factory=list)
+    # Ranges of positions, in the order of the row.
+    positions: list[IndexRange] = field(default_factory=list)
+    # Ranges of places in the row that hold each member's tokens, a shared prefix once for each member.
+    places: list[IndexRange] = field(default_factory=list)
     # Whether each of these tokens is scored, one byte each.
     scored: bytearray = field(default_factory=bytearray)
     # The members, and the number of their tokens.
@@ -224,23 +224,23 @@ class RowInProgress:
         prefix = sequences[family[0]].prefix
         if any(sequences[i].prefix != prefix for i in family):
             raise ValueError(f"Sequences of a family must share their prefix, but {list(family)} do not.")
-        prefix_run = Run(len(self.tokens), len(prefix))
+        prefix_range = IndexRange(len(self.tokens), len(prefix))
         self.tokens += prefix
-        self.positions.append(Run(0, len(prefix)))
+        self.positions.append(IndexRange(0, len(prefix)))
         split = len(self.tokens)
         is_shared = bool(prefix) and len(family) > 1
         if is_shared:
             self.boundaries.append(split)
         for i in family:
-            self.add_rest(i, sequences[i], prefix_run)
+            self.add_rest(i, sequences[i], prefix_range)
         if is_shared and len(self.tokens) > split:
-            self.shared.append(SharedPrefix(prefix_run.first, split, len(self.tokens)))
+            self.shared.append(SharedPrefix(prefix_range.first, split, len(self.tokens)))
 
-    def add_rest(self, number: int, sequence: ScoredSequence, prefix_run: Run) -> None:
+    def add_rest(self, number: int, sequence: ScoredSequence, prefix_range: IndexRange) -> None:
         """Append one member's tokens after the prefix, and note which of its tokens are scored."""
         rest = sequence.rest
-        self.positions.append(Run(prefix_run.length, len(rest)))
-        self.places += [prefix_run, Run(len(self.tokens), len(rest))]
+        self.positions.append(IndexRange(prefix_range.length, len(rest)))
+        self.places += [prefix_range, IndexRange(len(self.tokens), len(rest))]
         self.scored += bytes(sequence.scored)
         self.members.append((number, len(sequence.scored)))
         self.tokens += rest
@@ -251,25 +251,25 @@ class RowInProgress:
         """Return tokens and positions, (L,), then predictors, targets and their sequences, (M,), int64."""
         # array() reads a list several times as fast as torch.tensor().
         tokens = torch.frombuffer(array("q", self.tokens), dtype=torch.long)
-        places = list_run_numbers(self.places)
+        places = expand_ranges(self.places)
         numbers, counts = torch.tensor(self.members).unbind(1)
         owners = numbers.repeat_interleave(counts)
         scored = torch.frombuffer(self.scored, dtype=torch.bool).nonzero().squeeze(1)  # (M,)
         # A first token is never scored, so the token before is one of the same sequence.
         predictors, targets = places[scored - 1], tokens[places[scored]]
-        return [tokens, list_run_numbers(self.positions), predictors, targets, owners[scored]]
+        return [tokens, expand_ranges(self.positions), predictors, targets, owners[scored]]
 
 
-class Run(NamedTuple):
+class IndexRange(NamedTuple):
     """The numbers first, first + 1, …, `length` of them."""
 
     first: int
     length: int
 
 
-def list_run_numbers(runs: list[Run]) -> Tensor:
-    """Return the numbers of all runs, one after another."""
-    firsts, lengths = torch.tensor(runs).unbind(1)
+def expand_ranges(ranges: list[IndexRange]) -> Tensor:
+    """Return the numbers of all ranges, one after another."""
+    firsts, lengths = torch.tensor(ranges).unbind(1)
     before = lengths.cumsum(0) - lengths
     places = (firsts - before).repeat_interleave(lengths)
     return places + torch.arange(len(places))

@@ -105,8 +105,8 @@ class RLTRewardTerms(RewardTerms):
         terms = (self.solution_log_prob_reward, self.kl_reward, self.format_reward)
         return dict(zip(("solution", "kl", "format"), terms, strict=True)) | self.extra
 
-    def levels(self) -> dict[str, Tensor]:
-        """See `RewardTerms.levels`."""
+    def baselines(self) -> dict[str, Tensor]:
+        """See `RewardTerms.baselines`."""
         return {} if self.baseline is None else {"baseline": self.baseline}
 
     def details(self) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class RLTRewardTerms(RewardTerms):
             *("format_reward", "solution_log_prob_reward", "kl_reward"),
         ]
         extra = {f"{name}_reward": values for name, values in self.extra.items()}
-        return {name: getattr(self, name) for name in names} | self.levels() | extra
+        return {name: getattr(self, name) for name in names} | self.baselines() | extra
 
     def to(self, device: torch.device) -> Self:
         """See `RewardTerms.to`."""

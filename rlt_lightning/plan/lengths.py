@@ -21,7 +21,7 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.sources import MemoryRows
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.sampled import SampledModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.plan.inputs import PlanOptions, Step, Verb
 from rlt_lightning.plan.models import Models
 from rlt_lightning.tasks import EMBEDDED
@@ -72,7 +72,7 @@ def read_step(
 
     Rows are read and tokenised only if they and the tokenizer are on this machine: nothing is downloaded.
     """
-    sampled = module if isinstance(module, SampledModule) else None
+    sampled = module if isinstance(module, OnPolicyModule) else None
     scores = isinstance(module, RLTModule)
     samples = sampled is not None and not completions_given(data)
     limit = rollouts.sampling.max_completion_length if samples else None
@@ -133,7 +133,7 @@ def note_scoring_prompts(lengths: Lengths, module: PolicyModule) -> list[str]:
 
 def read_sizes(
     verb: Verb,
-    sampled: SampledModule | None,
+    sampled: OnPolicyModule | None,
     data: StratosDataModule | EvaluationDataModule,
     rollouts: RolloutCallback,
 ) -> tuple[int, int]:

@@ -28,9 +28,9 @@ from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import GIB, flops, matmul_rate, resident_bytes
-from rlt_lightning.modules.sampled import SampledModule
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.plan.inputs import (
@@ -140,7 +140,7 @@ def build_setup(
         notes=notes,
         verb=verb,
     )
-    if isinstance(module, SampledModule):
+    if isinstance(module, OnPolicyModule):
         worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
         setup = add_rollouts(replace(setup, worker=worker), module, rollouts)
         notes += note_refills(setup, rollouts)
@@ -169,7 +169,7 @@ def read_callbacks(trainer: Any, notes: list[str]) -> str:
     return callbacks
 
 
-def add_rollouts(setup: Setup, module: SampledModule, rollouts: RolloutCallback) -> Setup:
+def add_rollouts(setup: Setup, module: OnPolicyModule, rollouts: RolloutCallback) -> Setup:
     """Add to a setup how completions are sampled."""
     return replace(
         setup,

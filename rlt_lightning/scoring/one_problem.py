@@ -29,7 +29,7 @@ from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.datamodules.tokenize import RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
-from rlt_lightning.modules.frozen import FrozenModel, Run
+from rlt_lightning.modules.frozen import FrozenModel, RunModel
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Named, Scorer, Students, require_scorable, split_student_setting
 from rlt_lightning.modules.text_reward import TextReward
@@ -301,7 +301,7 @@ class ExplanationScorer:
         """Attach a completion to its problem, as every student reads it."""
         return self.student_views.build_rollout(problem, completion)
 
-    def score(self, rollouts: Sequence[Rollout], teacher: Run, device: torch.device) -> RewardTerms:
+    def score(self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
 
         Args:
@@ -321,7 +321,7 @@ class ExplanationScorer:
     def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(extents, self.micro_batch_tokens, self.layout)]
 
-    def _ready_students(self, teacher: Run, device: torch.device) -> list[FrozenModel]:
+    def _ready_students(self, teacher: RunModel, device: torch.device) -> list[FrozenModel]:
         """Return the students on a device; the first time, load them, and check all models."""
         if not self.student_models:
             options = None, self.trust_remote_code, "the frozen student"

@@ -44,7 +44,7 @@ class UpdateSums:
             self.mismatch += mismatch
 
 
-class SampledModule(PolicyModule):
+class OnPolicyModule(PolicyModule):
     """A model that trains on completions, which it asks the sampler of RolloutCallback for.
 
     Args:
@@ -168,7 +168,7 @@ class SampledModule(PolicyModule):
         mismatch = Mismatch(self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step)
 
-    def engine_weights(
+    def compare_with_engine(
         self, rows: list[Rollout], log_probs: Tensor, token_mask: Tensor, stale: bool
     ) -> tuple[Tensor | None, Tensor | None, Mismatch]:
         """Compare the policy's log-probs of n completions with those that the engine reported.
@@ -193,7 +193,7 @@ class SampledModule(PolicyModule):
         return engine_log_probs if stale and weights is None else None, weights, mismatch
 
 
-def get_frozen_ready(module: SampledModule, scoring: list[tuple[str, FrozenModel]]) -> None:
+def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, FrozenModel]]) -> None:
     """Place the frozen models that score, which choose a layout, and the reference.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.
