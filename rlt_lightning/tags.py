@@ -1,4 +1,4 @@
-"""Tags around thoughts, solutions and explanations, and the text of token ids that holds them."""
+"""Tags around thoughts, solutions and explanations, the text of token ids that holds them, and its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from rlt_lightning.types import InputError
+from rlt_lightning.types import FinishReason, InputError
 
 # Characters that control a terminal, line ends and tabs among them.
 CONTROL_CODES = (*range(32), *range(127, 160))
@@ -96,6 +96,39 @@ def start_of_tag(tokenizer: Any, token_ids: list[int], tag: str) -> int:
         f"A completion that finished with 'stop' must end with {tag}, but its last tokens read "
         f"{decode(tokenizer, token_ids[shortest:])!r}. Check the engine that sampled it."
     )
+
+
+class StopWatcher:
+    """Tell whether a token sequence has just ended, by its end tag or by an end-of-sequence token."""
+
+    def __init__(self, tokenizer: Any, stop: str, eos_token_ids: set[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.eos_token_ids = eos_token_ids
+        # Each token of the tag carries at least one byte of it, so it fits into this many tokens.
+        self.window = len(stop.encode()) + 1
+        # Token id -> whether the tag's last character may be in its text.
+        self.may_end: dict[int, bool] = {}
+
+    def finish_reason(self, token_ids: list[int]) -> FinishReason:
+        """Return "stop" or "eos" when the last token ends the sequence, else "length"."""
+        last = token_ids[-1]
+        if last in self.eos_token_ids:
+            return "eos"
+        if last not in self.may_end:
+            text = decode(self.tokenizer, [last])
+            # The token may hold only a part of a character, which decodes to U+FFFD.
+            self.may_end[last] = bool(self.stop) and (self.stop[-1] in text or "\ufffd" in text)
+        if self.may_end[last] and self.stop in decode(self.tokenizer, token_ids[-self.window :]):
+            return "stop"
+        return "length"
+
+
+def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Collect the tokens that end a turn, from the generation config and the tokenizer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
 
 
 @dataclass(frozen=True)

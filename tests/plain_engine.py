@@ -17,7 +17,8 @@ from sampling import numbered
 from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
-from rlt_lightning.engines.hf import StopWatcher, draw_uniforms, find_eos_token_ids, truncate
+from rlt_lightning.engines.hf import draw_uniforms, truncate
+from rlt_lightning.tags import StopWatcher, find_eos_token_ids
 from rlt_lightning.types import Completion, FinishReason
 
 

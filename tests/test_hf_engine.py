@@ -11,8 +11,9 @@ import torch
 from sampling import sample_groups
 
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
-from rlt_lightning.engines.hf import StopWatcher, draw
+from rlt_lightning.engines.hf import draw
 from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, InputError
 
 END = "<|end_of_explanation|>"

@@ -28,10 +28,16 @@ from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, build_refusal, load_certificates, read_api_key
-from rlt_lightning.engines.hf import find_eos_token_ids
 from rlt_lightning.engines.slots import find_device
 from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer
-from rlt_lightning.tags import CONTROL_CODES, TagStyle, TextStream, holds_half_pair, require_fast
+from rlt_lightning.tags import (
+    CONTROL_CODES,
+    TagStyle,
+    TextStream,
+    find_eos_token_ids,
+    holds_half_pair,
+    require_fast,
+)
 from rlt_lightning.types import FinishReason, InputError
 
 COMMANDS = "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C stops an answer."

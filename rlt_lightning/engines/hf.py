@@ -38,6 +38,7 @@ from rlt_lightning.engines.slots import (
     find_slot_fault,
 )
 from rlt_lightning.models.kernels import packed_weights, packing_pays
+from rlt_lightning.tags import StopWatcher, find_eos_token_ids
 from rlt_lightning.types import Completion, FinishReason
 
 # Tokens of prompts that are run at once, unless a single prompt has more.
@@ -68,9 +69,8 @@ class HFEngine(Engine):
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences
         self.model: Any = None
-        self.needs_transformers_cache: bool | None = (
-            None  # whether the model needs transformers' cache; None: not known yet
-        )
+        # Whether the model needs transformers' cache; None: not known yet.
+        self.needs_transformers_cache: bool | None = None
         self.tokenizer: Any = None
         # Both are set by `share`, where weights are sharded.
         self.run: Callable[..., Any] | None = None
@@ -135,7 +135,9 @@ class HFEngine(Engine):
         try:
             max_rows = min(self.max_sequences, sum(request.num_completions for request in requests))
             decoder = self._build_decoder(max_rows, max(limits, default=0))
-            batch = Batch(groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues)
+            batch = ContinuousBatch(
+                groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues
+            )
             with self._pack_weights(max_rows, max(limits, default=0)):
                 batch.run()
         finally:
@@ -184,42 +186,6 @@ class HFEngine(Engine):
         return False
 
 
-class StopWatcher:
-    """Tell whether a token sequence has just ended, by its end tag or by an end-of-sequence token."""
-
-    def __init__(self, tokenizer: Any, stop: str, eos_token_ids: set[int]) -> None:
-        self.tokenizer = tokenizer
-        self.stop = stop
-        self.eos_token_ids = eos_token_ids
-        # Each token of the tag carries at least one byte of it, so it fits into this many tokens.
-        self.window = len(stop.encode()) + 1
-        # Token id -> whether the tag's last character may be in its text.
-        self.may_end: dict[int, bool] = {}
-
-    def finish_reason(self, token_ids: list[int]) -> FinishReason:
-        """Return "stop" or "eos" when the last token ends the sequence, else "length"."""
-        last = token_ids[-1]
-        if last in self.eos_token_ids:
-            return "eos"
-        if last not in self.may_end:
-            text = self._decode([last])
-            # The token may hold only a part of a character, which decodes to U+FFFD.
-            self.may_end[last] = bool(self.stop) and (self.stop[-1] in text or "\ufffd" in text)
-        if self.may_end[last] and self.stop in self._decode(token_ids[-self.window :]):
-            return "stop"
-        return "length"
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Collect the tokens that end a turn, from the generation config and the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
-
-
 class Group:
     """A prompt and its completions."""
 
@@ -259,7 +225,7 @@ class Draft:
         return Completion(self.token_ids, self.log_probs, self.finish_reason, self.seed)
 
 
-class Batch:
+class ContinuousBatch:
     """Samples groups to their end.
 
     Args:

@@ -20,7 +20,7 @@ from rlt_lightning.engines.base import (
     find_disagreement,
     require_context,
 )
-from rlt_lightning.engines.hf import StopWatcher, find_eos_token_ids
+from rlt_lightning.tags import StopWatcher, find_eos_token_ids
 from rlt_lightning.types import Completion, InputError
 
 

@@ -40,13 +40,13 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.client import ADDRESS, CompletionRequest, WorkerError, read_api_key
 from rlt_lightning.engines.fleet import Fleet, Worker
-from rlt_lightning.engines.hf import find_eos_token_ids
 from rlt_lightning.engines.launch import Launch, find_free_port
 from rlt_lightning.engines.push import GlooPush, WeightPush
 from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.weights import gather_in_groups
+from rlt_lightning.tags import find_eos_token_ids
 from rlt_lightning.types import Completion, InputError
 
 

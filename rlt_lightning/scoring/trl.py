@@ -25,12 +25,11 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from rlt_lightning.engines.hf import find_eos_token_ids
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.pretrained import can_replace_attention
 from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
-from rlt_lightning.tags import decode
+from rlt_lightning.tags import decode, find_eos_token_ids
 from rlt_lightning.types import Completion, InputError, Problem
 
 HOW = (
