@@ -308,9 +308,9 @@ def test_rows_in_memory_may_begin_at_another_number() -> None:
         (MemoryRows(own_rows()[2:4]), [1, 2]),
     ]
     for source, expected in numbered:
-        assert [number for number, _ in source.numbered()] == expected
+        assert [number for number, _ in source.read_rows()] == expected
     # Tokenised rows that are kept have their numbers.
-    assert numbered[0][0].digest() != numbered[1][0].digest()
+    assert numbered[0][0].fingerprint() != numbered[1][0].fingerprint()
 
 
 def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> None:

@@ -1,4 +1,11 @@
-"""Read rows from memory, an embedded set, a file, a folder or the hub, one at a time."""
+"""Read rows from memory, an embedded set, a file, a folder or the hub, one at a time.
+
+    data.source ─ parse_sources ─▶ names, rows in memory ─ SourceReader.open ─▶ one of five kinds:
+
+    MemoryRows, EmbeddedRows, FileRows, SavedRows, HubRows
+
+A kind knows how its rows are read, and has a fingerprint, which changes when they do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -46,18 +53,18 @@ class MemoryRows:
     def __str__(self) -> str:
         return f"{len(self.rows)} rows in memory"
 
-    def numbered(self) -> Iterator[NumberedRow]:
+    def read_rows(self) -> Iterator[NumberedRow]:
         """Yield the rows with their numbers."""
         for number, row in enumerate(self.rows, start=self.first):
             yield number, read_columns(dict(row) if isinstance(row, Mapping) else row)
 
-    def digest(self) -> str:
+    def fingerprint(self) -> list[Any]:
         """Return a hash of the rows."""
         found = hashlib.blake2b(b"" if self.first == 1 else str(self.first).encode())
         for row in self.rows:
             # What JSON does not know counts as it is pickled.
             found.update(json.dumps(row, default=lambda value: pickle.dumps(value).hex()).encode() + b"\n")
-        return found.hexdigest()
+        return [found.hexdigest()]
 
 
 Source = str | MemoryRows
@@ -180,7 +187,7 @@ class SourceReader:
             InputError: If the source does not exist, cannot be read as a whole, or is empty.
         """
         number = 0
-        for number, columns in islice(self._read_numbered(source), self.max_rows):
+        for number, columns in islice(self.open(source).read_rows(), self.max_rows):
             yield number, complete_row(columns)
         if not number:
             raise InputError(
@@ -193,46 +200,24 @@ class SourceReader:
         Raises:
             InputError: If the source does not exist.
         """
-        settings = [self.split, self.max_rows]
-        if isinstance(source, MemoryRows):
-            return [*settings, source.digest()]
-        if source in EMBEDDED:
-            return [*settings, list(self._read_numbered(source))]
-        name = parse_hub_name(source)
-        folder = Path(source if name is None else name[0]).expanduser()
-        if name is None and not is_saved(folder):
-            files = list_files(source, self.split)
-        elif folder.is_dir():
-            files = list_visible(folder)
-        elif self.streaming:
-            assert name is not None
-            return [*settings, find_version(*name, self.split)]
-        else:
-            assert name is not None
-            dataset = load_hub(*name, self.split, streaming=False)
-            settings.append(dataset._fingerprint)
-            files = [Path(file["filename"]) for file in dataset.cache_files]
-        return [*settings, name and name[1], [(file.name, hash_file(file)) for file in files]]
+        return [self.split, self.max_rows, *self.open(source).fingerprint()]
 
-    def _read_numbered(self, source: Source) -> Iterator[NumberedRow]:
+    def open(self, source: Source) -> MemoryRows | EmbeddedRows | FileRows | SavedRows | HubRows:
+        """Return what reads a source; nothing is read yet.
+
+        Raises:
+            InputError: If the source does not exist.
+        """
         if isinstance(source, MemoryRows):
-            yield from source.numbered()
-            return
-        folder = Path(source).expanduser()
+            return source
         if source in EMBEDDED:
-            rows = EMBEDDED[source](self.num_embedded_rows, self.seed, self.split)
-            yield from enumerate(rows, start=1)
-        elif (name := parse_hub_name(source)) is not None:
-            yield from number_rows(load_hub(*name, self.split, self.streaming), source, self.split)
-        elif folder.is_dir() and is_saved(folder):
-            yield from enumerate(load_saved(folder, self.split), start=1)
-        else:
-            offset = 0
-            for path in list_files(source, self.split):
-                number = 0
-                for number, columns in read_file(path):
-                    yield offset + number, columns
-                offset += number
+            return EmbeddedRows(source, self.num_embedded_rows, self.seed, self.split)
+        if (name := parse_hub_name(source)) is not None:
+            return HubRows(source, *name, self.split, self.streaming)
+        folder = Path(source).expanduser()
+        if folder.is_dir() and is_saved(folder):
+            return SavedRows(folder, self.split)
+        return FileRows(list_files(source, self.split))
 
 
 def complete_row(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
@@ -269,6 +254,31 @@ def parse_hub_name(source: str) -> tuple[str, str] | None:
     return name, configuration
 
 
+@dataclass(frozen=True)
+class EmbeddedRows:
+    """The problems that the project makes from a seed.
+
+    Args:
+        name: One of `EMBEDDED`.
+        num_rows: How many there are.
+        seed: The seed.
+        split: Which of the splits.
+    """
+
+    name: str
+    num_rows: int
+    seed: int
+    split: str
+
+    def read_rows(self) -> Iterator[NumberedRow]:
+        """Yield the rows, numbered from 1."""
+        yield from enumerate(EMBEDDED[self.name](self.num_rows, self.seed, self.split), start=1)
+
+    def fingerprint(self) -> list[Any]:
+        """Return the rows themselves, since the code that makes them may change."""
+        return list(self.read_rows())
+
+
 def list_visible(folder: Path) -> list[Path]:
     """Return the files of a folder and of its sub-folders, in order; hidden ones left out."""
     return [
@@ -278,10 +288,13 @@ def list_visible(folder: Path) -> list[Path]:
     ]
 
 
-def hash_file(path: Path) -> str:
-    """Return a hash of a file's contents."""
-    with name_unreadable(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
+def hash_files(paths: Iterable[Path]) -> list[tuple[str, str]]:
+    """Return the names of files, each with a hash of its contents."""
+    found: list[tuple[str, str]] = []
+    for path in paths:
+        with name_unreadable(path), path.open("rb") as file:
+            found.append((path.name, hashlib.file_digest(file, "blake2b").hexdigest()))
+    return found
 
 
 # A file whose name starts with one of these belongs to that split: rows of another split must not leak in.
@@ -316,6 +329,27 @@ def list_files(source: str, split: str) -> list[Path]:
 
 
 # Files
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of one file or several, which are numbered on."""
+
+    files: list[Path]
+
+    def read_rows(self) -> Iterator[NumberedRow]:
+        """Yield the rows; see `read_file`."""
+        offset = 0
+        for path in self.files:
+            number = 0
+            for number, columns in read_file(path):
+                yield offset + number, columns
+            offset += number
+
+    def fingerprint(self) -> list[Any]:
+        """Return the files' names and hashes."""
+        return hash_files(self.files)
+
 
 PARQUET_ROWS = 1000  # that are in memory at a time
 
@@ -433,6 +467,57 @@ README, INFOS = "README.md", "dataset_infos.json"
 POINTER = b"version https://git-lfs"  # begins the file that git keeps in place of a large one
 
 
+@dataclass(frozen=True)
+class HubRows:
+    """A data set of the hub, or a copy of one in a folder.
+
+    Args:
+        source: What the user calls it.
+        name: Hub id, or path of the copy.
+        configuration: Which of its parts; '' if it has only one.
+        split: Which of its splits.
+        streaming: Whether rows are read as they are asked for, rather than all before the first.
+    """
+
+    source: str
+    name: str
+    configuration: str
+    split: str
+    streaming: bool
+
+    def read_rows(self) -> Iterator[NumberedRow]:
+        """Yield the rows, numbered from 1."""
+        rows = load_hub(self.name, self.configuration, self.split, self.streaming)
+        with name_unloadable(self.source, self.split):
+            yield from enumerate(rows, start=1)
+
+    def fingerprint(self) -> list[Any]:
+        """Return what it is read from: of a copy all files, else the hub's files with the commit."""
+        if Path(self.name).is_dir():
+            return [self.configuration, *hash_files(list_visible(Path(self.name)))]
+        if self.streaming:
+            return [find_version(self.name, self.configuration, self.split)]
+        dataset = load_hub(self.name, self.configuration, self.split, streaming=False)
+        files = [Path(file["filename"]) for file in dataset.cache_files]
+        return [self.configuration, dataset._fingerprint, *hash_files(files)]
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """A folder that `save_to_disk` has written."""
+
+    folder: Path
+    split: str
+
+    def read_rows(self) -> Iterator[NumberedRow]:
+        """Yield the rows, numbered from 1."""
+        yield from enumerate(load_saved(self.folder, self.split), start=1)
+
+    def fingerprint(self) -> list[Any]:
+        """Return the files' names and hashes."""
+        return hash_files(list_visible(self.folder))
+
+
 def is_saved(folder: Path) -> bool:
     """Return whether `save_to_disk` has written a folder."""
     return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
@@ -469,12 +554,6 @@ def load_hub(name: str, configuration: str, split: str, streaming: bool) -> Any:
     with name_unloadable(name + (configuration and f":{configuration}"), split):
         require_no_pointers(Path(name))
         return datasets.load_dataset(name, configuration or None, split=split, streaming=streaming)
-
-
-def number_rows(dataset: Any, name: str, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a data set, numbered from 1."""
-    with name_unloadable(name, split):
-        yield from enumerate(dataset, start=1)
 
 
 def find_version(name: str, configuration: str, split: str) -> str:
