@@ -49,7 +49,7 @@ def write_table(name: str) -> str:
         columns = (*COLUMNS["completion"], *list_figure_columns(), *COLUMNS["tokens"])
         return write_markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in columns))
     if name == "students":
-        return write_metric_table(list(build_student_metrics("STUDENT")))
+        return write_student_metrics()
     found = [metric for metric in list_metrics() if (metric.table or metric.prefix) == name]
     if not found:
         raise ValueError(
@@ -67,21 +67,34 @@ def list_figure_columns() -> list[Column]:
     """Return the columns of completions whose means are metrics."""
     found = [metric for metric in list_metrics() if metric.column]
     return [
-        Column(metric.column, f"value of this completion; the mean is `{metric.name}`") for metric in found
+        Column(metric.column, f"`{metric.name}` of this completion") for metric in found
     ]
 
 
 def write_metric_table(found: list[Metric]) -> str:
-    """Return a table of metrics, those on held-out problems last."""
+    """Return a table of metrics, and below it a sentence of those that are logged on held-out problems too."""
     says = any(metric.logged_by for metric in found)
-    rows = [write_row(metric, says) for metric in found]
-    for metric in found:
-        if metric.held_out is not None:
-            name, *logged, _, unit, _ = write_row(metric, says)
-            name = f"`{validation_name(metric.name)}`"
-            rows.append((name, *logged, f"`{metric.name}` on held-out problems", unit, metric.held_out))
     header = ("name", *(["logged by"] if says else []), "meaning", "unit", "healthy; what a bad value says")
-    return write_markdown(header, rows)
+    table = write_markdown(header, (write_row(metric, says) for metric in found))
+    held_out = [metric for metric in found if metric.held_out is not None]
+    if not held_out:
+        return table
+    sentences = [f"On held-out problems: {', '.join(f'`{validation_name(m.name)}`' for m in held_out)}."]
+    sentences += [
+        f"`{validation_name(m.name)}` {m.held_out}." for m in held_out if m.held_out != f"as `{m.name}`"
+    ]
+    return f"{table}\n{' '.join(sentences)}\n"
+
+
+def write_student_metrics() -> str:
+    """Return a sentence of the metrics that each of several students has."""
+    names = [f"`{metric.name}`" for metric in build_student_metrics("STUDENT")]
+    held_out = [
+        f"`{validation_name(metric.name)}`"
+        for metric in build_student_metrics("STUDENT")
+        if metric.held_out is not None
+    ]
+    return f"{', '.join(names)}; on held-out problems {', '.join(held_out)}.\n"
 
 
 def write_row(metric: Metric, says_who: bool) -> tuple[str, ...]:

@@ -28,11 +28,13 @@ PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
 
 def names_of(*sections: str) -> set[str]:
-    """First cells of the tables below the headings that start with these words."""
+    """Names in the sections whose headings start with these words: first cells of tables, held-out metrics."""
     names: set[str] = set()
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
         if section.startswith(sections):
             names |= set(re.findall(r"^\| `([\w/.]+)` \|", section, flags=re.MULTILINE))
+            for sentence in re.findall(r"^On held-out problems: (.+?)\.", section, flags=re.MULTILINE):
+                names |= set(re.findall(r"`([\w/]+)`", sentence))
     return names
 
 
