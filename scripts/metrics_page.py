@@ -72,7 +72,7 @@ def list_figure_columns() -> list[Column]:
 
 
 def write_metric_table(found: list[Metric]) -> str:
-    """Return a table of metrics, and below it a sentence of those that are logged on held-out problems too."""
+    """Return a table of metrics, and below it those that are logged on held-out problems too."""
     says = any(metric.logged_by for metric in found)
     header = ("name", *(["logged by"] if says else []), "meaning", "unit", "healthy; what a bad value says")
     table = write_markdown(header, (write_row(metric, says) for metric in found))

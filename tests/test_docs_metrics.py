@@ -28,7 +28,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
 
 def names_of(*sections: str) -> set[str]:
-    """Names in the sections whose headings start with these words: first cells of tables, held-out metrics."""
+    """Names in sections whose headings start with these words: first cells of tables, held-out metrics."""
     names: set[str] = set()
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
         if section.startswith(sections):

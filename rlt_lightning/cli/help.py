@@ -51,7 +51,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "demo": Verb(
         "[--output_dir DIR]",
-        "Show what RLT does for a student: all stages in miniature, two or three minutes.",
+        "Show what RLT does for a student: all stages in miniature, one to two minutes.",
         ("output_dir", "seeds", "arms", "resume", "overwrite"),
     ),
     "configs": Verb(
@@ -217,7 +217,7 @@ rlt --version shows the version, rlt completion bash|zsh a script for tab comple
 """
 
 FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what that does for a
-student, in two or three minutes on two CPU cores; then make a run of your own, half a minute long:
+student, in one to two minutes on two CPU cores; then make a run of your own, half a minute long:
 
   rlt demo
   rlt fit --config quickstart --output_dir runs/try
