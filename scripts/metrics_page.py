@@ -66,9 +66,7 @@ def write_column_table(columns: Iterable[Column]) -> str:
 def list_figure_columns() -> list[Column]:
     """Return the columns of completions whose means are metrics."""
     found = [metric for metric in list_metrics() if metric.column]
-    return [
-        Column(metric.column, f"`{metric.name}` of this completion") for metric in found
-    ]
+    return [Column(metric.column, f"`{metric.name}` of this completion") for metric in found]
 
 
 def write_metric_table(found: list[Metric]) -> str:
