@@ -67,7 +67,7 @@ def load_format(name: str) -> ModelFormat | None:
     """
     from transformers.utils import cached_file
 
-    require_model_name(name, "model's format")
+    require_model_name(name)
     folder = Path(resolve(name)).expanduser()
     path: str | None = str(folder / FORMAT_FILE)
     if not folder.is_dir():
@@ -204,19 +204,40 @@ def can_replace_attention(config: Any) -> bool:
     return all(getattr(model_class, flag, False) for flag in exchangeable)
 
 
-def require_model_name(name: str, kind: str = "model") -> None:
-    """Check a model's name without the hub: a folder must exist, and an embedded model be spelled right.
+def is_model_folder(folder: Path) -> bool:
+    """Return whether a folder holds a model, whole or an adapter."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def require_model_name(name: str) -> None:
+    """Check a model's name without the hub: a path must lead to a model, an embedded model be spelled right.
+
+    A name is a path if it begins as one, or if the folder before its last `/` is here.
 
     Raises:
-        InputError: If it is a folder that is missing, or an embedded model misspelled.
+        InputError: If it is none of an embedded model, a folder that can hold a model, and a possible hub id.
     """
     folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise InputError(f"The {kind} folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
     embedded = (DEFAULT_MODEL, *MINIATURES)
-    near = [] if name in embedded or folder.is_dir() else get_close_matches(name, embedded, n=1, cutoff=0.85)
-    if near:  # no hub id looks like one
-        raise InputError(f"There is no {kind} '{name}'. Did you mean {near[0]}? Use {MODEL_CHOICES}.")
+    if name in embedded:
+        return
+    if folder.is_dir():
+        if not is_model_folder(folder) and is_model_folder(folder / "model"):
+            raise InputError(
+                f"'{name}' must be a model folder, but is a run, whose model lies in it. Did you mean "
+                f"{folder / 'model'}?"
+            )
+        return
+    if near := get_close_matches(name, embedded, n=1, cutoff=0.85):  # no hub id looks like one
+        raise InputError(f"There is no model '{name}'. Did you mean {near[0]}? Use {MODEL_CHOICES}.")
+    starts_as_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if starts_as_path or (folder.parent != Path() and folder.parent.is_dir()):
+        raise InputError(f"The model folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
+    if "/" not in name:
+        raise InputError(
+            f"There is no folder '{name}' here, and no hub id OWNER/NAME is without a slash. Use "
+            f"{MODEL_CHOICES}."
+        )
 
 
 @contextlib.contextmanager
@@ -224,7 +245,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     """Turn a failure to find a model into one line that names the choices; name a wait for the hub."""
     from safetensors import SafetensorError
 
-    require_model_name(name, kind)
+    require_model_name(name)
     folder = Path(name).expanduser()
     if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(

@@ -143,6 +143,7 @@ def test_what_is_refused_before_any_work_names_the_remedy(
             "lacks solution and has answer, question.",
         ),
         (["fit", "--config=quickstart", "--model.teacher=minature"], "Did you mean miniature?"),
+        (["teach", "nofolder", "--question=1?", "--solution=1"], "There is no folder 'nofolder' here"),
         (["report", "runs/none"], "Name the folder that --output_dir was."),
     ],
 )

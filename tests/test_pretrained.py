@@ -19,7 +19,7 @@ from filelock import FileLock
 from rlt_lightning import pretrained
 from rlt_lightning.console import waiting_for
 from rlt_lightning.models import embedded
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.pretrained import load_format, load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"
@@ -77,11 +77,43 @@ def test_without_network_the_error_names_the_choices(tmp_path: Path, monkeypatch
         embedded.embedded_model()
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "/no/such/folder", "no-such-model"])
+@pytest.mark.parametrize("name", ["nobody/nothing", "/no/such/folder"])
 def test_an_unknown_model_is_one_line_that_names_the_choices(name: str) -> None:
     for load in (load_model, load_tokenizer):
         with pytest.raises(InputError, match=f"{name}.*smollm2-135m.*local folder.*hub id") as caught:
             load(name)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "no-such-model",
+            "no folder 'no-such-model' here, and no hub id OWNER/NAME is without a slash.",
+        ),
+        ("runs/nothing", "The model folder 'runs/nothing' must exist, but does not."),  # runs/ is here
+        ("./nothing", "The model folder './nothing' must exist, but does not."),
+        ("a/b/c", "The model folder 'a/b/c' must exist, but does not."),
+        ("minature", "There is no model 'minature'. Did you mean miniature?"),
+        ("runs/warmup", "is a run, whose model lies in it. Did you mean runs/warmup/model?"),
+    ],
+)
+def test_a_name_that_is_no_hub_id_never_asks_the_hub(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/warmup/model").mkdir(parents=True)
+    Path("runs/warmup/model/config.json").touch()
+
+    def ask(*_: Any, **__: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(pretrained, "quiet_hub", ask)
+    for load in (load_model, load_tokenizer, load_format, pretrained.model_config):
+        with pytest.raises(InputError) as caught:
+            load(name)
+        assert expected in str(caught.value)
         assert "\n" not in str(caught.value)
 
 

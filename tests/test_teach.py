@@ -412,7 +412,7 @@ def test_run_of_a_script_explains_and_names_what_it_lacks(
 
 def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> None:
     for name, message in (
-        (tmp_path / "nothing", "folder .*nothing must exist, but does not"),
+        (tmp_path / "nothing", "folder '.*nothing' must exist, but does not"),
         (tmp_path, "must be a run, with config.yaml and model/, or a model folder, with config.json"),
     ):
         with pytest.raises(InputError, match=message):

@@ -44,7 +44,7 @@ from rlt_lightning.models.weights import (
     weights_size,
     write_weights,
 )
-from rlt_lightning.pretrained import empty_model, ensure_pad_token, load_tokenizer
+from rlt_lightning.pretrained import empty_model, ensure_pad_token, is_model_folder, load_tokenizer
 from rlt_lightning.types import InputError
 
 Adapter = Literal["merged", "separate"]
@@ -149,8 +149,7 @@ def export_checkpoint(
     if folder.is_file():
         raise InputError(f"--output_dir must be a folder, but {folder} is a file. Choose another.")
     made = folder.exists() and any(folder.iterdir())
-    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    if made and not (overwrite and is_model):
+    if made and not (overwrite and is_model_folder(folder)):
         raise InputError(
             f"--output_dir must be empty or new, but {folder} is not. Choose another, or replace a model "
             "that is there with --overwrite true."

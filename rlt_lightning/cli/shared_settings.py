@@ -39,7 +39,7 @@ from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, read_api_key
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.plan import PlanOptions, format_plan, make_plan, read_setup, write_json
-from rlt_lightning.pretrained import load_format
+from rlt_lightning.pretrained import is_model_folder, load_format
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.scoring.check import CheckOptions, check_run
 from rlt_lightning.scoring.explain import ExplainOptions, explain, find_explanation
@@ -343,7 +343,7 @@ def find_settings(name: str) -> dict[str, Any]:
         InputError: If it is a folder without a model, or no folder where one is meant.
     """
     folder = Path(name).expanduser()
-    is_model = any((folder / file).is_file() for file in ("config.json", "adapter_config.json"))
+    is_model = is_model_folder(folder)
     run = folder.parent if is_model and folder.resolve().name == "model" else folder
     if (run / "config.yaml").is_file() and (run != folder or not is_model):
         return read_run_settings(run)
@@ -358,8 +358,6 @@ def find_settings(name: str) -> dict[str, Any]:
             f"The teacher must be a run, with config.yaml and model/, or a model folder, with config.json, "
             f"but {name} is neither. Name another folder."
         )
-    if folder.parent != Path() and folder.parent.is_dir() and not folder.exists():
-        raise InputError(f"The teacher's folder {name} must exist, but does not. Correct its name.")
     recorded = load_format(name)
     student = None if recorded is not None and recorded.role == "teacher" else name
     model = {"class_path": RLT_MODULE, "init_args": {"teacher": name, "student": student}}

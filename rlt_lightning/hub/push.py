@@ -39,7 +39,7 @@ from rlt_lightning.datamodules.evaluation_sets import CHOICE_COLUMNS, PRIVATE_SO
 from rlt_lightning.datamodules.sources import READERS, MemoryRows, parse_sources
 from rlt_lightning.evaluation.results import HEADER, build_result_row, render_table
 from rlt_lightning.hub.client import Repository, commit, open_repository, read_header_on_hub, read_token
-from rlt_lightning.pretrained import load_format
+from rlt_lightning.pretrained import is_model_folder, load_format
 from rlt_lightning.run.data_card import TABLE
 from rlt_lightning.run.folder import read_settings
 from rlt_lightning.run.metrics import find_metric, training_name
@@ -49,7 +49,6 @@ from rlt_lightning.types import InputError, as_list
 
 # The row of a data card that names the sources of its rows.
 SOURCES = re.compile(r"^\| source \| (.+) \(\d+ usable rows\) \|$", re.MULTILINE)
-MODEL_FILES = ("config.json", "adapter_config.json")  # one of them makes a folder a model
 # Metrics on a card beside the terms of the reward.
 SHOWN = ("policy/loss", "policy/kl_ref", "rollout/length_mean", "rollout/closed_frac")
 SETTINGS = "rlt_config.yaml"  # the name of a run's config.yaml in a repository
@@ -130,11 +129,11 @@ def find_model(folder: Path) -> tuple[Path, Path | None]:
     """
     run: Path | None = folder
     model = folder / "model"
-    if not is_model(model) and is_model(folder):
+    if not is_model_folder(model) and is_model_folder(folder):
         model, parent = folder, folder.resolve().parent
         is_of_run = folder.resolve().name == "model" and (parent / "config.yaml").exists()
         run = parent if is_of_run else None
-    if is_model(model):
+    if is_model_folder(model):
         if not (model / CARD).is_file():
             raise InputError(f"A model needs a card to be pushed, but {model / CARD} is missing. Write it.")
         return model, run
@@ -151,11 +150,6 @@ def find_model(folder: Path) -> tuple[Path, Path | None]:
         f"rlt push needs the folder of a finished rlt fit, or a model folder, but {folder} is neither. Train "
         "first: rlt fit --config quickstart"
     )
-
-
-def is_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter."""
-    return any((folder / name).is_file() for name in MODEL_FILES)
 
 
 def name_settings(run: Path | None) -> dict[str, str]:
