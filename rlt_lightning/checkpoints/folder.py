@@ -20,8 +20,17 @@ Who puts what into state.pt, and takes it out again when a run resumes; Lightnin
     model, settings, format   PolicyModule.on_save_checkpoint            modules/base.py
     completions on their way  RolloutCallback.state_dict                 callbacks/rollout.py
     moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
+    validation still to come  Checkpoint.on_save_checkpoint              callbacks/checkpoint.py
     last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
     what alarms remember      Alarms.state_dict                          callbacks/alarms.py
+
+And what a resumed run takes from elsewhere, so that no checkpoint holds it:
+
+    weights of the reference  reference/step=000006 of the run folder    ReferenceSync.on_train_start
+    earlier rows of files     metrics.csv and rollouts.jsonl, cut to     MetricsResume.on_train_start,
+                              the checkpoint's step                      RolloutRecorder.on_train_start
+    random numbers            functions of seed, step and rank, or of    PolicyModule.on_train_batch_start,
+                              seed, step and row                         Sampler in rollouts/sampler.py
 
 A crash before the rename leaves a .tmp, which the next run deletes. A checkpoint of the same step is renamed
 to .old before the rename and deleted after it. After a crash in between `recover` restores its name.
