@@ -6,12 +6,17 @@ import hashlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from threading import Thread
+from urllib.parse import quote, unquote
 
 import pytest
 import yaml
+from browser import chromium
 from commands import ROOT
 
 from rlt_lightning import __version__
@@ -62,6 +67,57 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         assert not outside, f"{file.relative_to(site)} fetches {outside}"
     # The theme's script loads a drawing library from a network only for such blocks.
     assert not any('class="mermaid"' in page.read_text() for page in pages)
+
+
+def test_old_addresses_lead_to_pages_and_headings(site: Path) -> None:
+    moved = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nmarkdown_extensions")[0])["extra"][
+        "moved"
+    ]
+    assert len(moved) > 10
+    for old, new in moved.items():
+        assert not (ROOT / "docs" / old).with_suffix(".md").exists(), f"{old} is a page again"
+        [target] = re.findall(r'url=([^"]+)"', (site / old).read_text())
+        page, _, anchor = target.partition("#")
+        assert (site / old).parent.joinpath(page).resolve() == (site / new.partition("#")[0]).resolve()
+        assert f'id="{anchor}"' in (site / old).parent.joinpath(page).read_text() or not anchor, target
+        assert anchor == new.partition("#")[2]
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Address of a server that has the site."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_search_finds_the_right_page_first(address: str) -> None:
+    right = {
+        "own data": "new_task",
+        "colab": "python",
+        "out of memory": "troubleshooting",
+        "vllm": "rollouts",
+    }
+    found = {}
+    with chromium() as browser:
+        page = browser.new_page()
+        for words in right:
+            page.goto(f"{address}/index.html?q={quote(words)}")
+            first = page.wait_for_selector(".md-search-result__item > a", state="attached")
+            found[words] = Path(first.get_attribute("href").partition("?")[0]).stem
+    assert found == right
+
+
+def test_a_link_to_a_heading_of_an_old_page_keeps_it(address: str) -> None:
+    with chromium() as browser:
+        page = browser.new_page()
+        for old, new in (("vllm.html", "settings-of-vllmengine"), ("vllm.html#security", "security")):
+            page.goto(f"{address}/{old}")
+            page.wait_for_url(f"{address}/rollouts.html#{new}")
 
 
 def test_the_reference_has_every_folder_and_root_module() -> None:
