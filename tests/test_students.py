@@ -27,7 +27,7 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat, write_format
-from rlt_lightning.modules import CorrectnessReward, RLTModule, sampled
+from rlt_lightning.modules import CorrectnessReward, RLTModule, on_policy
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Students
@@ -258,7 +258,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stay, _ = scores_of(tmp_path, students=OTHERS)
-    monkeypatch.setattr(sampled, "FrozenModel", Visits)
+    monkeypatch.setattr(on_policy, "FrozenModel", Visits)
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
     assert torch.equal(back.terms.reward, stay.terms.reward)
     assert Visits.most == 1
