@@ -38,7 +38,7 @@ kept = list(data.items) if lists else []
 tokens = 0
 for batch in data.train_dataloader():
     tokens += sum(len(example.token_ids) for example in batch.examples)
-total = int(data.items.numbers("token_ids").sum())
+total = int(data.items.sum_columns("token_ids").sum())
 found = {"seconds": seconds, "tokens": total, "served": tokens, "setup_bytes": after_setup - before}
 print(json.dumps(found | {"resident_bytes": resident_bytes() - before}))
 """

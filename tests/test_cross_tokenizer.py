@@ -494,7 +494,7 @@ def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
     data = StratosDataModule("chains", tokenizer=tiny_model, student_tokenizer="miniature", tags="r1",
                              teacher_system_prompt="", student_system_prompt="")  # fmt: skip
     data.setup("fit")
-    lengths = data.all_items.numbers(*FIXED["student"])
+    lengths = data.all_items.sum_columns(*FIXED["student"])
     assert int(found[1]) == max(lengths)
 
 

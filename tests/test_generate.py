@@ -241,7 +241,7 @@ def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
     [problem] = data.problems
     rollout = data.build_rollout(problem, data.format.completion_from_trace(problem, trace))
     assert data.fits_student(rollout) == (tags == "stratos" if fits is None else fits)
-    made.write_text(json.dumps(data.format.conversation(problem, rollout.text)) + "\n")
+    made.write_text(json.dumps(data.format.build_conversation(problem, rollout.text)) + "\n")
     student = StratosDataModule(
         str(made), task="student_sft", tokenizer=tiny_model, tags=tags, prompts_per_step=1
     )
@@ -252,7 +252,7 @@ def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
     student.setup("fit")
     [example] = student.items
     assert isinstance(example, SFTExample)
-    assert len(example.token_ids) == data.student_length(rollout)
+    assert len(example.token_ids) == data.count_turn_tokens(rollout)
     style = data.format.tags
     expected = style.thought_open + style.wrap(trace) + style.thought_close + "\n\n"
     expected += style.solution_open + style.wrap("So.") + style.solution_close

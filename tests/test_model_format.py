@@ -421,7 +421,7 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     solution = "<|begin_of_solution|>\n\n12"
     # The student's thought has the student's separators, whatever the teacher's are.
     assert text(ours + problem.solution_ids) == chat.render("Answer.", QUESTION) + thought + solution
-    row = data.format.conversation(problem, rollout.text)
+    row = data.format.build_conversation(problem, rollout.text)
     assert row["system"] == "Answer."
     assert data.trained_format() == ModelFormat("teacher", R1, "Explain.")
 

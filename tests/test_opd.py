@@ -20,7 +20,7 @@ from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, with_other_solutions
+from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, swap_solutions
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import OPDModule
@@ -309,7 +309,7 @@ def test_hint_judges_every_token(miniature: str) -> None:
 @pytest.mark.parametrize("solutions", ["ab", "aab", "abba", "aaabbc", "abcabc"])
 def test_wrong_solutions_are_of_other_rows(solutions: str) -> None:
     rows = [(n, {}, parsed(f"q{n}", s)) for n, s in enumerate(solutions, 1)]
-    found = list(with_other_solutions(iter(rows)))
+    found = list(swap_solutions(iter(rows)))
     assert [(number, texts.solution) for number, _, texts in found] == list(enumerate(solutions, 1))
     assert all(texts.shown in set(solutions) - {texts.solution} for _, _, texts in found)
 
@@ -317,7 +317,7 @@ def test_wrong_solutions_are_of_other_rows(solutions: str) -> None:
 def test_wrong_solutions_need_two() -> None:
     rows = [(number, {}, parsed(f"q{number}", "a")) for number in (1, 2)]
     with pytest.raises(InputError, match="all rows have the same one"):
-        list(with_other_solutions(iter(rows)))
+        list(swap_solutions(iter(rows)))
 
 
 def test_wrong_solutions_reach_the_teacher_only(miniature: str, tmp_path: Path) -> None:

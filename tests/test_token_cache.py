@@ -126,7 +126,7 @@ def test_a_small_source_stays_in_memory(
 def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
     items = make_data(source, task="student_sft", max_length=10**6).items
     num_bytes = sum(batch.nbytes for table in items.tables for batch in table.batches)
-    num_tokens = int(items.numbers("token_ids").sum())
+    num_tokens = int(items.sum_columns("token_ids").sum())
     beside = 48 * len(items)  # numbers of each item
     assert 4 * num_tokens <= num_bytes <= 4 * num_tokens + beside
 
@@ -141,7 +141,7 @@ def test_views_are_lists_of_items(make_data: MakeData, source: str) -> None:
     assert len(items[:0]) == 0
     assert [item.row for item in data.all_items] == rows + data.val_items.rows.tolist()
     lengths = [len(item.teacher_prompt) for item in data.problems]
-    assert data.all_items.numbers("teacher_prefix", "think_prefix").tolist() == lengths
+    assert data.all_items.sum_columns("teacher_prefix", "think_prefix").tolist() == lengths
     assert {row > 40 for row in rows} == {True, False}
     assert items.sources.tolist() == [int(row > 40) for row in rows]
     with pytest.raises(IndexError):

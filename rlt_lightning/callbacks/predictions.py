@@ -344,7 +344,7 @@ def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Ro
             "question": problem.question,
             "solution": problem.solution.strip(),
             "reasoning_trace": rollout.text,
-            **data.format.conversation(problem, rollout.text),
+            **data.format.build_conversation(problem, rollout.text),
             **terms,
             **completion_columns(rollout, data),
             "teacher": teacher,
@@ -368,7 +368,9 @@ def build_answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -
         problem, first = rollout.problem, i - number
         turn = data.split_turn(rollout)
         thought, solution = turn or (rollout.text, "")
-        own = replace(problem, solution=solution)
+        conversation = dict.fromkeys(("system", "conversations"))
+        if turn:
+            conversation = data.format.build_conversation(replace(problem, solution=solution), thought)
         yield {
             **drop_completion(problem),
             **read_reference(problem),
@@ -377,9 +379,7 @@ def build_answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -
             "question": problem.question,
             "solution": solution,
             "reasoning_trace": thought,
-            **(
-                data.format.conversation(own, thought) if turn else dict.fromkeys(("system", "conversations"))
-            ),
+            **conversation,
             **terms,
             "pass_rate": fmean(correct[first : first + size]),
             "found_answer": verdicts.answers[i],

@@ -269,5 +269,5 @@ class RolloutCallback(Callback):
         if isinstance(pl_module, OnPolicyModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             data = get_stratos_data(trainer)
-            longest += int(data.all_items.numbers(*FIXED["teacher"]).max())
+            longest += int(data.all_items.sum_columns(*FIXED["teacher"]).max())
             self.dispatcher.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)

@@ -173,11 +173,11 @@ def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iter
     def context(name: str) -> int:
         return context_length(name, bool(module.trust_remote_code))
 
-    trained = items.numbers(*FIXED["teacher"])
+    trained = items.sum_columns(*FIXED["teacher"])
     if isinstance(module, OPDModule):
         teacher = module.teacher_name or module.pretrained
         yield ModelContext("student", context(module.pretrained), trained)
-        yield ModelContext("teacher", context(teacher), items.numbers("teacher_view"))
+        yield ModelContext("teacher", context(teacher), items.sum_columns("teacher_view"))
     if not isinstance(module, RLTModule):
         return
     names = module.students.names
@@ -189,7 +189,7 @@ def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iter
 
 def count_student_tokens(data: StratosDataModule) -> Iterator[np.ndarray]:
     """Yield each student's tokens of all problems, beside the completion's; the held-out ones last."""
-    yield (first := data.all_items.numbers(*FIXED["student"]))
+    yield (first := data.all_items.sum_columns(*FIXED["student"]))
     for view in data.student_views.others:
         if view is None:
             yield first
@@ -205,7 +205,7 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
     Raises:
         InputError: Naming the row, the lengths and the settings that would make room.
     """
-    given, role, context = problems.numbers("completion_ids"), model.role, model.context
+    given, role, context = problems.sum_columns("completion_ids"), model.role, model.context
     needed = model.fixed + np.where(given > 0, given, max_completion_length)
     for place in np.flatnonzero(needed > context)[:1]:
         row = problems.rows[place]

@@ -321,8 +321,8 @@ def choose_new_questions(data: Namespace) -> Options:
 
 def fit_completion_length(config: Namespace, proposed: str, model: str, examples: StoredItems) -> Options:
     """Return an option for completions as long as the examples, where the proposed config does not fit."""
-    prompts = examples.numbers("num_prompt")
-    longest_prompt, longest = int(prompts.max()), int((examples.numbers("token_ids") - prompts).max())
+    prompts = examples.sum_columns("num_prompt")
+    longest_prompt, longest = int(prompts.max()), int((examples.sum_columns("token_ids") - prompts).max())
     limit = read_setting(proposed, MAX_COMPLETION_LENGTH)
     if limit is not None and longest <= limit <= find_context(config, model) - longest_prompt:
         return {}

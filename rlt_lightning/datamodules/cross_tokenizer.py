@@ -149,7 +149,7 @@ class CrossTokenizerFormat(ChatFormat):
         )
         return replace(rollout, views=(view,))
 
-    def num_read(self, problem: Problem, completion: Completion) -> int:
+    def count_read_tokens(self, problem: Problem, completion: Completion) -> int:
         """Return how many tokens of its own the student reads of a completion."""
         [view] = self.build_rollout(problem, completion).views
         return len(view.token_ids)

@@ -68,7 +68,7 @@ class Filters:
             if value is not None and value < 1:
                 raise InputError(f"data.filters.{name} must be at least 1, but is {value}. Raise it.")
 
-    def settings(self) -> dict[str, Any]:
+    def list_active(self) -> dict[str, Any]:
         """Return the filters that are on, with the sizes of the n-grams that they use."""
         found = {
             name: value
@@ -95,7 +95,7 @@ class RowFilter:
     """
 
     def __init__(self, filters: Filters, traces: list[str], tags: TagStyle) -> None:
-        of_traces = {n for n in filters.settings() if "trace" in n or n == "max_repetition"}
+        of_traces = {n for n in filters.list_active() if "trace" in n or n == "max_repetition"}
         of_traces |= {"duplicates: trace"} if filters.duplicates == "trace" else set()
         if of_traces and not traces:
             raise InputError(
@@ -111,14 +111,15 @@ class RowFilter:
 
     def filter_rows(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         """Return the rows of one source that no filter leaves out, and report the others."""
-        if {"min_pass_rate", "max_pass_rate"} & self.filters.settings().keys():
+        if {"min_pass_rate", "max_pass_rate"} & self.filters.list_active().keys():
             rows = check_pass_rates(rows, report.source)
         left = self._check_rows(rows, report)
         return self._judge_rows(left, report) if self.filters.right_only else left
 
-    def settings(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what decides which rows are left out, as plain values."""
-        return {"filters": self.filters.settings(), "overlaps": sorted(self.overlaps.runs), "of": self.traces}
+        overlaps = sorted(self.overlaps.runs)
+        return {"filters": self.filters.list_active(), "overlaps": overlaps, "of": self.traces}
 
     @property
     def finds_duplicates(self) -> bool:
@@ -212,14 +213,14 @@ class Overlaps:
         for name, settings in sets.items():
             for question in read_evaluation_questions(name, settings):
                 words = split_words(question)
-                for run in ngrams(words, min(size, len(words))):
+                for run in list_ngrams(words, min(size, len(words))):
                     self.runs.setdefault(run, name)
         self.sizes = sorted({len(run) for run in self.runs})
 
     def find_overlap(self, question: str) -> str | None:
         """Return the set of a question that this one overlaps with; None if there is none."""
         words = split_words(question)
-        found = (self.runs.get(run) for size in self.sizes for run in ngrams(words, size))
+        found = (self.runs.get(run) for size in self.sizes for run in list_ngrams(words, size))
         return next((name for name in found if name is not None), None)
 
 
@@ -257,14 +258,14 @@ def split_words(text: str) -> list[str]:
     return WORD.findall(text.casefold())
 
 
-def ngrams(words: list[str], size: int) -> Iterable[tuple[str, ...]]:
+def list_ngrams(words: list[str], size: int) -> Iterable[tuple[str, ...]]:
     """Return all runs of so many words."""
     return zip(*(words[i:] for i in range(size)), strict=False) if size else ()
 
 
 def repetition(text: str, size: int) -> float:
     """Return the part of a text's n-grams of words that repeat an earlier one; 0 for a shorter text."""
-    runs = list(ngrams(text.casefold().split(), size))
+    runs = list(list_ngrams(text.casefold().split(), size))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 

@@ -262,6 +262,7 @@ class ChatFormat:
     student_chat = rename_method("student_chat", "render_student_chat")
     teacher_chat = rename_method("teacher_chat", "render_teacher_chat")
     student_problem = rename_method("student_problem", "build_student_problem")
+    conversation = rename_method("conversation", "build_conversation")
     student_rollout = rename_method("student_rollout", "build_student_rollout")
     teacher_sft_example = rename_method("teacher_sft_example", "build_teacher_sft_example")
     student_sft_example = rename_method("student_sft_example", "build_student_sft_example")
@@ -344,7 +345,7 @@ class ChatFormat:
             row_number, prompt, [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id]
         )
 
-    def conversation(self, problem: Problem, thought: str) -> dict[str, Any]:
+    def build_conversation(self, problem: Problem, thought: str) -> dict[str, Any]:
         """Return a thought and its problem as `system` and `conversations`, as in Bespoke-Stratos-17k."""
         system = problem.student_system_prompt
         system = self.student_system_prompt if system is None else system

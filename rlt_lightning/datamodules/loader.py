@@ -365,7 +365,7 @@ class ByDifficulty(EpochOrder):
         self.shuffled = Shuffled(len(items), seed)
         self.num_items = len(items)
         self.name = f"{difficulty.first} first, by {difficulty.column}"
-        values = items.numbers(difficulty.column)
+        values = items.sum_columns(difficulty.column)
         if without := items.rows[np.isnan(values)].tolist():
             raise InputError(
                 f"data.order needs a number {difficulty.column} in every row, but {len(without)} of "

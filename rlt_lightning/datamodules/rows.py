@@ -86,12 +86,12 @@ def check_columns(
     complete = False
     for number, columns in rows:
         if isinstance(columns, dict):
-            complete = complete or not missing_columns(columns, trace_columns, allows_completion)
+            complete = complete or not find_missing_columns(columns, trace_columns, allows_completion)
             first += [columns] * (len(first) < SHOWN_ROWS)
         yield number, columns
     if not first or complete:
         return
-    missing = missing_columns(first[0], trace_columns, allows_completion)
+    missing = find_missing_columns(first[0], trace_columns, allows_completion)
     found = sorted({str(name) for row in first for name in row})
     raise InputError(
         "Rows must have the columns question and solution (for student_rl an answer will do; for "
@@ -101,7 +101,9 @@ def check_columns(
     )
 
 
-def missing_columns(row: dict[str, Any], trace_columns: Sequence[str], allows_completion: bool) -> list[str]:
+def find_missing_columns(
+    row: dict[str, Any], trace_columns: Sequence[str], allows_completion: bool
+) -> list[str]:
     """Return the names of the columns that a row should have but has not."""
     has = set(row)
     if row.get("conversations") is not None:
@@ -133,7 +135,7 @@ def parse_row(
     Raises:
         BadRowError: With the reason why the row cannot be used.
     """
-    if missing := missing_columns(row, trace_columns, allows_completion):
+    if missing := find_missing_columns(row, trace_columns, allows_completion):
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
     if row.get("conversations") is not None:
         parsed = _parse_stratos(row, tags, student_tags or tags)

@@ -303,12 +303,13 @@ class StratosDataModule(LightningDataModule):
         return self._task.build_rollout(problem, completion)
 
     rollout = rename_method("rollout", "build_rollout")
+    student_length = rename_method("student_length", "count_turn_tokens")
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion; None without both."""
         return self._task.split_turn(rollout)
 
-    def student_length(self, rollout: Rollout) -> int | None:
+    def count_turn_tokens(self, rollout: Rollout) -> int | None:
         """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
         if (turn := self.split_turn(rollout)) is None:
             return None
@@ -328,7 +329,7 @@ class StratosDataModule(LightningDataModule):
             return False
         if limit is None:
             return True
-        length = self.student_length(rollout)
+        length = self.count_turn_tokens(rollout)
         return length is not None and length <= limit
 
     def build_card_metadata(self) -> dict[str, Any]:
@@ -337,7 +338,7 @@ class StratosDataModule(LightningDataModule):
             "source": f"{self.source} ({len(self.items)} usable rows)",
             "tags": describe_tags(self.format.tags),
             "student's context": self.student_context or "no limit",
-            **({"filters": filters} if (filters := self.filters.settings()) else {}),
+            **({"filters": filters} if (filters := self.filters.list_active()) else {}),
         }
 
     def trained_format(self) -> ModelFormat:

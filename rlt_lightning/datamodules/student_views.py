@@ -34,7 +34,7 @@ class StudentView:
     format: ChatFormat
     keeps_row_prompts: bool
 
-    def key(self) -> str:
+    def hash(self) -> str:
         """Return a hash of all that decides what the student reads."""
         return hash_value([describe_format(self.format), self.keeps_row_prompts])
 
@@ -94,7 +94,7 @@ class StudentViews:
             )
             for one, name in zip(chosen, names, strict=True)
         ]
-        keys = [view.key() for view in self.all] if len(self.all) > 1 else []
+        keys = [view.hash() for view in self.all] if len(self.all) > 1 else []
         # None: this student reads what the first one reads.
         self.others = [
             None if key == keys[0] else view for view, key in zip(self.all[1:], keys[1:], strict=True)

@@ -186,7 +186,7 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
     return found[0], found[1]
 
 
-def with_other_solutions(rows: Iterator[Row]) -> Iterator[Row]:
+def swap_solutions(rows: Iterator[Row]) -> Iterator[Row]:
     """Yield rows whose `shown` solution is that of a row before; of the first rows, of the first after.
 
     Raises:

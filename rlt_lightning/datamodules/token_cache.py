@@ -187,7 +187,7 @@ class ItemTable:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def item(self, number: int, first_row: int) -> Item:
+    def build_item(self, number: int, first_row: int) -> Item:
         """Return one item, of a source whose row 1 has a number in the run."""
         place = bisect_right(self.starts, number) - 1
         batch, number = self.batches[place], number - self.starts[place]
@@ -214,7 +214,7 @@ class ItemTable:
             columns=decode_columns(value("columns")),
         )
 
-    def numbers(self, name: str) -> NDArray[Any]:
+    def read_column(self, name: str) -> NDArray[Any]:
         """Return a column of numbers; of token ids, how many there are of each item, and 0 without any."""
         columns = [batch.column(name) for batch in self.batches]
         if columns and columns[0].type == TOKENS:
@@ -252,7 +252,7 @@ class StoredItems(Sequence[Item]):
             return self.select(place)
         number = int(self.indices[place])
         table = bisect_right(self.starts, number) - 1
-        return self.tables[table].item(number - self.starts[table], self.first_rows[table])
+        return self.tables[table].build_item(number - self.starts[table], self.first_rows[table])
 
     def __add__(self, others: StoredItems) -> StoredItems:
         indices = np.concatenate([self.indices, others.indices + self.starts[-1]])
@@ -275,11 +275,11 @@ class StoredItems(Sequence[Item]):
     @property
     def rows(self) -> NDArray[Any]:
         """Return the number of each item's row in the run."""
-        return self.numbers("row") + np.array(self.first_rows)[self.sources] - 1
+        return self.sum_columns("row") + np.array(self.first_rows)[self.sources] - 1
 
-    def numbers(self, *names: str) -> NDArray[Any]:
+    def sum_columns(self, *names: str) -> NDArray[Any]:
         """Return the sum of columns of numbers, or of the lengths of token ids, by item."""
-        columns = [np.concatenate([table.numbers(name) for table in self.tables]) for name in names]
+        columns = [np.concatenate([table.read_column(name) for table in self.tables]) for name in names]
         return np.sum(columns, axis=0)[self.indices]
 
 
@@ -460,7 +460,7 @@ def join_items(sources: list[StoredSource]) -> StoredItems:
 def count_system_prompts(items: StoredItems, sources: list[StoredSource]) -> Counter[str]:
     """Return the system prompts under which the student sees items of these sources, counted."""
     prompts = [list(source.prompts) for source in sources]
-    places = zip(items.sources.tolist(), items.numbers("prompt").tolist(), strict=True)
+    places = zip(items.sources.tolist(), items.sum_columns("prompt").tolist(), strict=True)
     return Counter(prompts[source][number] for source, number in places)
 
 

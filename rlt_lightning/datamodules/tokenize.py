@@ -53,7 +53,7 @@ from rlt_lightning.datamodules.teacher_views import (
     TeacherViews,
     ViewOptions,
     build_views,
-    with_other_solutions,
+    swap_solutions,
 )
 from rlt_lightning.datamodules.token_cache import Item, MadeItem, describe_format, hash_code, hash_value
 from rlt_lightning.models.format import Role
@@ -319,7 +319,7 @@ class ScoreTask(RLTTask):
             completion = self.format.completion_from_trace(problem, row.traces[name])
         num_tokens = num_read = len(completion.token_ids)
         if isinstance(self.format, CrossTokenizerFormat):
-            num_read = self.format.num_read(problem, completion)
+            num_read = self.format.count_read_tokens(problem, completion)
         self.limits.require_sequence(longest_sequence(problem, num_tokens, num_read))
         return replace(problem, given_completion=completion)
 
@@ -424,7 +424,7 @@ class StudentOPDTask(Task):
 
     @override
     def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
-        return with_other_solutions(rows) if self.views.options.wrong_solutions else rows
+        return swap_solutions(rows) if self.views.options.wrong_solutions else rows
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
@@ -543,8 +543,8 @@ def build_keys(
     settings["format"] = describe_format(task.format)
     if task.views is not None:
         settings["views"] = [asdict(task.views.options), describe_format(task.views.teacher)]
-    if row_filter is not None and row_filter.filters.settings():
-        settings["filters"] = row_filter.settings()
+    if row_filter is not None and row_filter.filters.list_active():
+        settings["filters"] = row_filter.describe()
     keys: list[str] = []
     for source in sources:
         # A row may be the duplicate of one in an earlier source.

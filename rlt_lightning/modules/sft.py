@@ -74,7 +74,7 @@ class SFTModule(PolicyModule):
         data = get_stratos_data(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
         items = data.all_items
-        lengths = items.numbers("token_ids") if items.is_examples else items.rows[:0]
+        lengths = items.sum_columns("token_ids") if items.is_examples else items.rows[:0]
         for place in np.flatnonzero(lengths > context)[:1]:
             raise InputError(
                 f"Examples must fit into the model's context of {context} tokens, but row "

@@ -202,15 +202,15 @@ def read_rows(
     data.setup(verb)
     items = data.all_items
     if items.is_examples:
-        prompts = data.items.numbers("num_prompt").tolist()
-        rests = (data.items.numbers("token_ids") - prompts).tolist()
+        prompts = data.items.sum_columns("num_prompt").tolist()
+        rests = (data.items.sum_columns("token_ids") - prompts).tolist()
         return Lengths(
             max(prompts), rounded_mean(prompts), max(rests), rounded_mean(rests), 0, measure_spread(rests)
         )
-    prompts = items.numbers("teacher_prefix", "think_prefix").tolist()
-    solution = rounded_mean(items.numbers("solution_ids").tolist())
+    prompts = items.sum_columns("teacher_prefix", "think_prefix").tolist()
+    solution = rounded_mean(items.sum_columns("solution_ids").tolist())
     if data.task == "student_opd":
-        views = items.numbers("teacher_view").tolist()
+        views = items.sum_columns("teacher_view").tolist()
         own: tuple[tuple[int, int] | None, ...] = ((max(views), rounded_mean(views)),)
     else:
         own = tuple(
@@ -222,7 +222,7 @@ def read_rows(
     sizes = max(prompts), rounded_mean(prompts)
     if limit is not None:
         return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, scoring_prompts=own)
-    rests = items.numbers("completion_ids").tolist()
+    rests = items.sum_columns("completion_ids").tolist()
     return Lengths(*sizes, max(rests), rounded_mean(rests), solution, measure_spread(rests), own)
 
 

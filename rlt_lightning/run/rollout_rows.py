@@ -74,7 +74,7 @@ def completion_columns(rollout: Rollout, data: Any) -> Row:
         "closed": rollout.closed,
         "finish_reason": rollout.completion.finish_reason,
         "num_tokens": len(rollout.completion.token_ids),
-        "student_tokens": data.student_length(rollout),
+        "student_tokens": data.count_turn_tokens(rollout),
         "fits": data.fits_student(rollout),
         "seed": rollout.completion.seed,
     }

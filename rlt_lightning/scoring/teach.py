@@ -20,7 +20,7 @@ from torch import Tensor
 from rlt_lightning.callbacks.predictions import build_trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
-from rlt_lightning.datamodules.rows import missing_columns, parse_row
+from rlt_lightning.datamodules.rows import find_missing_columns, parse_row
 from rlt_lightning.datamodules.sources import name_sources
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.client import ADDRESS
@@ -122,7 +122,7 @@ def read_problem(options: TeachOptions, data: dict[str, Any]) -> tuple[int, Row]
     if options.file is not None or options.row is not None:
         number = options.row or 1
         columns = read_row(number, data)
-        if missing := missing_columns(columns, (), allows_completion=False):
+        if missing := find_missing_columns(columns, (), allows_completion=False):
             raise InputError(
                 f"Row {number} of {name_sources(data['source'])} must have question and solution, or "
                 f"conversations, but lacks {' and '.join(missing)}. Choose another."
