@@ -199,8 +199,8 @@ def test_known_shapes_have_the_published_sizes(
     name: str, billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path / "cache"))
-    model = meta_model(Models(tmp_path, []).folder(name))
-    assert Shape.of(model).weights / 1e9 == pytest.approx(billions, rel=0.015)
+    model = meta_model(Models(tmp_path, []).find_folder(name))
+    assert Shape.from_model(model).weights / 1e9 == pytest.approx(billions, rel=0.015)
 
 
 def test_every_model_of_the_configs_has_a_known_shape(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_every_model_of_the_configs_has_a_known_shape(tmp_path: Path) -> None:
         named |= {settings.get(key) for key in ("teacher", "student", "pretrained")} - {None}
     models = Models(tmp_path, [])
     for name in named:
-        assert (Path(models.folder(name)) / "config.json").is_file()
+        assert (Path(models.find_folder(name)) / "config.json").is_file()
     assert {name for name in named if "/" in name and not name.startswith("runs/")} <= set(KNOWN)
     with pytest.raises(InputError, match=r"must know the shape of 'a/b'"):
-        models.folder("a/b")
+        models.find_folder("a/b")

@@ -159,9 +159,9 @@ def test_frozen_models_and_states_can_wait_on_the_host() -> None:
 
 def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> None:
     model = meta_model(llama)
-    before = Shape.of(model)
+    before = Shape.from_model(model)
     add_adapter(model, LoRA(rank=2, alpha=2.0, targets=["q_proj"]), seed=0)
-    shape = Shape.of(model)
+    shape = Shape.from_model(model)
     per_layer = 2 * sum(model.model.layers[0].self_attn.q_proj.base_layer.weight.shape)  # rank (in + out)
     assert shape.trained == shape.num_blocks * per_layer == shape.weights - before.weights
     assert shape.head_trained == 0
@@ -441,7 +441,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_shape_counts_a_model_that_has_no_weights(llama: str) -> None:
-    shape = Shape.of(meta_model(llama))
+    shape = Shape.from_model(meta_model(llama))
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64  # q and o, k and v, the MLP, two norms
     assert (shape.block, shape.num_blocks, shape.outside) == (block, 3, 2 * 100 * 64 + 64)
     assert shape.weights == shape.trained == 3 * block + shape.outside

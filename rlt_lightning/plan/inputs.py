@@ -291,26 +291,26 @@ class Setup:
     sharding: Sharding
     processes_per_machine: int
     policy: LanguageModel
-    students: tuple[LanguageModel, ...]  # none if the reward asks no model
-    with_reference: bool
     shares_base: bool  # whether the reference is the policy without its adapter
     forwards_per_step: int  # forwards that a forward and its backward cost
     master_bytes: int  # per number of the optimizer's weights and moments
     grad_bytes: int  # per number of accumulated gradients
-    offload_frozen: bool
     offload_optimizer: bool
     offload_parameters: bool
     bucket_numel: int  # gradients that are reduced together
     sub_group_numel: int  # weights that DeepSpeed ZeRO-3 steps together
     step: Step
     logits_bytes: int  # of one tile of logits
-    hf_sequences: int  # completions that the trainer's processes sample at once; 0 if workers sample
-    teacher_passes: int  # forwards of the teacher in the score phase
-    worker: PlannedWorkers | None
     mfu: float  # part of the peak that products reach
     checkpointing: bool
     decode_rate: float | None  # tokens per second of one copy; None: from bandwidth and flops
     notes: list[str]  # assumptions, for the page
+    worker: PlannedWorkers | None = None
+    hf_sequences: int = 0  # completions that the trainer's processes sample at once; 0 if workers sample
+    students: tuple[LanguageModel, ...] = ()  # none if the reward asks no model
+    teacher_passes: int = 0  # forwards of the teacher in the score phase
+    with_reference: bool = False
+    offload_frozen: bool = False
     asynchronous: bool = False  # whether the next step is sampled while this one trains
     scores_early: bool = False  # whether completions are scored while others are sampled
     verb: Verb = "fit"

@@ -74,11 +74,11 @@ def read_step(
     """
     sampled = module if isinstance(module, OnPolicyModule) else None
     scores = isinstance(module, RLTModule)
-    samples = sampled is not None and not completions_given(data)
+    samples = sampled is not None and not has_completions(data)
     limit = rollouts.sampling.max_completion_length if samples else None
     missing = find_missing(data, models)
     if options.prompt_length is None and not missing:
-        found = read_rows(verb, data, models.folder, limit)
+        found = read_rows(verb, data, models.find_folder, limit)
         source = f"rows of {' and '.join(map(str, list_sources(data)))}"
     elif options.prompt_length is None and can_stand_in(data, missing):
         # Its vocabulary is small, so it makes more tokens, not fewer.
@@ -142,10 +142,10 @@ def read_sizes(
         return data.batch_size, rollouts.num_traces
     if verb == "fit":
         return data.prompts_per_step, sampled.group_size if sampled else 1
-    return data.val_batch_size, 1 if completions_given(data) else rollouts.num_traces
+    return data.val_batch_size, 1 if has_completions(data) else rollouts.num_traces
 
 
-def completions_given(data: StratosDataModule | EvaluationDataModule) -> bool:
+def has_completions(data: StratosDataModule | EvaluationDataModule) -> bool:
     """Return whether rows bring their completions, which are only scored."""
     return isinstance(data, StratosDataModule) and data.task == "score"
 

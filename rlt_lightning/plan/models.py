@@ -82,7 +82,7 @@ class Models:
         self.scratch = scratch
         self.notes = notes
 
-    def folder(self, name: str) -> str:
+    def find_folder(self, name: str) -> str:
         """Return a folder on this machine that holds at least the model's config.json.
 
         Raises:
@@ -99,7 +99,7 @@ class Models:
             note = f"{name} does not exist yet: planned as {earlier}, which that run would train"
             if note not in self.notes:
                 self.notes.append(note)
-            return self.folder(earlier)
+            return self.find_folder(earlier)
         raise InputError(
             f"rlt plan must know the shape of '{name}', but it is no folder with a config.json, not in the "
             f"hub's cache, and not among {', '.join(KNOWN)}. Download its config.json into a folder, and "
@@ -115,7 +115,7 @@ class Models:
 
     def has_tokenizer(self, name: str) -> bool:
         """Tell whether the model's tokenizer lies on this machine."""
-        return (Path(self.folder(name)) / "tokenizer.json").is_file()
+        return (Path(self.find_folder(name)) / "tokenizer.json").is_file()
 
 
 def find_cached(name: str) -> list[Path]:
@@ -163,7 +163,7 @@ class Shape:
     kv_per_token: int  # keys and values of all layers
 
     @classmethod
-    def of(cls, model: Any) -> Shape:
+    def from_model(cls, model: Any) -> Shape:
         """Count the weights of a model, which may be on the meta device."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
@@ -213,15 +213,15 @@ def trace_activations(
         autocast: Whether products are in bfloat16.
     """
     sequences = [
-        ScoredSequence([0] * prefix, rest, last_scored(prefix + len(rest)))
-        for rest in halves(num_tokens - prefix)
+        ScoredSequence([0] * prefix, rest, score_last(prefix + len(rest)))
+        for rest in split_in_halves(num_tokens - prefix)
     ]
     family = tuple(range(len(sequences)))
     families = (family,) if prefix else tuple((i,) for i in family)
     packed = PackedSequences.from_sequences(sequences, families)
     kept: list[int] = []
     for number in (1, 2):
-        small = first_blocks(model, number)
+        small = keep_first_blocks(model, number)
         if checkpointing:
             small.gradient_checkpointing_enable({"use_reentrant": False})
         precision = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
@@ -283,7 +283,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-def first_blocks(model: Any, number: int) -> Any:
+def keep_first_blocks(model: Any, number: int) -> Any:
     """Return a copy of a model with only its first blocks, in training mode and without dropout."""
     first = blocks(model)[0]
     parent, name, all_blocks = next(
@@ -301,12 +301,12 @@ def first_blocks(model: Any, number: int) -> Any:
     return small
 
 
-def halves(num_tokens: int) -> list[list[int]]:
+def split_in_halves(num_tokens: int) -> list[list[int]]:
     """Split tokens into two sequences, or into one if they are few."""
     sizes = (num_tokens // 2, num_tokens - num_tokens // 2) if num_tokens > 3 else (num_tokens,)
     return [[0] * size for size in sizes]
 
 
-def last_scored(num_tokens: int) -> list[bool]:
+def score_last(num_tokens: int) -> list[bool]:
     """Return a mask that scores only the last token: the head's part is counted elsewhere."""
     return [False] * (num_tokens - 1) + [True]

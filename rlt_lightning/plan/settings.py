@@ -46,7 +46,7 @@ from rlt_lightning.plan.inputs import (
     Step,
     Verb,
 )
-from rlt_lightning.plan.lengths import completions_given, read_step
+from rlt_lightning.plan.lengths import has_completions, read_step
 from rlt_lightning.plan.models import Models, Shape, trace_activations
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
@@ -117,13 +117,10 @@ def build_setup(
         sharding=processes.sharding,
         processes_per_machine=processes.per_machine,
         policy=policy,
-        students=(),
-        with_reference=False,
         shares_base=module.lora is not None and "ReferenceSync" not in callbacks,
         forwards_per_step=module.forwards_per_step,
         master_bytes=4 if processes.use_deepspeed else trained_bytes,
         grad_bytes=4 if processes.use_deepspeed and processes.mixed else trained_bytes,
-        offload_frozen=False,
         # Offloading does nothing on a CPU, whose processes have the host's memory only.
         offload_optimizer=bool(processes.strategy.get("offload_optimizer")) and not processes.on_cpu,
         offload_parameters=bool(processes.strategy.get("offload_parameters")) and not processes.on_cpu,
@@ -131,9 +128,6 @@ def build_setup(
         sub_group_numel=int(processes.strategy.get("sub_group_size", SUB_GROUP)),
         step=step,
         logits_bytes=count_logits_bytes(module, processes.on_cpu),
-        hf_sequences=0,
-        teacher_passes=0,
-        worker=None,
         mfu=options.mfu,
         checkpointing=module.gradient_checkpointing,
         decode_rate=options.decode_tokens_per_s,
@@ -146,7 +140,7 @@ def build_setup(
         notes += note_refills(setup, rollouts)
     if isinstance(module, RLTModule):
         setup = add_students(setup, module, rollouts, processes, models)
-        setup = drop_sampling(setup, module) if completions_given(data) else setup
+        setup = drop_sampling(setup, module) if has_completions(data) else setup
     if isinstance(module, OPDModule):
         setup = add_teacher(setup, module, processes, models)
     return replace(setup, notes=[*note_models(setup), *notes])
@@ -450,7 +444,7 @@ def read_worker(
         words = [word for argument in launch.arguments for word in argument.split("=")]
         if "--gpu-memory-utilization" in words:
             utilization = float(words[words.index("--gpu-memory-utilization") + 1])
-        colocated = bool({gpu for ids in launch.gpus or [[0]] for gpu in ids} & trainer_gpus(devices))
+        colocated = bool({gpu for ids in launch.gpus or [[0]] for gpu in ids} & list_trainer_gpus(devices))
     return PlannedWorkers(
         num_gpus=num_gpus,
         tensor_parallel_size=size,
@@ -467,7 +461,7 @@ def read_worker(
     )
 
 
-def trainer_gpus(devices: Any) -> set[int]:
+def list_trainer_gpus(devices: Any) -> set[int]:
     """Return the ids of the GPUs that train on one machine, from trainer.devices."""
     if not isinstance(devices, int) and "," in str(devices):
         return set(parse_gpu_ids(devices))
@@ -486,7 +480,7 @@ def read_model(
     """Describe one model as the run holds it, from its configuration."""
     whole = processes.sharding in ("whole", "ddp")
     require_settings(module.lora, module.optimizer_config, whole, installed=False)
-    model = meta_model(models.folder(name), dtype, module.attn_implementation, module.trust_remote_code)
+    model = meta_model(models.find_folder(name), dtype, module.attn_implementation, module.trust_remote_code)
     weight_bytes = next(model.parameters()).element_size()
     in_4_bits: list[int] = []
     if lora is not None and lora.base == "4bit":
@@ -508,7 +502,7 @@ def read_model(
     )
     return LanguageModel(
         name=name,
-        shape=Shape.of(model),
+        shape=Shape.from_model(model),
         weight_bytes=product_bytes if processes.use_deepspeed else weight_bytes,
         product_bytes=product_bytes,
         activations=traced,
