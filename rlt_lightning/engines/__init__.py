@@ -1,8 +1,5 @@
 """Engines: what samples completions, and how weights reach it."""
 
-import warnings
-from typing import Any
-
 from rlt_lightning.engines.base import (
     Engine,
     EngineDescription,
@@ -48,11 +45,3 @@ __all__ = [
     "sample_all",
     "sample_with_budget",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Return what had another name in the last release."""
-    if name != "generate_with_budget":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name} is now sample_with_budget: change it.", FutureWarning, stacklevel=2)
-    return sample_with_budget

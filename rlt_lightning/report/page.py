@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import sys
-import warnings
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -230,15 +229,3 @@ def build_data_of_rows(rows: list[Row], notes: Iterable[str] = ()) -> dict[str, 
     completions = read_completions(lambda: rows, "rollouts.jsonl", Bounds(len(rows), sys.maxsize))
     run = Run(Path(), {}, completions, [], None, {}, [])
     return {"made": MADE, "runs": [{"name": "", "notes": [*notes]}], "completions": build_completions([run])}
-
-
-def __getattr__(name: str) -> Any:
-    """Return a function by the name that it had in the last release."""
-    if name == "data_of_rows":
-        warnings.warn(
-            "report.page.data_of_rows is build_data_of_rows now. The old name works in this release only.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return build_data_of_rows
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
