@@ -64,9 +64,8 @@ class WorkerClient:
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
-        self.exact = (
-            False  # whether a worker with weights of its own reports log-probs at the sampling temperature
-        )
+        # Whether a worker with weights of its own reports log-probs at the sampling temperature.
+        self.exact = False
 
     @property
     def sampled_model(self) -> str | None:
