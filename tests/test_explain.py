@@ -37,6 +37,8 @@ ROW = {
     "thought_kl": [0.1, 1.5, -0.2],
     "solution_tokens": ["4", "2"],
     "solution_log_probs": [-2.0, -0.1],
+    "student_log_prob_before": -6.0,
+    "student_log_prob_after": -2.1,
 }
 
 
@@ -84,7 +86,7 @@ def test_the_terms_and_tokens_are_those_that_predict_scores(
     assert found["solution"] == pytest.approx(row["solution_log_prob_reward"], abs=1e-4)
     assert found["kl"] == pytest.approx(row["kl_reward"], abs=1e-4)
     assert found["reward"] == pytest.approx(found["solution"] + found["kl"] + found["format"], abs=2e-4)
-    explanation, solution = text.split("\nSolution:")
+    explanation, solution = text.split("\nSolution: the student")
     kl = [cells[0] for cells in values(explanation)]
     assert kl == pytest.approx(row["thought_kl"], abs=1e-4)
     log_probs = values(solution)
@@ -96,8 +98,9 @@ def test_texts_of_ones_own_need_no_row_and_leave_no_folder(tiny_model: str, tmp_
     own = ["--explain.question=What is 2 + 2?", "--explain.solution=4", "--explain.explanation=Two and two."]
     before = set(Path("runs").glob("*"))
     text = explain(tiny_model, *own, "--explain.top=2")
+    assert f"teacher {tiny_model}, student {tiny_model}\n\nQuestion: What is 2 + 2?\nSolution: 4\n" in text
     assert "Two and two." in text
-    assert len(values(text.split("\nSolution:")[0])) == 2
+    assert len(values(text.split("\nSolution: the student")[0])) == 2
     assert set(Path("runs").glob("*")) == before
 
 
@@ -109,7 +112,7 @@ def test_a_recorded_completion_is_explained_as_it_was_scored(finished_run: Path,
     config.write_text(written.replace("ckpt_path: null", "ckpt_path: gone.ckpt"))
     options = [f"--explain.rollouts={finished_run / 'rollouts.jsonl'}", f"--explain.row={row['row']}"]
     options += [f"--explain.html={tmp_path / 'page.html'}", "--model.reward.clip_kl=1000"]
-    result = rlt("explain", f"--config={config}", *options, "--explain.step=1", "--explain.completion=1")
+    result = rlt("explain", f"--config={config}", *options, "--explain.step=1", "--explain.completion=2")
     assert result.returncode == 0, result.stderr
     found = numbers(result.stdout)
     assert found["reward"] == pytest.approx(row["reward"], abs=2e-3)  # sampled log-probs against a forward's
@@ -127,6 +130,9 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
     plain = describe_explanation(ROW, empty, parts, RLTReward(), top=1, terminal=Terminal())
     assert "solution    -1.0200  1 x (mean -1.0000 + 0.01 x min -2.0000)" in plain
+    # exp(-6) = 0.0025 and exp(-2.1) = 0.1225; of two tokens the geometric means are exp(-3) and exp(-1.05).
+    assert "     0.0025 -> 0.1225     product over 2 tokens\n" in plain
+    assert "     0.0498 -> 0.3499     geometric mean of a token\n" in plain
     assert 'hardest token is "4" (token 1); +2.0000 against an empty explanation' in plain
     assert 'least natural token is "a" (token 2)' in plain
     assert "  repetition  -0.2500" in plain
@@ -226,13 +232,15 @@ def test_a_solution_of_ones_own_is_not_lost_on_a_conversation(tmp_path: Path) ->
 def test_bad_input_is_told_in_one_line(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"explain\.question needs explain\.solution"):
         ExplainOptions(question="Why?")
+    with pytest.raises(InputError, match="counts samples from 1, as the report does, but is 0"):
+        ExplainOptions(completion=0)
     with pytest.raises(InputError, match="1 to 5, but is 6"):
         find_explanation(ExplainOptions(row=6), DATA, R1)
     with pytest.raises(InputError, match=r"rollouts\.jsonl, but .*nothing is no file"):
         find_explanation(ExplainOptions(rollouts=str(tmp_path / "nothing")), DATA, R1)
     file = tmp_path / "rollouts.jsonl"
     file.write_text(json.dumps({"row": 1, "step": 4, "completion": 0}) + "\n")
-    with pytest.raises(InputError, match="completion 0 of row 1 at step 3, but has that row at steps 4"):
+    with pytest.raises(InputError, match="sample 1 of row 1 at step 3, but has that row at steps 4"):
         find_explanation(ExplainOptions(rollouts=str(file), step=3), DATA, R1)
     file.write_text("{}\n")
     with pytest.raises(InputError, match="has that row at no step"):

@@ -27,6 +27,7 @@ from rlt_lightning.report.page import (
     shorten_names,
     write_page,
 )
+from rlt_lightning.tasks.countdown import solve_row
 from rlt_lightning.types import InputError
 
 ALL = Bounds(10**6, 10**9)
@@ -297,6 +298,83 @@ def test_a_problem_shows_its_typical_completions_of_both_ends(tmp_path: Path) ->
     assert again["means"]["2"] == pytest.approx(-4.5)
 
 
+def test_identical_samples_of_a_problem_are_one_entry(tmp_path: Path) -> None:
+    texts = ("same", "other", "same", "same")
+    rows = [completion(1, 0, n, -1.0, explanation=text, num_tokens=5) for n, text in enumerate(texts)]
+    rows[2] |= tokens()
+    rows += [completion(2, 0, n, -1.0, explanation="same", num_tokens=5) for n in range(2)]
+    rows += [completion(2, 1, 0, -1.0, explanation="same", num_tokens=5)]
+    rows += [completion(2, 1, 1, -2.0, explanation="same", num_tokens=5, finish_reason="length")]
+    write_rows(tmp_path / "rollouts.jsonl", rows)
+    found = collect(tmp_path, ALL)
+    data = build_data([found])["completions"]
+    assert [*found.completions.kept] == [0, 1, 4, 6, 7]
+    assert data["sample"] == [
+        "3 of 4 samples: 1, 3, 4",
+        "sample 2 of 4",
+        "all 2 samples",
+        "sample 1 of 2",
+        "sample 2 of 2",
+    ]
+    assert data["copies"] == [3, 1, 2, 1, 1]
+    assert data["tokens"][0]["thought_tokens"] == rows[2]["thought_tokens"]  # which a copy has recorded
+    assert found.notes == []  # all are on the page
+    assert data["problems"][0]["runs"][0]["highest"] == 0
+    assert found.completions.spreads["reward"][1].count == 4
+
+
+def test_a_page_of_one_problem_has_a_card_for_each_explanation(tmp_path: Path, opened: Any) -> None:
+    question = {"question": "start 2, add 1, times 7?", "solution": "\\boxed{1}"}
+    log_probs = {"student_log_prob_before": -700.0, "student_log_prob_after": math.log(0.5)}
+    log_probs |= {"student_prob_before": 0.1, "student_prob_after": 0.9}
+    rows = [completion(1, 0, n, -1.0 - n % 2, explanation=f"text {n % 2}", num_tokens=5) for n in range(4)]
+    rows = [row | question | log_probs | tokens() for row in rows]
+    for row in rows:
+        del row["step"]
+    write_page(tmp_path / "page.html", "Page", build_data_of_rows(rows, ["note"], {"teacher": "T"}))
+    page = opened(tmp_path / "page.html").page
+    headings = ["2 of 4 samples: 1, 3: largest reward", "2 of 4 samples: 2, 4"]
+    assert page.locator(".card h3").all_inner_texts() == headings
+    text = page.inner_text("body")
+    assert "of every result only the last digit is kept" in text
+    # exp(-700) = 9.9e-305
+    assert text.count("probability of the whole solution: 9.9e−305 → 0.500, without → with") == 2
+    assert "teacher\nT" in text or "teacher T" in text
+    assert page.locator(".row").count() == 0  # no list beside the cards
+    assert "more figures" in text
+
+
+def test_a_verdict_says_what_limits_it(tmp_path: Path) -> None:
+    rising = [-1 + step / 40 for step in range(40)]
+    write_metrics(
+        tmp_path,
+        {"reward/mean": rising, "policy/entropy": [1.0] * 20 + [0.01] * 20, "reward/val_mean": rising},
+    )
+    [run] = build_data([collect(tmp_path, ALL)])["runs"]
+    assert run["verdict"].endswith(" nats. But the entropy is 0.01 nats at the end.")
+    first, problems, held_out = run["over"].removesuffix(".").split(". ")
+    assert first == "Means over the first and over the last 10 iterations, ± standard errors over iterations"
+    assert problems == "Problems differ between iterations"
+    assert held_out == "Held-out figures: the first and the last validation"
+    assert run["warnings"][0].startswith("the entropy is 0.01 nats at the end, 1 at the start")
+
+
+def test_a_figure_that_enters_the_reward_as_it_is_has_one_chart(tmp_path: Path) -> None:
+    curves = {"reward/kl_mean": [0.1, 0.2], "student/kl_mean": [0.1, 0.2]}
+    write_metrics(tmp_path, curves | {"reward/kl_max": [1.0, 1.0], "student/kl_max": [1.0, 9.0]})
+    assert [*charts_of(collect(tmp_path, ALL))] == ["reward/kl_mean", "reward/kl_max", "student/kl_max"]
+
+
+def test_bands_are_drawn_on_demand(tmp_path: Path, opened: Any) -> None:
+    write_metrics(tmp_path, {"reward/mean": [-1.0, -0.9], "reward/std": [5.0, 5.0]})
+    report([str(tmp_path)])
+    page = opened(tmp_path / "report.html").page
+    height = "() => { const { y } = Object.values(Chart.instances)[0].scales; return y.max - y.min; }"
+    assert page.evaluate(height) < 0.5  # that of the line
+    page.get_by_role("button", name="Bands").click()
+    assert page.evaluate(height) > 5
+
+
 CHAIN = "start 2, add 1, times 7?"  # 3, then 1
 KINDS = {
     "steps": "2 add 1 is 3, 3 times 7 is 1.",
@@ -337,6 +415,9 @@ def test_kinds_and_right_answers_stand_beside_the_reward(tmp_path: Path) -> None
 def test_kind_of_an_answer_is_that_of_its_thought() -> None:
     text = f"<think>\n{KINDS['leap']}\n</think>\n\n<solution>\n\\boxed{{4}}\n</solution>"
     assert judge_text({}, CHAIN, "\\boxed{1}", text) == ("leap", False)
+    made = solve_row([3, 5, 8], 19)
+    assert judge_text({}, made["question"], made["solution"], "so \\boxed{8 * 3 - 5}") == (None, True)
+    assert judge_text({}, made["question"], made["solution"], "so \\boxed{8 + 3 * 5}") == (None, False)
     assert judge_text({}, "Why?", "since it is so", "text") == (None, None)
     sums = "Ana has 8 shells, buys 5 and finds 3. How many shells does Ana have now?"
     assert judge_text({}, sums, "\\boxed{16}", "8 + 5 = 13. 13 + 3 = 16.") == ("steps", True)
@@ -449,7 +530,7 @@ def test_scores_of_any_source_are_read(tmp_path: Path) -> None:
     row = {"question": "Q", "solution": "S", "reasoning_trace": "T", "trace": 1, "conversations": own_tags}
     write_rows(tmp_path / "two" / "traces.jsonl", [row | terms | {"closed": True, "num_tokens": 7}])
     found = collect(tmp_path / "two", ALL).completions
-    assert [(row["text"], row["number"]) for row in found.kept.values()] == [("T", 1)]
+    assert [(row["text"], row["copies"], row["sample"]) for row in found.kept.values()] == [("T", 1, "")]
     assert found.terms == ["reward", "kl_reward", "num_tokens", "closed"]
 
 
@@ -495,7 +576,9 @@ def test_the_command_line_takes_run_folders(tmp_path: Path) -> None:
         "report", str(one), "--output", str(tmp_path / "both.html"), str(two), "--max_completions=20"
     )
     assert result.returncode == 0, result.stderr
-    assert "Report of one and two" in (tmp_path / "both.html").read_text()
+    assert "<h1>2 runs: one, two</h1>" in (tmp_path / "both.html").read_text()
+    title = f"<h1>Reinforcement learning: {tmp_path.name}/one</h1>"
+    assert title in (one / "report.html").read_text()
     for arguments, reason in (
         ([], "rlt report needs a run"),
         ([str(tmp_path)], "must be the folder of a run"),
@@ -514,7 +597,8 @@ def test_a_real_runs_page_shows_its_completions_and_tokens(
     text = (tmp_path / "report.html").read_text()
     data = re.search(r'id="data">(.*)</script>', text)[1]  # type: ignore[index]
     assert len(text.encode()) - len(data.encode()) < 0.3 * 2**20
-    rows = [json.loads(line) for line in (finished_run / "rollouts.jsonl").open()]
+    recorded = [json.loads(line) for line in (finished_run / "rollouts.jsonl").open()]
+    rows = [recorded[i] for i in collect(finished_run, ALL).completions.kept]  # of identical ones the first
     page = opened(tmp_path / "report.html")
     page.draw_all()
     names = page.page.locator(".chart code").all_inner_texts()

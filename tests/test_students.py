@@ -399,7 +399,7 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
     assert "miniature (1), miniature-seed1 (0.5)" in page
     shown = verb("teach", str(whole), "--question=start 3. add 4.", "--solution=7", "--num=2")
     assert "students miniature, miniature-seed1" in shown
-    assert shown.count("The student's probability of the solution") == 2
+    assert shown.count("The student's probability of the whole solution") == 2
 
 
 def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -29,10 +30,10 @@ from rlt_lightning.scoring.teach import (
     ExplainedProblem,
     TeachOptions,
     build_heading,
-    format_probability,
+    group_copies,
     read_problem,
 )
-from rlt_lightning.scoring.text import Terminal, fold_after, fold_texts, shade_tokens
+from rlt_lightning.scoring.text import Terminal, fold_after, fold_texts, format_probability, shade_tokens
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
@@ -254,7 +255,9 @@ def test_a_browser_shows_the_page(taught: dict[str, Any]) -> None:
         page = browser.new_page()
         page.goto(taught["page"].as_uri())
         text = page.inner_text("body")
-    assert "student's p before" in text
+    assert "The student's probability of the whole solution: 0." in text
+    assert "only the last digit is kept" in text
+    assert "Sample 1 of 2" in text
     assert taught["rows"][0]["reasoning_trace"] in text.replace("\n", "")
 
 
@@ -264,19 +267,24 @@ def test_the_text_says_what_the_best_is_worth(run: Path, source: Path, taught: d
     assert result.returncode == 0, result.stderr
     text, rows = result.stdout, taught["rows"]
     best = max(range(2), key=lambda i: rows[i]["reward"])
-    assert f"Question: {rows[0]['question']}\nSolution: {rows[0]['solution']}\n" in text
+    assert f"Question: {rows[0]['question']}\n  A last-digit chain: of every result only the last" in text
+    assert f"\nSolution: {rows[0]['solution']}\n" in text
     for number, row in enumerate(rows):
-        mark = ", the best" if number == best else ""
-        line = (
-            rf"Explanation {number + 1} of 2{mark} \(reward {re.escape(format(row['reward'], '+.4f'))}, .*:"
-        )
+        mark = "; largest reward" if number == best else ""
+        line = rf"Sample {number + 1} of 2{mark} \(reward {re.escape(format(row['reward'], '+.4f'))}, .*:"
         assert re.search(line, text), line
         assert row["reasoning_trace"] in text
     chosen = rows[best]
-    for name in ("before", "after"):
-        figures = f"{chosen[f'student_prob_{name}']:.4f}    log-prob {chosen[f'student_log_prob_{name}']:.4f}"
-        assert f"  {name:<8}{figures}\n" in text
-    assert "exp of the mean log-prob of the 3 tokens" in text
+    log_probs = [chosen[f"student_log_prob_{name}"] for name in ("before", "after")]
+    for figures, words in (
+        ([format_probability(value) for value in log_probs], "product over 3 tokens"),
+        ([f"{value:.4f}" for value in log_probs], "its logarithm, nats"),
+        (
+            [f"{chosen[f'student_prob_{name}']:.4f}" for name in ("before", "after")],
+            "geometric mean of a token",
+        ),
+    ):
+        assert f"  {figures[0]:>9} -> {figures[1]:<9}  {words}\n" in text
     assert f"reward      {chosen['reward']:+.4f}\n" in text
     place = max(range(len(chosen["thought_kl"])), key=chosen["thought_kl"].__getitem__)
     assert f'{chosen["thought_kl"][place]:.4f}  "{chosen["thought_tokens"][place]}"' in text
@@ -484,18 +492,16 @@ def test_words_hang_below_their_label() -> None:
 
 def test_headings_and_probabilities_read_well() -> None:
     row = {"num_tokens": 3, "finish_reason": "length", "explanation": "a", "reward": -1.0}
-    row |= {"student_prob_before": 4.2e-7, "student_prob_after": 0.25}
-    assert build_heading(row, 0, 1, True) == "Explanation (3 tokens, not closed):"
-    expected = (
-        "Explanation 2 of 3, the best (reward -1.0000, student's probability 4.2e-07 -> 0.2500, not closed):"
-    )
-    assert build_heading(row, 1, 3, True) == expected
-    assert [format_probability(p) for p in (1.0, 0.0, 1e-3, 9e-4)] == [
-        "1.0000",
-        "0.0000",
-        "0.0010",
-        "9.0e-04",
-    ]
+    row |= {"student_log_prob_before": math.log(4.2e-7), "student_log_prob_after": math.log(0.25)}
+    assert build_heading(row, [0], 1, True) == "Explanation (3 tokens, not closed):"
+    figures = "reward -1.0000, the student's probability of the solution 4.2e-07 -> 0.2500, not closed"
+    assert build_heading(row, [1], 3, True) == f"Sample 2 of 3; largest reward ({figures}):"
+    assert build_heading(row, [0, 2], 3, False) == f"2 of 3 samples: 1, 3 ({figures}):"
+    assert build_heading(row, [0, 1, 2], 3, True) == f"All 3 samples ({figures}):"
+    rows = [{"explanation": text, "finish_reason": "stop", "num_tokens": 1} for text in "abaa"]
+    assert group_copies([*rows, rows[0] | {"finish_reason": "length"}]) == [[0, 2, 3], [1], [4]]
+    shown = [format_probability(log_prob) for log_prob in (0.0, -math.inf, math.log(1e-3), -7.0, -2000.0)]
+    assert shown == ["1.0000", "0", "0.0010", "9.1e-04", "2.6e-869"]
     assert ExplainedProblem([{"reward": -2.0}, {"reward": -1.0}], None, [], None, "", None).best == 1  # type: ignore[arg-type]
 
 

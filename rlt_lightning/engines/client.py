@@ -64,8 +64,9 @@ class WorkerClient:
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
-        # Whether a worker with weights of its own reports log-probs at the sampling temperature.
-        self.exact = False
+        self.exact = (
+            False  # whether a worker with weights of its own reports log-probs at the sampling temperature
+        )
 
     @property
     def sampled_model(self) -> str | None:

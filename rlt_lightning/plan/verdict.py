@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +39,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory and the time of a step; each is computed when it is asked for."""
+    """The memory and the time of a step."""
 
     setup: Setup
-
-    @cached_property
-    def phases(self) -> list[Phase]:
-        """Return the memory of each phase."""
-        return list(list_phases(self.setup))
-
-    @cached_property
-    def time(self) -> StepTime:
-        """Return the time of each phase."""
-        return estimate_step(self.setup)
-
-    @cached_property
-    def splits(self) -> list[Split]:
-        """Return other ways to divide the GPUs; see `compare_splits`."""
-        return compare_splits(self.setup)
+    phases: list[Phase]
+    time: StepTime
+    splits: list[Split] = field(default_factory=list)
 
     @property
     def peak(self) -> Phase:
@@ -94,7 +81,7 @@ class Plan:
 
 def make_plan(setup: Setup) -> Plan:
     """Compute memory and time of a step."""
-    return Plan(setup)
+    return Plan(setup, list(list_phases(setup)), estimate_step(setup), compare_splits(setup))
 
 
 def compare_splits(setup: Setup) -> list[Split]:
@@ -118,13 +105,13 @@ def compare_splits(setup: Setup) -> list[Split]:
         return []
     wanted = [setup, divide_gpus(setup, gpus // 2 // size * size, gpus), share_gpus(setup, gpus)]
     ahead = [divide_gpus(setup, n, gpus, asynchronous=True) for n in range(size, gpus, size)]
-    fitting = [other for other in ahead if Plan(other).fits]
+    fitting = [other for other in ahead if not Plan(other, list(list_phases(other)), StepTime([])).problems()]
     if fitting:
         wanted.append(min(fitting, key=lambda other: estimate_step(other).total))
     found: dict[str, Split] = {}
     for number, other in enumerate(wanted):
         if (name := name_split(other)) not in found and f"{name} *" not in found:
-            plan = Plan(other)
+            plan = Plan(other, list(list_phases(other)), estimate_step(other))
             name += "" if number else " *"
             found[name] = Split(name, plan.time, plan.fits)
     return sorted(found.values(), key=lambda split: -split.time.total)
@@ -149,7 +136,7 @@ def share_gpus(setup: Setup, gpus: int) -> Setup:
     """Return the setup with all GPUs doing both, and as much memory for workers as the trainer leaves."""
     for percent in range(90, 25, -5):
         found = assign_gpus(setup, gpus, gpus, colocated=True, utilization=percent / 100)
-        if Plan(found).fits:
+        if not Plan(found, list(list_phases(found)), StepTime([])).problems():
             break
     return found
 

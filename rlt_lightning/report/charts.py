@@ -56,7 +56,9 @@ def build_curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
     known = [metric for metric in list_metrics() if metric.name in names]
     unknown = [find_metric(name) for name in sorted(names - {metric.name for metric in known})]
     distilled = all(map(is_distilled, runs))
-    drawn = [metric for metric in (*known, *unknown) if metric.drawn == "line"]
+    drawn = [
+        metric for metric in (*known, *unknown) if metric.drawn == "line" and not is_shown_raw(runs, metric)
+    ]
     shown = [name_distilled(metric) if distilled else metric for metric in drawn]
     titles = list(dict.fromkeys(metric.section for metric in list_metrics() if metric.section))
     if distilled:  # its loss is what falls; the rest is computed from it
@@ -79,6 +81,15 @@ def build_curve_sections(runs: list[Run]) -> list[dict[str, Any]]:
 def is_of_student(name: str) -> bool:
     """Return whether a metric is that of one of several students, NAME/LABEL."""
     return name.rpartition("/")[0] in OF_STUDENT
+
+
+def is_shown_raw(runs: list[Run], metric: Metric) -> bool:
+    """Return whether a student's raw figure is the one that enters the reward, whose chart is enough."""
+    as_entered = f"reward/{metric.name.removeprefix('student/')}"
+    return metric.prefix == "student" and all(
+        metric.name not in run.metrics or run.metrics[metric.name] == run.metrics.get(as_entered)
+        for run in runs
+    )
 
 
 def name_distilled(metric: Metric) -> Metric:
@@ -113,13 +124,13 @@ def build_kind_charts(runs: list[Run]) -> list[Chart]:
         "without the steps to it."
     )
     if len(runs) == 1:
-        charts = [("Kinds of explanations", about, [part for series in by_kind.values() for part in series])]
+        charts = [("Kinds of completions", about, [part for series in by_kind.values() for part in series])]
     else:  # a chart for each: their lines would hide each other
         charts = [
             (f"Kind: {kind}", about, [part | {"label": ""} for part in series])
             for kind, series in by_kind.items()
         ]
-    about = "Fraction of the completions whose last number is the answer, whatever is before it."
+    about = "Fraction of the completions that end with the right number or, for Countdown, expression."
     right = build_series("", {i: run.completions.right for i, run in enumerate(runs)})
     charts.append(("Ends with the right answer", about, right))
     return [

@@ -27,7 +27,7 @@ from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.metrics import COLUMNS, label_columns, read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.result import FitResult, read_fit_result
-from rlt_lightning.run.rollout_rows import spread_evenly
+from rlt_lightning.run.rollout_rows import describe_samples, identify_copy, spread_evenly
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.tasks.stepwise import TRACE_KINDS, find_trace_kind
 from rlt_lightning.types import BadRowError, InputError
@@ -166,7 +166,10 @@ class Completions:
 
     file: str = ""
     total: int = 0
-    kept: dict[int, Row] = field(default_factory=dict)  # by position in the file
+    kept: dict[int, Row] = field(default_factory=dict)  # by position in the file; of identical ones the first
+    shown_as: list[int] = field(
+        default_factory=list
+    )  # position -> that of the first identical one of its group
     problems: list[AskedProblem] = field(default_factory=list)
     terms: list[str] = field(default_factory=list)
     spreads: dict[str, dict[int, Spread]] = field(default_factory=dict)  # term -> step -> over completions
@@ -217,7 +220,7 @@ def collect(folder: Path, bounds: Bounds) -> Run:
         raise InputError(
             f"{folder} holds a run that has written no figures yet. Wait for its first iteration."
         )
-    kept = len(completions.kept)
+    kept = sum(row["copies"] for row in completions.kept.values())
     if kept < completions.total:
         notes.append(
             f"{kept:,} of the {completions.total:,} completions in {completions.file} are on this page: of "
@@ -276,6 +279,9 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     by_texts: dict[tuple[str, str], AskedProblem] = {}
     sizes: list[int] = []
     owners: list[AskedProblem] = []
+    samples: dict[int, list[int]] = {}  # position of a first completion -> numbers of its copies
+    group_sizes: Counter[tuple[int, int | None]] = Counter()
+    first_copies: dict[int, int] = {}
     spreads: dict[str, dict[int, Spread]] = defaultdict(lambda: defaultdict(Spread))
     judged: list[tuple[int | None, str | None, bool | None]] = []  # step, kind, whether it is right
     for position, row in enumerate(rows()):
@@ -288,7 +294,15 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
             found.problems.append(by_texts[question, solution])
         by_texts[question, solution].add(position, step, values.get("reward"))
         owners.append(by_texts[question, solution])
+        group = by_texts[question, solution].first, step
+        key = hash((group, identify_copy(row, text))) if file != "scores.jsonl" else position
+        shown_as = first_copies.setdefault(key, position)
+        found.shown_as.append(shown_as)
+        number = row.get("completion", row.get("trace"))
+        samples.setdefault(shown_as, []).append(number if isinstance(number, int) else group_sizes[group])
+        group_sizes[group] += 1
         sizes.append(measure_size(row, text))
+        sizes[shown_as] = max(sizes[shown_as], sizes[-1])  # a copy may bring the tokens
         judged.append((step, *judge_text(row, question, solution, text)))
         for name, value in values.items():
             if name not in found.terms:
@@ -303,12 +317,18 @@ def read_completions(rows: Callable[[], Iterable[Row]], file: str, bounds: Bound
     found.by_kind = count_by_reward(found.problems, judged)
     last_step = max((step for step, _, _ in judged if step is not None), default=None)
     last = [i for i, (step, _, _) in enumerate(judged) if step is not None and step == last_step]
-    chosen = choose_completions(found.problems, owners, sizes, bounds, last)
+    chosen = choose_completions(found.problems, owners, sizes, bounds, last, found.shown_as)
     numbers = {texts: number for number, texts in enumerate(by_texts)}
     for position, row in enumerate(rows()):
+        shown_as = found.shown_as[position]
         if position in chosen:
-            _, kind, is_right = judged[position]
+            step, kind, is_right = judged[position]
+            copies, total = samples[position], group_sizes[owners[position].first, step]
             found.kept[position] = build_completion(row, file, numbers, kind, is_right)
+            names = describe_samples(copies, total) if file != "scores.jsonl" else ""
+            found.kept[position] |= {"copies": len(copies), "sample": names}
+        elif shown_as in chosen and found.kept[shown_as]["tokens"] is None:
+            found.kept[shown_as]["tokens"] = build_tokens(row)
     return found
 
 
@@ -321,7 +341,9 @@ def judge_text(row: Row, question: str, solution: str, text: str) -> tuple[str |
     for tags in (R1, STRATOS):
         if tags.thought_open in text:
             thought = text.partition(tags.thought_open)[2].partition(tags.thought_close)[0]
-    reference = {name: row[name] for name in ("answer", "kind") if name in row} | {"solution": solution}
+    names = ("answer", "kind", "numbers", "target")
+    reference = {name: row[name] for name in names if name in row}
+    reference |= {"question": question, "solution": solution}
     return find_trace_kind(question, thought.strip()), ends_with_answer(text, reference)
 
 
@@ -378,6 +400,7 @@ def choose_completions(
     sizes: list[int],
     bounds: Bounds,
     last: list[int],
+    shown_as: list[int],
 ) -> set[int]:
     """Choose what the page compares, the last iteration, first and last ones, then evenly over the file.
 
@@ -387,6 +410,7 @@ def choose_completions(
         sizes: Characters of each completion. The characters of its problem count once.
         bounds: What a page takes.
         last: The completions of the last iteration.
+        shown_as: For each completion the one that is shown in its place: the first identical one.
     """
     landmarks = [problem.find_landmarks() for problem in problems]
     names = ("highest", "lowest", "typical_first", "typical_last")
@@ -401,7 +425,7 @@ def choose_completions(
     shown: set[int] = set()  # problems, by the position of their first completion
     left = bounds.characters
     for kind in kinds:
-        candidates = sorted({position for position in kind if position is not None} - chosen)
+        candidates = sorted({shown_as[position] for position in kind if position is not None} - chosen)
         if not candidates:
             continue
         mean_size = sum(sizes[i] for i in candidates) / len(candidates)
@@ -485,15 +509,17 @@ def build_completion(
         "right": is_right,
         "problem": problems[question, solution],
         "step": read_step(row, file),
-        "number": row.get("completion", row.get("trace")) if file != "scores.jsonl" else None,
         "column": row.get("trace_column"),
         "finish": row.get("finish_reason"),
         "text": text,
         "figures": read_figures(row, file),
-        "tokens": {name: list(round_numbers(row[name])) for name in TOKEN_COLUMNS}
-        if has_tokens(row)
-        else None,
+        "tokens": build_tokens(row),
     }
+
+
+def build_tokens(row: Row) -> Row | None:
+    """Return a row's columns of tokens as the page takes them; None if it has none."""
+    return {name: list(round_numbers(row[name])) for name in TOKEN_COLUMNS} if has_tokens(row) else None
 
 
 def round_numbers(values: list[Any]) -> Iterator[Any]:

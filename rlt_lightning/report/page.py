@@ -28,13 +28,16 @@ from rlt_lightning.report.collect import (
 )
 from rlt_lightning.report.summary import (
     build_summary,
+    classify_run,
     describe_scales,
+    describe_windows,
     list_differences,
     tabulate_kinds,
     tabulate_results,
 )
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import label_columns
+from rlt_lightning.tasks.stepwise import describe_question
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
@@ -69,10 +72,7 @@ def report(
     characters = int(max_text_mib * 2**20)
     bounds = Bounds(max(1, max_completions // len(folders)), characters // len(folders))
     runs = [collect(folder, bounds) for folder in folders]
-    names = shorten_names(folders)
-    write_page(
-        path, f"Report of {' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}", build_data(runs)
-    )
+    write_page(path, build_title(runs), build_data(runs))
     print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB, opens in any browser without a network")
 
 
@@ -147,12 +147,23 @@ def shorten_names(folders: list[Path]) -> list[str]:
     raise InputError("Every RUN_DIR must be another folder, but one is named twice. Name it once.")
 
 
+def build_title(runs: list[Run]) -> str:
+    """Return the heading of a report: what the run is and where it lies; of several, their names."""
+    if len(runs) > 1:
+        names = shorten_names([run.folder for run in runs])
+        return f"{len(runs)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
+    folder = runs[0].folder.resolve()
+    own = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f"{classify_run(runs[0])}: {'/'.join(own.parts[-2:] or folder.parts[-1:])}"
+
+
 def build_data(runs: list[Run]) -> dict[str, Any]:
     """Return all that the page shows of runs."""
     names = shorten_names([run.folder for run in runs])
     differences = list_differences(runs)
     return {
         "made": MADE,
+        "windows": describe_windows(runs),
         "runs": [
             {"name": name, "folder": str(run.folder), "notes": run.notes, **build_summary(run)}
             for name, run in zip(names, runs, strict=True)
@@ -179,18 +190,20 @@ def build_completions(runs: list[Run]) -> dict[str, Any] | None:
     data["labels"] = {name: labels[name] for name in terms if name in labels}
     if all(is_distilled(run) for run in runs):
         data["labels"]["reward"] = "minus the divergence"
-    columns = ("run", "problem", "step", "number", "column", "finish", "text", "kind", "right")
+    columns = ("run", "problem", "step", "sample", "copies", "column", "finish", "text", "kind", "right")
     data |= {name: [] for name in columns}
     numbers: dict[tuple[str, str], int] = {}
     for run_number, run in enumerate(runs):
         found = run.completions
-        places = {position: len(data["run"]) + i for i, position in enumerate(found.kept)}
+        kept = {position: len(data["run"]) + i for i, position in enumerate(found.kept)}
+        places = {i: kept[first] for i, first in enumerate(found.shown_as) if first in kept}
         shown = {row["problem"] for row in found.kept.values()}
         for own, problem in enumerate(found.problems):
             if own in shown:
                 number = numbers.setdefault((problem.question, problem.solution), len(numbers))
                 if number == len(data["problems"]):
                     texts = {"question": problem.question, "solution": problem.solution}
+                    texts["about"] = describe_question(problem.question)
                     data["problems"].append({"row": problem.row, **texts, "runs": {}})
                 data["problems"][number]["runs"][run_number] = find_landmarks(problem, places)
         for position, row in found.kept.items():
@@ -202,7 +215,7 @@ def build_completions(runs: list[Run]) -> dict[str, Any] | None:
             for name in terms:
                 data["terms"][name].append(row["figures"].get(name))
             if row["tokens"]:
-                data["tokens"][places[position]] = row["tokens"]
+                data["tokens"][kept[position]] = row["tokens"]
     return data if data["run"] else None
 
 
@@ -219,13 +232,17 @@ def write_step(step: int | None) -> str:
     return "null" if step is None else str(step)
 
 
-def build_data_of_rows(rows: list[Row], notes: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what `write_page` shows of a few completions; a single one is open.
+def build_data_of_rows(
+    rows: list[Row], notes: Iterable[str] = (), facts: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Return what `write_page` shows of a few completions; those of a single problem are all open.
 
     Args:
         rows: Rows as in rollouts.jsonl. With its columns of tokens, the page shows each token's figure.
         notes: Sentences to read with the figures.
+        facts: What the completions come from, such as the teacher's name.
     """
     completions = read_completions(lambda: rows, "rollouts.jsonl", Bounds(len(rows), sys.maxsize))
     run = Run(Path(), {}, completions, [], None, {}, [])
-    return {"made": MADE, "runs": [{"name": "", "notes": [*notes]}], "completions": build_completions([run])}
+    runs = [{"name": "", "notes": [*notes]}]
+    return {"made": MADE, "facts": facts or {}, "runs": runs, "completions": build_completions([run])}

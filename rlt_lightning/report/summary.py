@@ -38,6 +38,7 @@ def build_summary(run: Run) -> dict[str, Any]:
     return {
         "trained": describe_training(run),
         "verdict": describe_verdict(run.result) if run.result else "",
+        "over": describe_windows([run]) if run.result and run.result.changes else "",
         "learned": run.result.judge() if run.result else "",
         "warnings": run.result.warnings if run.result else [],
         "facts": list_facts(run),
@@ -56,6 +57,25 @@ def read_setting(run: Run, *names: str) -> str:
     return ""
 
 
+def classify_run(run: Run) -> str:
+    """Return what kind of run it is, in the words that begin its page."""
+    if run.evaluation is not None:
+        return "Evaluation"
+    if not (run.result and run.result.steps):
+        return "Scored completions" if run.completions.total else "Groups by reward"
+    if is_distilled(run):
+        return "On-policy distillation"
+    if "reward/mean" not in run.metrics and not run.completions.spreads.get("reward"):
+        return "Supervised fine-tuning"
+    is_taught = describe_students(run) or read_setting(run, "model.student")
+    reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
+    return (
+        "Reinforcement-learned teacher"
+        if is_taught and reward in ("", "RLTReward")
+        else "Reinforcement learning"
+    )
+
+
 def describe_training(run: Run) -> str:
     """Return what was trained, on what and how, in one sentence; of other runs what was done."""
     count = count_problems(run)
@@ -71,23 +91,23 @@ def describe_training(run: Run) -> str:
     length = f"{steps:,} iterations" + (
         f", {run.completions.total:,} completions of {count}" if count else ""
     )
-    if is_distilled(run):
+    kind = classify_run(run)
+    if kind == "On-policy distillation":
         teacher = read_setting(run, "model.teacher") or "itself"
         return (
-            f"On-policy distillation: the student {model} was trained on its own answers{on} to match "
-            f"{teacher}, which sees the solution: {length}."
+            f"{kind}: the student {model} was trained on its own answers{on} to match {teacher}, which sees "
+            f"the solution: {length}."
         )
-    if "reward/mean" not in run.metrics and not run.completions.spreads.get("reward"):
-        return f"Supervised fine-tuning: {model} was trained{on}: {steps:,} optimizer steps."
-    students = describe_students(run) or read_setting(run, "model.student")
-    reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
-    if students and reward in ("", "RLTReward"):
+    if kind == "Supervised fine-tuning":
+        return f"{kind}: {model} was trained{on}: {steps:,} optimizer steps."
+    if kind == "Reinforcement-learned teacher":
+        students = describe_students(run) or read_setting(run, "model.student")
         return (
-            f"Reinforcement-learned teacher: {model} was trained to explain solutions{on} in the way that "
-            f"helps the frozen student{'s' * (', ' in students)} {students} most: {length}."
+            f"{kind}: {model} was trained to explain solutions{on} in the way that helps the frozen "
+            f"student{'s' * (', ' in students)} {students} most: {length}."
         )
-    named = f" with {reward}" if reward else ""
-    return f"Reinforcement learning{named}: {model} was trained{on}: {length}."
+    reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
+    return f"{kind}{f' with {reward}' if reward else ''}: {model} was trained{on}: {length}."
 
 
 def count_problems(run: Run) -> str:
@@ -113,13 +133,13 @@ def describe_verdict(result: FitResult) -> str:
     figures = f"{words} {show(change)}".replace("-", "−")
     if change.num_steps < 2:
         return f"Too short to say whether it learned: {figures} nats."
+    limits = f" But {' and '.join(result.limits)}." if result.limits else ""
     judged = {
         "yes": "It learned what it was trained for",
         "no": "It became worse",
         "unclear": "No clear change",
     }[result.judge()]
-    over = f"means of the first and the last {change.num_steps} iterations ± their standard errors"
-    return f"{judged}: {figures} nats ({over})."
+    return f"{judged}: {figures} nats.{limits}"
 
 
 def list_facts(run: Run) -> dict[str, str]:
@@ -143,6 +163,20 @@ def describe_seconds(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
     return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def describe_windows(runs: list[Run]) -> str:
+    """Return what the first and last figures of the table are means of."""
+    changes = [run.result.changes for run in runs if run.result]
+    sizes = {max(change.num_steps for change in found.values()) for found in changes if found}
+    number = (
+        f"{min(sizes)} iterations" if len(sizes) == 1 else "iterations, a quarter of each run and at most ten"
+    )
+    words = [f"Means over the first and over the last {number}, ± standard errors over iterations"]
+    words += ["of right answers over problems"] if any(RIGHT in found for found in changes) else []
+    held_out = any(run.result and run.result.held_out for run in runs)
+    more = " Held-out figures: the first and the last validation." if held_out else ""
+    return f"{', '.join(words)}. Problems differ between iterations.{more}"
 
 
 def tabulate_results(runs: list[Run], names: list[str]) -> list[list[str]]:
@@ -201,7 +235,7 @@ def split_change(name: str, change: Change) -> list[str]:
     values = (change.first, change.first_error), (change.last, change.last_error)
 
     def write(value: float, error: float, signed: bool = False) -> str:
-        text = f"{scale * value:{'+' if signed else ''}.3g}"
+        text = f"{scale * value:{'+' if signed and value else ''}.3g}"
         return text.replace("-", "−") + (f" ± {scale * error:.2g}" if error > 0 else "")
 
     units = (" %", " points") if is_fraction(name) else ("", "")

@@ -101,7 +101,8 @@ class FitResult:
         changes: Figures of training by the names of metrics.csv, such as reward/mean or policy/loss, and
             explanation/right_frac, the fraction of explanations that end with the right answer, where a rule
             can judge them: over the same first and last iterations, its errors over problems.
-        limits: What shows that there was little to learn from, or is little left; it is in `warnings` too.
+        limits: What shows that there was little to learn from, or is little left: short clauses, on which
+            `warnings` say more.
         held_out: Figures of held-out rows and evaluation sets: reward/val_mean, eval/SET/pass_at_1, …
         warnings: Why the run cannot have taught much, or what it has taught wrongly; a sentence each.
         before: A row of rollouts.jsonl: the median explanation of a problem in the first iteration. None if
@@ -211,7 +212,7 @@ def read_fit_result(folder: Path) -> FitResult:
     limits = list(find_limits(training, changes, flat))
     warnings = list(find_warnings(steps, limits, changes, held_out))
     pair = choose_pair(first.rows, last.rows)
-    return FitResult(folder, steps, changes, held_out, [fact for fact, _ in limits], warnings, *pair)
+    return FitResult(folder, steps, changes, held_out, [clause for clause, _ in limits], warnings, *pair)
 
 
 def measure_change(curve: Curve) -> Change | None:
@@ -243,7 +244,7 @@ def measure_held_out(name: str, curves: dict[str, Curve]) -> Change | None:
 def find_limits(
     training: dict[str, Curve], changes: dict[str, Change], flat_groups: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield what shows that there was little to learn from, or is little left: the fact, and what to do.
+    """Yield what shows that there was little to learn from, or is little left: a clause, and a warning.
 
     Args:
         training: Curves of training.
@@ -254,22 +255,23 @@ def find_limits(
     flat = sum(value < GROUP_STD_BELOW for value in spread)
     if flat > len(spread) / 2:
         yield (
+            f"in {flat} of {len(spread)} iterations no group had any spread",
             f"in {flat} of {len(spread)} iterations the completions of a problem all earned the same: there "
-            "was nothing to learn from",
-            "Raise the temperature or group_size, or take other problems",
+            "was nothing to learn from. Raise the temperature or group_size, or take other problems",
         )
     elif flat_groups > FLAT_GROUPS_ABOVE:
+        percent = f"{100 * flat_groups:.0f} %"
         yield (
-            f"at the end, in {100 * flat_groups:.0f} % of the groups all completions earned the same: little "
-            "is left to learn from these problems",
-            "Take harder problems, stop earlier, or turn on rollouts.dynamic_sampling",
+            f"{percent} of the last groups have no spread",
+            f"in {percent} of the last groups all completions earned the same: little is left to learn from "
+            "these problems. Take harder ones, stop earlier, or turn on rollouts.dynamic_sampling",
         )
     entropy = changes.get("policy/entropy")
     if entropy and entropy.last < ENTROPY_BELOW:
         yield (
-            f"policy/entropy is {entropy.last:.2g} nats at the end, {entropy.first:.2g} at the start: "
-            "sampling has collapsed",
-            "Lower the learning rate, or raise the loss's kl_coef",
+            f"the entropy is {entropy.last:.2g} nats at the end",
+            f"the entropy is {entropy.last:.2g} nats at the end, {entropy.first:.2g} at the start "
+            "(policy/entropy): sampling has collapsed. Lower the learning rate, or raise the loss's kl_coef",
         )
 
 
@@ -286,7 +288,7 @@ def find_warnings(
     """
     if 0 < steps < MIN_STEPS:
         yield describe_few_steps(steps)
-    yield from (f"{fact}. {remedy}" for fact, remedy in limits)
+    yield from (warning for _, warning in limits)
     reward = changes.get("reward/mean")
     if reward and reward.has_risen:
         yield from find_wrong_lessons(changes, held_out)

@@ -15,15 +15,18 @@ from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
-from rlt_lightning.scoring.one_problem import score_problems
+from rlt_lightning.scoring.one_problem import compare_probabilities, score_problems
 from rlt_lightning.scoring.text import (
     Terminal,
     build_legend,
+    describe_change,
+    describe_problem,
     describe_students,
     describe_terms,
     find_terminal,
     fold_caveats,
     list_caveats,
+    list_facts,
     shade_tokens,
     show_solution,
     tabulate_kl,
@@ -40,7 +43,7 @@ class ExplainOptions:
         row: Number of the row in data.source, from 1. Its explanation is its trace, data.trace_columns.
         rollouts: The rollouts.jsonl of a run with these data, to take the explanation of the row from.
         step: Iteration of that completion; None: the last iteration that has the row.
-        completion: Number of that completion in its group, from 0.
+        completion: Which of the row's samples it is, from 1 as in the report.
         question: Replaces the row's question; needs a solution and an explanation too.
         solution: Replaces the row's solution.
         explanation: Replaces the row's explanation.
@@ -51,7 +54,7 @@ class ExplainOptions:
     row: int = 1
     rollouts: str | None = None
     step: int | None = None
-    completion: int = 0
+    completion: int = 1
     question: str | None = None
     solution: str | None = None
     explanation: str | None = None
@@ -67,6 +70,11 @@ class ExplainOptions:
         if self.rollouts is not None and self.explanation is not None:
             raise InputError(
                 "Either explain.rollouts or explain.explanation has the explanation, but both are set."
+            )
+        if self.completion < 1:
+            raise InputError(
+                f"explain.completion counts samples from 1, as the report does, but is {self.completion}. "
+                "Add 1 to the column `completion` of rollouts.jsonl, which counts from 0."
             )
         if self.row < 1 or self.top < 0:
             raise InputError(
@@ -166,11 +174,11 @@ def find_completion(options: ExplainOptions) -> Row:
     of_row = [row for row in read_json_rows(path) if row.get("row") == options.row and "step" in row]
     step = options.step if options.step is not None else max((row["step"] for row in of_row), default=None)
     for row in of_row:
-        if (row["step"], row.get("completion")) == (step, options.completion):
+        if (row["step"], row.get("completion")) == (step, options.completion - 1):
             return row
     steps = sorted({row["step"] for row in of_row})
     raise InputError(
-        f"{path} must have completion {options.completion} of row {options.row}"
+        f"{path} must have sample {options.completion} of row {options.row}"
         + (f" at step {options.step}" if options.step is not None else "")
         + f", but has that row at {'steps ' + ', '.join(map(str, steps)) if steps else 'no step'}. Choose "
         "another explain.row, explain.step or explain.completion."
@@ -214,8 +222,11 @@ def explain(
     formats = data.student_views.formats
     [row], [rollout] = rollout_rows(scored.batch), scored.rollouts.rollouts
     row |= build_token_columns(rollout, scored.scores, 0, formats)
+    row |= compare_probabilities(scored.empty, scored.scores, 0)
     empty = score_rows(scored.empty)[0] | build_token_columns(rollout, scored.empty, 0, formats)
     terminal, by_student = find_terminal(), scored.scores.by_student
+    facts = list_facts(module.pretrained, module.students, module.reward)
+    print("\n".join([*describe_problem(row, facts, terminal), ""]))
     if by_student:
         print("\n".join([*describe_students(row, module.students, terminal), ""]))
     # With one student, its scores are those of the batch.
@@ -226,7 +237,7 @@ def explain(
             print(f"\n{label}:\n")
         print(describe_explanation(*pair, parts, module.reward, options.top, terminal), flush=True)
     if options.html:
-        page = build_data_of_rows([row], list_caveats(module.reward, any_text=True))
+        page = build_data_of_rows([row], list_caveats(module.reward, any_text=True), facts)
         write_page(Path(options.html), "One explanation, token by token", page)
         print(f"\n{options.html}: the same as a page")
 
@@ -245,6 +256,8 @@ def describe_explanation(
         terminal: What the text is for.
     """
     lines = [
+        *describe_change(row, reward, terminal),
+        "",
         *describe_terms(row, empty, parts, reward, terminal),
         "",
         f"Explanation: KL of teacher from student ({reward.kl_estimator}), nats",

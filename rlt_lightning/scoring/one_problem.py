@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
@@ -37,6 +38,7 @@ from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_bat
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
+from rlt_lightning.run.jsonl import Row
 from rlt_lightning.strategies.sharding import Entry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import (
@@ -174,6 +176,42 @@ class ScoreCollector(Callback):
                 empty = scorer.score_empty(batch.problems[0], batch.rollouts.temperature)
         self.waiting.close()
         self.found.append(ScoredBatch(batch, empty))
+
+
+def compare_probabilities(before: Scores, scores: Scores, place: int) -> Row:
+    """Return the student's probability of the solution, before and after an explanation.
+
+    Args:
+        before: The scores of an empty explanation.
+        scores: The scores of explanations.
+        place: Which of them is meant.
+
+    Returns:
+        See `measure_probabilities`: of the first student and, as NAME/LABEL, of further ones.
+    """
+    found = measure_probabilities(before.solution_log_probs[0], scores.solution_log_probs[place])
+    for label, one in [*scores.by_student.items()][1:]:
+        own = measure_probabilities(
+            before.by_student[label].solution_log_probs[0], one.solution_log_probs[place]
+        )
+        found |= {f"{name}/{label}": value for name, value in own.items()}
+    return found
+
+
+def measure_probabilities(before: Tensor, after: Tensor) -> Row:
+    """Return a student's probability of the solution, before and after an explanation.
+
+    Args:
+        before: Log-probs of the solution's tokens after an empty explanation, (S,), nats.
+        after: The same after the explanation.
+
+    Returns:
+        student_prob_*: exp(mean log-prob), the geometric mean of the tokens' probabilities.
+        student_log_prob_*: The sum of the log-probs, nats.
+    """
+    pairs = {"before": before.double(), "after": after.double()}
+    probs = {f"student_prob_{name}": float(values.mean().exp()) for name, values in pairs.items()}
+    return probs | {f"student_log_prob_{name}": float(values.sum()) for name, values in pairs.items()}
 
 
 def fit_context(trainer: Trainer, module: RLTModule, max_model_len: int = sys.maxsize) -> None:

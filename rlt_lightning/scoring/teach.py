@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlt_lightning.callbacks.predictions import build_trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
@@ -30,20 +28,31 @@ from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, append_rows, format_line
 from rlt_lightning.run.metrics import COLUMNS
-from rlt_lightning.run.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
+from rlt_lightning.run.rollout_rows import (
+    build_token_columns,
+    choose_student,
+    describe_samples,
+    identify_copy,
+    rollout_rows,
+    score_rows,
+)
 from rlt_lightning.scoring.explain import read_row
-from rlt_lightning.scoring.one_problem import NoReward, ScoredBatch, score_problems
+from rlt_lightning.scoring.one_problem import NoReward, ScoredBatch, compare_probabilities, score_problems
 from rlt_lightning.scoring.text import (
     Terminal,
     build_legend,
+    describe_change,
     describe_format,
+    describe_problem,
     describe_students,
     describe_terms,
     find_terminal,
     fold_after,
     fold_caveats,
     fold_plain,
+    format_probability,
     list_caveats,
+    list_facts,
     list_terms,
     shade_tokens,
     show_solution,
@@ -202,7 +211,7 @@ def teach(
     if options.json is True:
         print("".join(map(format_line, rows)), end="", flush=True)
     else:
-        print("\n".join(describe_problem(explained, options.top, find_terminal())), flush=True)
+        print("\n".join(describe_explanations(explained, options.top, find_terminal())), flush=True)
     if cut := [row["num_tokens"] for row in rows if row["finish_reason"] == "length"]:
         shortened = rollouts.sampling.max_completion_length < longest
         setting = "the end of the models' contexts" if shortened else "--max_tokens"
@@ -212,9 +221,8 @@ def teach(
         announce(f"{options.json}: the same as JSON, added at its end")
     if options.html:
         caveats = list_caveats(module.reward) if isinstance(module.reward, RLTReward) else []
-        write_page(
-            Path(options.html), "What the teacher explains", build_data_of_rows(explained.rows, caveats)
-        )
+        page = build_data_of_rows(explained.rows, caveats, explained.facts)
+        write_page(Path(options.html), "What the teacher explains", page)
         announce(f"{options.html}: the same as a page")
 
 
@@ -262,6 +270,11 @@ class ExplainedProblem:
         """Return the number of the explanation with the largest reward, from 0."""
         return max(range(len(self.rows)), key=lambda i: self.rows[i].get("reward", 0.0))
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return what scored the explanations, for the head of a page."""
+        return list_facts(self.teacher, self.students, self.reward)
+
     def build_rows(self, traces: Iterable[Row]) -> list[Row]:
         """Return the rows of traces.jsonl with the tokens and the student's view, as far as there are any."""
         names = [column.name for column in (*COLUMNS["taught"], *COLUMNS["tokens"])]
@@ -285,43 +298,7 @@ def list_parts(scores: Scores) -> list[dict[str, float]]:
     return [{name: float(v[i]) for name, v in parts.items()} for i in range(len(scores.terms.reward))]
 
 
-def compare_probabilities(before: Scores, scores: Scores, place: int) -> Row:
-    """Return the student's probability of the solution, before and after an explanation.
-
-    Args:
-        before: The scores of an empty explanation.
-        scores: The scores of explanations.
-        place: Which of them is meant.
-
-    Returns:
-        See `measure_probabilities`: of the first student and, as NAME/LABEL, of further ones.
-    """
-    found = measure_probabilities(before.solution_log_probs[0], scores.solution_log_probs[place])
-    for label, one in [*scores.by_student.items()][1:]:
-        own = measure_probabilities(
-            before.by_student[label].solution_log_probs[0], one.solution_log_probs[place]
-        )
-        found |= {f"{name}/{label}": value for name, value in own.items()}
-    return found
-
-
-def measure_probabilities(before: Tensor, after: Tensor) -> Row:
-    """Return a student's probability of the solution, before and after an explanation.
-
-    Args:
-        before: Log-probs of the solution's tokens after an empty explanation, (S,), nats.
-        after: The same after the explanation.
-
-    Returns:
-        student_prob_*: exp(mean log-prob), the geometric mean of the tokens' probabilities.
-        student_log_prob_*: The sum of the log-probs, nats.
-    """
-    pairs = {"before": before.double(), "after": after.double()}
-    probs = {f"student_prob_{name}": float(values.mean().exp()) for name, values in pairs.items()}
-    return probs | {f"student_log_prob_{name}": float(values.sum()) for name, values in pairs.items()}
-
-
-def describe_problem(explained: ExplainedProblem, top: int, terminal: Terminal) -> list[str]:
+def describe_explanations(explained: ExplainedProblem, top: int, terminal: Terminal) -> list[str]:
     """Return the lines that a terminal shows: the problem, the explanations, and what the best is worth.
 
     Args:
@@ -331,13 +308,11 @@ def describe_problem(explained: ExplainedProblem, top: int, terminal: Terminal) 
     """
     rows, best = explained.rows, explained.best
     several = len(explained.students.names) > 1
-    student = f", student{'s' if several else ''} {', '.join(explained.students.names)}"
-    student = student if explained.students.names else ""
-    lines = [*fold_after("", f"teacher {explained.teacher}{student}", terminal), ""]
-    for name in ("question", "solution"):
-        lines += fold_plain(f"{name.capitalize()}: {rows[0][name].strip()}", terminal)
-    for number, row in enumerate(rows):
-        lines += ["", *fold_after("", build_heading(row, number, len(rows), number == best), terminal)]
+    lines = describe_problem(rows[0], explained.facts, terminal)
+    copies = group_copies(rows)
+    for numbers in copies:
+        row = rows[numbers[0]]
+        lines += ["", *fold_after("", build_heading(row, numbers, len(rows), best in numbers), terminal)]
         if explained.empty is None:
             lines += fold_plain(row["explanation"], terminal)
         else:
@@ -351,8 +326,8 @@ def describe_problem(explained: ExplainedProblem, top: int, terminal: Terminal) 
     if explained.empty is not None:
         whose = explained.students.labels[0] if several else "student"
         lines += build_legend(f"KL of teacher from {whose}", terminal)
-    if len(rows) > 1:
-        lines += ["", f"The best, {best + 1} of {len(rows)}:"]
+    if len(copies) > 1:
+        lines += ["", f"The largest reward, {describe_samples([best], len(rows))}:"]
     row, parts = rows[best], explained.parts[best]
     if explained.empty is None or not isinstance(explained.reward, RLTReward):
         return [*lines, "", *list_terms(row["reward"], parts, {}, terminal)]
@@ -375,7 +350,7 @@ def describe_worth(
     """
     return [
         "",
-        *describe_view(row, reward, terminal),
+        *describe_change(row, reward, terminal),
         "",
         *describe_terms(row, empty, parts, reward, terminal),
         "",
@@ -386,39 +361,36 @@ def describe_worth(
     ]
 
 
-def build_heading(row: Row, number: int, num_rows: int, best: bool) -> str:
-    """Return the line above an explanation."""
+def group_copies(rows: list[Row]) -> list[list[int]]:
+    """Return the numbers, from 0, of identical explanations together, in the order of the first of each."""
+    groups: dict[Any, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(identify_copy(row, row["explanation"]), []).append(number)
+    return [*groups.values()]
+
+
+def build_heading(row: Row, numbers: list[int], num_rows: int, best: bool) -> str:
+    """Return the line above an explanation.
+
+    Args:
+        row: The explanation, or the first of identical ones.
+        numbers: Their numbers, from 0.
+        num_rows: Number of all explanations.
+        best: Whether it has the largest reward.
+    """
     size = f"{row['num_tokens']} tokens, {describe_format(row)}"
     if num_rows == 1:
         return f"Explanation ({size}):"
+    samples = describe_samples(numbers, num_rows)
+    samples = samples[0].upper() + samples[1:]
     if "reward" not in row:
-        return f"Explanation {number + 1} of {num_rows} ({size}):"
+        return f"{samples} ({size}):"
     figures = [f"reward {row['reward']:+.4f}"]
     # Of several students each has its own, below.
-    if "student_prob_after" in row and not any(name.startswith("student_prob_after/") for name in row):
-        before, after = (format_probability(row[f"student_prob_{name}"]) for name in ("before", "after"))
-        figures.append(f"student's probability {before} -> {after}")
+    if "student_log_prob_after" in row and not any(name.startswith("student_prob_after/") for name in row):
+        before, after = (format_probability(row[f"student_log_prob_{name}"]) for name in ("before", "after"))
+        figures.append(f"the student's probability of the solution {before} -> {after}")
     figures += [] if row["finish_reason"] == "stop" else [describe_format(row)]
-    return f"Explanation {number + 1} of {num_rows}{', the best' if best else ''} ({', '.join(figures)}):"
-
-
-def describe_view(row: Row, reward: RLTReward, terminal: Terminal) -> list[str]:
-    """Return the student's probability of the solution before and after the explanation, and what that is."""
-    lines = ["The student's probability of the solution, per token:"]
-    for name in ("before", "after"):
-        log_prob = row[f"student_log_prob_{name}"]
-        lines.append(
-            f"  {name:<8}{format_probability(row[f'student_prob_{name}']):<9} log-prob {log_prob:.4f}"
-        )
-    count = len(row["solution_tokens"])
-    words = (
-        f"Before: with an empty explanation. Per token: exp of the mean log-prob of the {count} "
-        f"token{'s' if count > 1 else ''}. log-prob: their sum, nats. At temperature "
-        f"{reward.student_temperature:g}."
+    return (
+        f"{samples}{'; largest reward' if best and len(numbers) < num_rows else ''} ({', '.join(figures)}):"
     )
-    return [*lines, *fold_after("  ", words, terminal)]
-
-
-def format_probability(value: float) -> str:
-    """Return a probability in four digits after the point, or as a power of ten if it is small."""
-    return f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.1e}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import textwrap
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 
 from rlt_lightning.console import has_styles
 from rlt_lightning.modules.scorer import Students
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import find_metric
 from rlt_lightning.tags import CONTROL_CODES
+from rlt_lightning.tasks.stepwise import describe_question
 
 # Terminal colours, from a token that the student expects to a token that surprises it most.
 SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;209m", "\x1b[48;5;203m")
@@ -45,6 +47,66 @@ def find_terminal() -> Terminal:
     if not sys.stdout.isatty():
         return Terminal()
     return Terminal(has_styles(), shutil.get_terminal_size().columns)
+
+
+def list_facts(teacher: str, students: Students, reward: Reward) -> dict[str, str]:
+    """Return what scored an explanation, for the head of a page: models, and weights of the reward."""
+    facts = {"teacher": teacher}
+    if students.names:
+        facts["students" if len(students.names) > 1 else "student"] = ", ".join(students.names)
+    if isinstance(reward, RLTReward):
+        weights = f"{reward.solution_weight:g} · r_SS − {reward.kl_weight:g} · r_KL ({reward.kl_estimator})"
+        facts["reward"] = weights + (", over an empty explanation" if reward.baseline != "none" else "")
+    return facts
+
+
+def describe_problem(row: Row, facts: dict[str, str], terminal: Terminal) -> list[str]:
+    """Return the lines above explanations: the models, the question with what it leaves unsaid, the solution.
+
+    Args:
+        row: A row of rollouts.jsonl.
+        facts: What `list_facts` returns.
+        terminal: What the lines are for.
+    """
+    models = ", ".join(f"{name} {text}" for name, text in facts.items() if name != "reward")
+    lines = [*fold_after("", models, terminal), ""]
+    lines += fold_plain(f"Question: {row['question'].strip()}", terminal)
+    if about := describe_question(row["question"]):
+        lines += fold_after("  ", about, terminal)
+    return lines + fold_plain(f"Solution: {row['solution'].strip()}", terminal)
+
+
+def describe_change(row: Row, reward: RLTReward, terminal: Terminal) -> list[str]:
+    """Return the student's probability of the solution without and with the explanation, and what that is.
+
+    Args:
+        row: A scored row with the columns of `measure_probabilities`.
+        reward: The reward that scored it.
+        terminal: What the lines are for.
+    """
+    count = len(row["solution_tokens"])
+    log_probs = [row[f"student_log_prob_{name}"] for name in ("before", "after")]
+    tokens = f"{count} token{'s' * (count > 1)}"
+    words = {
+        f"product over {tokens}": [format_probability(value) for value in log_probs],
+        "its logarithm, nats": [f"{value:.4f}" for value in log_probs],
+        "geometric mean of a token": [format_probability(value / count) for value in log_probs],
+    }
+    lines = ["The student's probability of the whole solution, without and with the explanation:"]
+    for name, (before, after) in words.items():
+        lines.append(f"  {before:>9} -> {after:<9}  {name}")
+    note = f"Without: an empty explanation. At temperature {reward.student_temperature:g}."
+    return [*lines, *fold_after("  ", note, terminal)]
+
+
+def format_probability(log_prob: float) -> str:
+    """Return a probability, given in nats: four digits after the point, or a power of ten if it is small."""
+    if log_prob >= math.log(1e-3):
+        return f"{math.exp(log_prob):.4f}"
+    if math.isinf(log_prob):
+        return "0"
+    exponent = math.floor(log_prob / math.log(10))  # exp would be 0 below -745
+    return f"{math.exp(log_prob - exponent * math.log(10)):.1f}e{exponent:03d}"
 
 
 def describe_terms(
@@ -140,8 +202,8 @@ def list_caveats(reward: RLTReward, any_text: bool = False) -> list[str]:
     """
     found = []
     if any_text and reward.kl_estimator != "exact":
-        words = f"{reward.kl_estimator} is a KL on average over texts that the teacher samples. "
-        found.append(words + "For any text there is kl_estimator exact.")
+        words = f"{reward.kl_estimator} estimates a KL only on average over texts that this teacher sampled. "
+        found.append(words + "For a text from elsewhere, add --model.reward.kl_estimator exact.")
     normalised = (reward.normalise_log_probs, reward.normalise_kl) != ("none", "none")
     if (reward.clip_log_probs, reward.clip_kl) != (None, None) or normalised:
         found.append("Values of tokens are before clipping and normalisation, the terms' after.")

@@ -179,6 +179,8 @@ def classify_trace(problem: StepwiseProblem, wording: Wording, trace: str) -> tu
 
 # Last-digit chains
 
+CHAIN_QUESTION = re.compile(r"start \d(, (add|times) \d)+\?")
+CHAIN_RULE = "A last-digit chain: of every result only the last digit is kept, so 9 times 7 is 3."
 Operation = tuple[str, int]  # its name and its number
 # Additions and multiplications are equally likely.
 OPERATIONS: tuple[Operation, ...] = (
@@ -400,9 +402,14 @@ def word_sum_rows(
     return make_rows(draw_word_sums(rng, num_rows, length, split), WORD_SUM_WORDING, mixture, rng)
 
 
+def describe_question(question: str) -> str:
+    """Return what a question leaves unsaid, in a sentence; '' if it says everything, as all but chains do."""
+    return CHAIN_RULE if CHAIN_QUESTION.fullmatch(question.strip()) else ""
+
+
 def find_trace_kind(question: str, trace: str) -> TraceKind | None:
     """Return the kind of a trace of either task; None if the question is of neither."""
-    if re.fullmatch(r"start \d(, (add|times) \d)+\?", question):
+    if CHAIN_QUESTION.fullmatch(question):
         return chain_kind(question, trace)[0]
     gains = rf"(({'|'.join(VERBS)}) \d+(, | and )?)+"
     if re.fullmatch(rf"\w+ has \d+ \w+, {gains}\. How many \w+ does \w+ have now\?", question):

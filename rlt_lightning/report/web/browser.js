@@ -151,7 +151,10 @@ function browser(compare) {
   }
   function show() {
     const pages = Math.max(1, Math.ceil(found.length / PAGE_SIZE));
-    count.textContent = `${found.length.toLocaleString("en")} of ${plural(all.run.length, "completion")}`;
+    const copies = (places) => places.reduce((sum, i) => sum + all.copies[i], 0);
+    const total = copies(found);
+    const merged = total > found.length ? `, ${found.length.toLocaleString("en")} different: identical samples of a problem are one entry` : "";
+    count.textContent = `${total.toLocaleString("en")} of ${plural(copies([...all.run.keys()]), "completion")}${merged}`;
     place.textContent = `page ${page + 1} of ${pages}`;
     previous.disabled = page === 0;
     next.disabled = page >= pages - 1;

@@ -3,7 +3,7 @@
 const MOST_TABLE_ROWS = 1000;
 const drawn = new Map();  // plot element -> its Chart; charts in a folded part are drawn when it opens
 const hiddenRuns = new Set();
-let showBands = runs.length === 1;  // of several runs they hide each other's lines
+let showBands = false;  // they are far wider than what a line does, and of several runs hide each other's lines
 
 const distinct = (chart, part) => [...new Set(chart.series.flatMap(part))];
 const labelsOf = (chart) => distinct(chart, (series) => series.label);
@@ -267,9 +267,9 @@ function swatch(run) {
 
 // Set whether bands are drawn; the button says which.
 function bandButton() {
-  const press = (event) => {
+  const press = () => {
     showBands = !showBands;
-    event.currentTarget.setAttribute("aria-pressed", showBands);
+    document.querySelectorAll(".bands").forEach((button) => button.setAttribute("aria-pressed", showBands));
     redraw();
   };
   return el("button", { type: "button", class: "bands", "aria-pressed": showBands, onclick: press }, "Bands");

@@ -1,13 +1,17 @@
 // One completion with its problem, and completions of one problem side by side.
 
 const MOST_CHOICES = 200;  // problems to choose from
+const LARGEST_IS_NOT_BEST = "The largest reward need not be the best explanation: it may be luck, or a text that is merely likely.";
+const MOST_CARDS = 12;  // explanations of a single problem that are all shown open
+// The student's log-prob of the solution without and with the explanation, and the probability of a token.
+const CHANGE = ["student_log_prob_before", "student_log_prob_after", "student_prob_before", "student_prob_after"];
 const all = data.completions;
 
 function title(i) {
   const words = [];
   if (all.step[i] != null) words.push(`iteration ${all.step[i]}`);
   words.push(problemName(all.problem[i]));
-  if (all.number[i] != null) words.push(`completion ${all.number[i]}`);
+  if (all.sample[i]) words.push(all.sample[i]);
   if (all.column[i] != null) words.push(all.column[i]);
   if (runs.length > 1) words.push(runs[all.run[i]].name);
   return words;
@@ -35,11 +39,35 @@ function judgements(i) {
   return found;
 }
 
+// A probability by its logarithm, which may be too small for a number.
+function probability(log) {
+  if (log == null) return "–";
+  if (log > Math.log(1e-3)) return Math.exp(log).toFixed(3);
+  const exponent = Math.floor(log / Math.LN10);
+  return `${Math.exp(log - exponent * Math.LN10).toFixed(1)}e−${-exponent}`;
+}
+
+// What the explanation makes of the student's probability of the solution; only `rlt teach` and `rlt explain` know it.
+function change(i) {
+  const [before, after, byTokenBefore, byTokenAfter] = CHANGE.map((name) => (all.terms[name] || [])[i]);
+  if (before == null || after == null) return null;
+  return el("p", {}, "The student's probability of the whole solution: ", el("strong", {}, `${probability(before)} → ${probability(after)}`),
+    ", without → with the explanation.", el("span", { class: "soft" }, ` Per token (geometric mean): ${number(byTokenBefore)} → ${number(byTokenAfter)}.`));
+}
+
+// The reward and what it is the sum of, then all other figures, folded.
 function figuresOf(i) {
-  const names = Object.keys(all.terms).filter((name) => all.terms[name][i] != null);
-  const entries = names.map((name) => [termName(name), number(all.terms[name][i])]);
-  if (all.lead[i] != null) entries.splice(1, 0, ["minus its group's mean", number(all.lead[i], true)]);
-  if (all.finish[i] != null) entries.push(["ended by", all.finish[i]]);
+  const names = Object.keys(all.terms).filter((name) => all.terms[name][i] != null && !CHANGE.includes(name));
+  const entry = (name) => [termName(name), number(all.terms[name][i])];
+  const isMain = (name) => name === "reward" || name.endsWith("_reward");
+  const [main, more] = [names.filter(isMain).map(entry), names.filter((name) => !isMain(name)).map(entry)];
+  if (all.lead[i] != null && all.run.length > 1) main.splice(1, 0, ["minus its group's mean", number(all.lead[i], true)]);
+  if (all.finish[i] != null) more.push(["ended by", all.finish[i]]);
+  if (!main.length) return [figureList(more)];
+  return [figureList(main), more.length ? el("details", { class: "print" }, el("summary", {}, `${more.length} more figures`), figureList(more)) : null];
+}
+
+function figureList(entries) {
   return el("dl", { class: "figures" }, entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
@@ -59,13 +87,32 @@ function solution(i) {
 }
 
 function question(problem) {
-  const text = all.problems[problem].question;
-  return text ? [el("p", { class: "label" }, "Question"), textBox("Question", text)] : [];
+  const { question: text, about } = all.problems[problem];
+  if (!text) return [];
+  return [el("p", { class: "label" }, "Question"), textBox("Question", text), about ? el("p", { class: "soft" }, about) : null];
 }
 
 function detail(i, compare) {
   const button = compare && el("button", { type: "button", onclick: () => compare(all.problem[i]) }, "Compare this problem's completions");
-  return el("div", { class: "detail" }, ...judgements(i), figuresOf(i), ...question(all.problem[i]), ...explanation(i), ...solution(i), button || null);
+  return el("div", { class: "detail" }, ...question(all.problem[i]), ...body(i), button || null);
+}
+
+// What a completion is and what it is worth, without its question.
+function body(i) {
+  return [el("p", {}, ...judgements(i)), change(i), ...figuresOf(i), ...explanation(i), ...solution(i)];
+}
+
+// The explanations of a single problem, each as a card.
+function explanations() {
+  const rewards = all.terms.reward || [];
+  const best = rewards.reduce((found, reward, i) => (reward > (rewards[found] ?? -Infinity) ? i : found), 0);
+  const heading = (i) => [all.sample[i] || `explanation ${i + 1}`, all.run.length > 1 && i === best && rewards.length ? "largest reward" : ""].filter(Boolean).join(": ");
+  const about = all.run.length > 1 ? el("p", {}, LARGEST_IS_NOT_BEST) : null;
+  const { solution: text } = all.problems[0];
+  const isBelow = all.run.length === 1 && all.tokens[0];  // with its figures
+  part("The problem", ...question(0), ...(text && !isBelow ? [el("p", { class: "label" }, "Solution"), textBox("Solution", text)] : []));
+  part(all.run.length > 1 ? "Explanations" : "The explanation", about, el("div", { class: "pair" }, all.run.map((_, i) => el("article", { class: "card" },
+    all.run.length > 1 || all.sample[i] ? el("h3", {}, heading(i)[0].toUpperCase() + heading(i).slice(1)) : null, ...body(i)))));
 }
 
 function field(label, input) {
@@ -102,7 +149,7 @@ function comparison() {
   const move = (by) => () => show(Number(choice.options[Math.max(0, Math.min(choice.options.length - 1, choice.selectedIndex + by))].value));
   let about = "Typical: the median among its problem's completions of that iteration. ";
   if (!again) about = `${data.sections ? "Every problem was met once, so none shows what was learned. " : ""}Typical: the median completion. `;
-  about += `The largest ${termName("reward")} need not be the best explanation: it may be luck, or a text that is merely likely.`;
+  about += LARGEST_IS_NOT_BEST;
   const more = order.length > MOST_CHOICES ? ` The list has ${MOST_CHOICES} of ${order.length.toLocaleString("en")} problems. A button in each completion below leads to the others.` : "";
   const chooser = field("Problem", choice);
   chooser.classList.add("wide");
@@ -129,6 +176,6 @@ function cards(run, marks) {
     const heading = names.join("; ");
     return el("article", { class: "card", style: `--run: var(--run-${run % NUM_COLORS})` },
       el("h3", {}, heading[0].toUpperCase() + heading.slice(1)), el("p", { class: "soft" }, title(i).join(", ")),
-      el("p", {}, ...judgements(i)), figuresOf(i), ...explanation(i), ...solution(i));
+      ...body(i));
   });
 }

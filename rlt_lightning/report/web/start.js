@@ -14,6 +14,7 @@ function verdict(run, i) {
     runs.length > 1 ? el("h3", {}, run.name) : null,
     run.trained ? el("p", {}, run.trained) : null,
     run.verdict ? el("p", { class: `judged ${run.learned}` }, run.verdict) : null,
+    runs.length === 1 && run.over ? el("p", { class: "soft" }, run.over) : null,
     warningBox(run),
     el("dl", { class: "figures" }, facts),
     run.notes.map((note) => el("p", { class: "soft note" }, note)));
@@ -29,8 +30,7 @@ function summary() {
   const found = [el("div", { class: "verdicts" }, runs.map(verdict))];
   if (data.scales) found.push(el("p", { class: "warning" }, data.scales));
   if (data.results.length) {
-    found.push(el("h3", {}, "What changed"), el("p", { class: "soft" },
-      "Means of the first and the last iterations (a quarter of the run each, at most ten) ± their standard errors. Right answers: of the first and the last iteration. Problems differ between iterations."),
+    found.push(el("h3", {}, "What changed"), runs.length > 1 ? el("p", { class: "soft" }, data.windows) : "",
       scrolling("What changed", table(data.results)));
   }
   if (data.differences.length) {
@@ -58,7 +58,7 @@ function curves() {
   const banded = data.sections.some((section) => section.charts.some((chart) =>
     !chart.name.startsWith("eval/") && chart.series.some((series) => series.low)));
   const note = banded ? [el("p", { class: "soft" },
-    `Bands, where a chart says nothing else: ± one standard deviation over the completions of an iteration, clipped at values that the figure cannot have${runs.length > 1 ? ". The button above shows them" : ""}.`)] : [];
+    "“Bands” shows, where a chart says nothing else, ± one standard deviation over the completions of an iteration, clipped at values that the figure cannot have.")] : [];
   return note.concat(data.sections.flatMap((section) => {
     const figures = el("div", { class: "charts" }, section.charts.map((chart) => chartFigure(chart, "h4")));
     if (!section.folded) return [el("h3", {}, section.title), figures];
@@ -79,18 +79,22 @@ document.addEventListener("keydown", (event) => event.key === "Escape" && hideTi
 hideTip();
 
 if (data.sections) part(runs.length > 1 ? "Runs" : "What the run did", ...summary());
-else main.append(...runs.flatMap((run) => run.notes).map((note) => el("p", { class: "warning" }, note)));
-if (runs.length > 1) {
-  const charts = [...data.sections.flatMap((section) => section.charts), ...data.groups];
-  main.append(legend(charts.some((chart) => chart.series.some((series) => series.low))));
+else {
+  main.append(figureList(Object.entries(data.facts)));
+  main.append(...runs.flatMap((run) => run.notes).map((note) => el("p", { class: "warning" }, note)));
 }
-if (data.sections && data.sections.length) part("Curves", ...curves());
+const banded = (charts) => charts.some((chart) => chart.series.some((series) => series.low));
+const bandsOf = (charts) => (runs.length === 1 && banded(charts) ? [el("p", {}, bandButton())] : []);
+if (runs.length > 1) main.append(legend(banded([...data.sections.flatMap((section) => section.charts), ...data.groups])));
+if (data.sections && data.sections.length) part("Curves", ...bandsOf(data.sections.flatMap((section) => section.charts)), ...curves());
 for (const [name, heading] of [["groups", "Groups by reward"], ["evaluation", "Evaluation"]]) {
   if (!data[name] || !data[name].length) continue;
   const tables = name === "evaluation" ? data.evaluation_tables : [];
-  part(heading, el("div", { class: "charts" }, data[name].map((chart) => chartFigure(chart, "h3"))),
+  part(heading, ...bandsOf(data[name]), el("div", { class: "charts" }, data[name].map((chart) => chartFigure(chart, "h3"))),
     ...tables.flatMap((one) => [el("h3", {}, one.title), scrolling(one.title, table(one.rows))]));
 }
-if (all && all.run.length === 1) part("Completion", detail(0, null));
+if (all && !data.sections && all.problems.length === 1 && all.run.length <= MOST_CARDS) explanations();
+else if (all && all.run.length === 1) part("Completion", detail(0, null));
 else if (all) browser(comparison());
+if (document.querySelectorAll("nav li").length < 2) document.getElementById("nav").remove();
 drawIn(document);

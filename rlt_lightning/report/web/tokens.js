@@ -119,7 +119,7 @@ function heat(label, texts, figures, kindName) {
   const top = most.slice(0, 6).map((i) => {
     const name = `${visible(found[i].text)}, ${kind.tell(found[i].value)}: show it in the text`;
     return el("button", { type: "button", "aria-label": name, onclick: () => go(i) },
-      el("code", {}, visible(found[i].text.trim())), ` ${number(found[i].value)}`);
+      el("code", {}, `“${visible(found[i].text.trim())}”`), ` ${number(found[i].value)}`);
   });
   const key = kind.legend.map(([level, text]) => el("li", {}, el("span", { class: `t ${level}` }, "word"), ` ${text}`));
   return [box, el("ul", { class: "key", "aria-label": "Legend" }, key),
