@@ -1,4 +1,8 @@
-"""Draw the students' accuracies beside the traces that they were trained on, as SVG without matplotlib."""
+"""Draw the students' accuracies beside the traces that they were trained on, as SVG without matplotlib.
+
+The wheel has no matplotlib. The picture of `make finding`, by examples/finding/plots.py, needs it for the
+curves, areas and groups below these bars.
+"""
 
 from __future__ import annotations
 
