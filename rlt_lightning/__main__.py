@@ -19,6 +19,7 @@ from rlt_lightning.cli.help import (
     suggest_verb,
 )
 from rlt_lightning.demo.command import run_demo
+from rlt_lightning.rounds import run_rounds
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
@@ -41,12 +42,14 @@ def main() -> None:
         print(f"rlt: error: {suggest_verb(verb)}", file=sys.stderr)
         sys.exit(2)
     # The classes and values of a config are known to its parser only.
-    names_config = any(word.startswith(("-c", "--config")) for word in words)
+    names_config = verb != "rounds" and any(word.startswith(("-c", "--config")) for word in words)
     asks_help = not names_config and HELPS & set(words)
-    if verb in ("demo", "configs"):
+    if verb in ("demo", "configs", "rounds"):
         words = ["--help" if word == "--help-all" else word for word in words]
     if verb == "demo" and not asks_help:
         sys.exit(run_demo(words))
+    if verb == "rounds" and not asks_help:
+        sys.exit(run_rounds(words))
     if verb in ("configs", "completion") or asks_help:
         try:
             if asks_help:

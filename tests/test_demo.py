@@ -46,7 +46,7 @@ QUICK = figures(base=20.0, warmup=45.0, rlt=95.0)
         (["--arms", "warmup", "rtl"], "--arms may name base, .*, but names rtl. Correct it."),
         (["--seeds", "one"], "--seeds must be numbers such as 0 1 2, but names one. Correct it."),
         (["--output_dir", "full"], "--output_dir must be empty or new, but full is not."),
-        (["--output_dir", "full", "--overwrite"], "--overwrite replaces a demo .* also holds mine.txt."),
+        (["--output_dir", "full", "--overwrite"], "--overwrite replaces a run .* also holds mine.txt."),
         (["--output_dir", "full/mine.txt"], "--output_dir must be a folder that can be written"),
     ],
 )

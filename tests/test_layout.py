@@ -4,7 +4,7 @@ The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
     → run → datamodules tasks engines → evaluation → hub → rollouts → modules → callbacks
-    → plan report chat → scoring → python → cli → demo
+    → plan report chat → scoring → python → cli → demo rounds
     → __main__ and __init__, which hands out what scripts use
 """
 
@@ -40,7 +40,7 @@ LAYERS = [
     {"scoring"},
     {"python"},
     {"cli"},
-    {"demo"},
+    {"demo", "rounds"},
     {"__main__", "__init__"},
 ]
 # The only files that import these packages, so that a laptop without them runs all the rest.

@@ -73,6 +73,15 @@ VERBS: dict[str, Verb] = {
             *("checkpoint.every_n_train_steps", "checkpoint.monitor", "export.adapter"),
         ),
     ),
+    "rounds": Verb(
+        "--config CONFIG [--rounds N] [--student_rows N] [--KEY VALUE ...]",
+        "Student and teacher take turns: for what the student cannot find by itself.",
+        (
+            *("config", "output_dir", "resume", "overwrite", "rounds", "student_rows", "student.base"),
+            *("student.from", "teacher.from", "patience", "seed"),
+            *("stages.warmup", "stages.rlt", "stages.traces", "stages.student", "stages.evaluate"),
+        ),
+    ),
     "validate": Verb(
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Measure reward or loss on held-out rows, without training.",

@@ -93,6 +93,7 @@ SETS = {
     "countdown": EvaluationSet(SET_TITLES["countdown"], "countdown", judge="countdown"),
     "arithmetic": EvaluationSet(SET_TITLES["arithmetic"], "arithmetic"),
     "chains": EvaluationSet(SET_TITLES["chains"], "chains"),
+    "new_chains": EvaluationSet(SET_TITLES["new_chains"], "new_chains"),
     "word_sums": EvaluationSet(SET_TITLES["word_sums"], "word_sums"),
 }
 PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]

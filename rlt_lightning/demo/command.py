@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from re import Pattern
 
 from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.arms import QUICK_ARMS, VARIATIONS, Arms, Setting
@@ -36,8 +38,9 @@ STAGES = {  # the folder of a stage -> what happens there
 }
 OF_STUDENTS = ("student", "sampled", "greedy")
 # All that a demo writes into its folder.
-ENTRIES = {"finding.json", "finding.md", "finding.svg", "report.html", "report.log", CLOCK, f"{CLOCK}.tmp"}
-ENTRIES |= {Setting.name, *VARIATIONS}
+ENTRIES = re.compile(
+    rf"finding\.(json|md|svg)|report\.(html|log)|{CLOCK}(\.tmp)?|{'|'.join([Setting.name, *VARIATIONS])}"
+)
 ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
 "start 2, add 1, times 7?". Students, which begin as the same model, learn from what
 it writes: one before RLT has trained it, one after. Nothing is downloaded."""
@@ -99,8 +102,14 @@ def drop_switches(words: Sequence[str], folder: Path) -> list[str]:
     return ["--output_dir", str(folder), *kept]
 
 
-def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the folder, or refuse to mix two demos in one.
+def open_folder(folder: Path, resume: bool, overwrite: bool, own: Pattern[str] = ENTRIES) -> None:
+    """Make the folder, or refuse to mix two runs in one.
+
+    Args:
+        folder: The folder.
+        resume: Whether what lies there goes on.
+        overwrite: Whether it may be deleted.
+        own: Names of all that such a run writes into its folder.
 
     Raises:
         InputError: If it holds anything and neither was asked for, or files that no demo writes.
@@ -114,9 +123,9 @@ def open_folder(folder: Path, resume: bool, overwrite: bool) -> None:
             f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace what is "
             "there (--overwrite true), or resume it (--resume true)."
         )
-    if strangers := [entry.name for entry in entries if entry.name not in ENTRIES]:
+    if strangers := [entry.name for entry in entries if not own.fullmatch(entry.name)]:
         raise InputError(
-            f"--overwrite replaces a demo and nothing else, but {folder} also holds "
+            f"--overwrite replaces a run and nothing else, but {folder} also holds "
             f"{', '.join(strangers[:5])}. Choose another folder or move them away."
         )
     for entry in entries:

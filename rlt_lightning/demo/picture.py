@@ -28,30 +28,41 @@ def draw_picture(figures: dict[str, Any], path: Path) -> None:
     """
     arms = figures["arms"]
     bottom = TOP + ROW * len(arms)
-    parts = ['<rect width="100%" height="100%" fill="#fff"/>']
+    parts = []
     titles = ("held-out problems solved, %", "the traces that it was trained on, %")
     for (left, width), title in zip(PANELS, titles, strict=True):
-        parts += [draw_text(left, TOP - 16, title, 'font-weight="600"')]
-        for percent in (0, 50, 100):
-            x = left + width * percent / 100
-            parts += [f'<path stroke="#ddd" d="M{x:.1f},{TOP - 4}V{bottom}"/>']
-            parts += [draw_text(x, bottom + 16, str(percent), 'text-anchor="middle" fill="#555"')]
+        parts += draw_axis(left, width, bottom, title)
     for number, (arm, found) in enumerate(arms.items()):
         y = TOP + ROW * number + (ROW - BAR) / 2
         parts += [draw_text(PANELS[0][0] - 12, y + BAR / 2 + 4, name_student(arm), 'text-anchor="end"')]
-        parts += draw_accuracy(found["accuracy"], y, "#2a6f97" if arm == "rlt" else "#9db4c0")
+        mean, half = fmean(found["accuracy"]), interval(found["accuracy"])
+        parts += draw_accuracy(*PANELS[0], y, mean, half, "#2a6f97" if arm == "rlt" else "#9db4c0")
         parts += draw_kinds(found["kinds"], y) if "kinds" in found else []
     parts += draw_legend(bottom + 44)
-    height = bottom + BOTTOM
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-    head += f'height="{height}" font-family="sans-serif" font-size="13">'
-    path.write_text("\n".join([head, *parts, "</svg>\n"]), encoding="utf-8")
+    path.write_text(wrap_svg(parts, WIDTH, bottom + BOTTOM), encoding="utf-8")
 
 
-def draw_accuracy(accuracies: list[float], y: float, color: str) -> list[str]:
-    """Return a bar, its interval and its figure."""
-    left, width = PANELS[0]
-    mean, half = fmean(accuracies), interval(accuracies)
+def draw_axis(left: float, width: float, bottom: float, title: str) -> list[str]:
+    """Return the title and the lines of a panel from 0 to 100 %."""
+    parts = [draw_text(left, TOP - 16, title, 'font-weight="600"')]
+    for percent in (0, 50, 100):
+        x = left + width * percent / 100
+        parts += [f'<path stroke="#ddd" d="M{x:.1f},{TOP - 4}V{bottom}"/>']
+        parts += [draw_text(x, bottom + 16, str(percent), 'text-anchor="middle" fill="#555"')]
+    return parts
+
+
+def draw_accuracy(left: float, width: float, y: float, mean: float, half: float, color: str) -> list[str]:
+    """Return a bar, its interval and its figure.
+
+    Args:
+        left: Left edge of the panel, pixels.
+        width: What 100 % are, pixels.
+        y: Top of the bar, pixels.
+        mean: The accuracy, percent.
+        half: Half of its interval, percent points.
+        color: Of the bar.
+    """
     low, high = (left + width * min(max(end, 0), 100) / 100 for end in (mean - half, mean + half))
     middle = y + BAR / 2
     return [
@@ -60,6 +71,13 @@ def draw_accuracy(accuracies: list[float], y: float, color: str) -> list[str]:
         *(f'<path stroke="#333" d="M{end:.1f},{middle - 4}v8"/>' for end in (low, high)),
         draw_text(high + 6, middle + 4, f"{mean:.0f}", 'font-weight="600"'),
     ]
+
+
+def wrap_svg(parts: list[str], width: float, height: float) -> str:
+    """Return a picture of these parts on white."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+    head += f'height="{height}" font-family="sans-serif" font-size="13">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
 
 
 def draw_kinds(per_seed: list[dict[str, float]], y: float) -> list[str]:

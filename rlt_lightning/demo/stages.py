@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -36,6 +37,8 @@ class Stages:
         folder: Folder of all runs.
         target: What a process does with the words and the log of a stage; None: `run_rlt`.
         describe: Returns what is printed of a stage by the name of its folder.
+        single_thread: Whether every stage computes with one thread, so that two run side by side and the
+            same figures come out on every machine size.
     """
 
     def __init__(
@@ -43,13 +46,15 @@ class Stages:
         folder: Path,
         target: Callable[[list[str], Path], None] | None = None,
         describe: Callable[[str], str] = str,
+        single_thread: bool = True,
     ) -> None:
         self.folder = folder.resolve()
         self.target = target or run_rlt
         self.describe = describe
         self.running: set[ForkServerProcess] = set()
-        # One thread each: two stages run side by side, and the same figures come out on every machine size.
-        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        if single_thread:
+            os.environ["OMP_NUM_THREADS"] = "1"
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
 
@@ -70,23 +75,38 @@ class Stages:
         Raises:
             StageError: If it fails, or its folder was made with other settings.
         """
-        folder, path = self.folder / name, list_shipped_configs()[config]
-        words = ["--output_dir", str(folder), "--resume", "true"]
-        words += [
+        path = list_shipped_configs()[config]
+        words = [
             word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", str(value))
         ]
-        made_with = "\n".join([verb, config, *words, path.read_text()])
+        return self.run_command(name, [verb, "--config", str(path), *words], result)
+
+    def run_command(self, name: str, words: list[str], result: str | None = None) -> Path:
+        """Run `rlt` with these words and return its folder.
+
+        Args:
+            name: Name of its folder.
+            words: Verb, configs and options.
+            result: File that a finished run has; None: by verb.
+
+        Raises:
+            StageError: If it fails, or its folder was made with other settings.
+        """
+        folder = self.folder / name
+        words = [*words, "--output_dir", str(folder), "--resume", "true"]
+        configs = [Path(word) for option, word in pairwise(words) if option == "--config"]
+        made_with = "\n".join([*words, *(path.read_text() for path in configs)])
         log, note = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "made_with"))
-        if note.exists() and note.read_text() != made_with:
+        if folder.exists() and note.exists() and note.read_text() != made_with:
             raise StageError(
                 f"{folder} must have today's settings, but has others. Remove it, or choose another folder."
             )
-        if (folder / (result or RESULTS[verb])).exists():
+        if (folder / (result or RESULTS[words[0]])).exists():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(made_with)
         begin = time.perf_counter()
-        self.run([verb, "--config", str(path), *words], log)
+        self.run(words, log)
         seconds = time.perf_counter() - begin
         folder.with_name(f"{folder.name}.seconds").write_text(f"{seconds:.1f}\n")
         print(f"  {seconds:5.1f} s  {self.describe(name)}", flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlt_lightning.tasks.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.tasks.countdown import countdown_rows
-from rlt_lightning.tasks.stepwise import chain_rows, word_sum_rows
+from rlt_lightning.tasks.stepwise import NEW_MIXTURE, NEW_OPERATIONS, chain_rows, word_sum_rows
 
 # Each makes its rows from a number of rows, a seed and a split.
 EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
@@ -24,6 +24,8 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
     **{f"arithmetic:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
     "chains": chain_rows,
     "chains:right": partial(chain_rows, mixture=None),
+    "new_chains": partial(chain_rows, mixture=NEW_MIXTURE, last=NEW_OPERATIONS),
+    "new_chains:right": partial(chain_rows, mixture=None, last=NEW_OPERATIONS),
     "word_sums": word_sum_rows,
     "word_sums:right": partial(word_sum_rows, mixture=None),
 }

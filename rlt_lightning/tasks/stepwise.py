@@ -7,10 +7,12 @@ A trace follows the steps of its problem. Before each step it may break off in o
     leap     right steps, then a jump to the answer
     wrong    right steps, then a wrong number and steps that follow from it
 
-There are two such tasks:
+There are three such tasks:
 
     chains      "start 2, add 1, add 3, times 7?" has the steps "2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2."
                 and the answer 2, since only the last digit counts: a model of 184,000 parameters learns it
+    new_chains  the same, but the last operation is one that the miniatures were not pretrained on: only the
+                solution tells what "times 9" and "add 6" to "add 9" do
     word_sums   "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?" has the
                 steps "8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20." and the answer 20, for a real language model.
                 There are only additions of 2 to 5, with sums below 25: SmolLM2-135M solves 7 in 10 of them,
@@ -191,6 +193,8 @@ OPERATIONS: tuple[Operation, ...] = (
 NEW_OPERATIONS: tuple[Operation, ...] = (("times", 9), *(("add", n) for n in range(6, 10)))
 # All filler begins with one word and all leaps with another: sampling below temperature 1 would drop rarer
 # beginnings.
+# Breaks off less often: from the usual mixture a warm-up does not learn to use the solution at a new step.
+NEW_MIXTURE = Mixture(hazard=0.2)
 CHAIN_WORDING = Wording(
     filler=(
         "one looks at the numbers",

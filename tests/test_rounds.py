@@ -1,0 +1,228 @@
+"""`rlt rounds`: settings, order of the stages, ends, resume, and the arms of examples/finding/rounds.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import rlt, start
+from test_generate import read, wait_until
+
+from rlt_lightning import rounds
+from rlt_lightning.rounds import Round, Rounds, Settings, Student, Teacher, run_rounds
+from rlt_lightning.run.shipped import find_config
+
+STAGES = yaml.safe_load(find_config("miniature_rounds").read_text())["stages"]
+SETTINGS = Settings(STAGES, "miniature")
+# Every stage at its smallest.
+TINY = (
+    *("rounds", "--config=miniature_rounds", "--student_rows=4", "--patience=5"),
+    f"--stages.warmup={STAGES['warmup']} --data.num_embedded_rows 32 --trainer.max_epochs 1",
+    f"--stages.rlt={STAGES['rlt']} --data.num_embedded_rows 16 --trainer.max_steps 1",
+    f"--stages.traces={STAGES['traces']} --data.num_embedded_rows 16",
+    f"--stages.student={STAGES['student'].replace('max_epochs 9', 'max_epochs 1')}",
+    f"--stages.evaluate={STAGES['evaluate']} --data.max_rows 8",
+)
+
+
+def make_round(number: int, accuracy: float, error: float = 2.0) -> Round:
+    """Return a round whose student solves so much, percent."""
+    teacher = Teacher(f"teacher{number}", -0.5, None, None, None, 30.0)
+    return Round(number, teacher, Student(f"student{number}", accuracy, error, 512), 1.0, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--rounds", "0"], "rounds must be a whole number of at least 1, but is 0."),
+        (["--student_rows", "-1"], "student_rows must be a whole number of at least 0, but is -1."),
+        (["--student.from", "warmup"], "student.from must be base or previous, but is 'warmup'."),
+        (["--teacher.from", "base"], "teacher.from must be warmup or previous, but is 'base'."),
+        (
+            ["--stages.rlt", "predict --config rank"],
+            "stages.rlt must be a command line such as `fit",
+        ),
+        (["--stages.rlt", "fit --config quickstrat"], "'quickstrat' is neither. Did you mean quickstart"),
+        (["--stages.traces", ""], "stages.traces has none. Add it."),
+        (["--stages.rlt", "fit --config quickstart --model.teacher X"], "must not set --model.teacher"),
+        (["--config", "quickstart"], "may set .* but sets trainer.max_steps"),
+        (["--rouns", "3"], "rlt rounds has no option --rouns. Did you mean --rounds"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = words if "--config" in words else ["--config", "miniature_rounds", *words]
+    monkeypatch.setattr("sys.argv", ["rlt", "rounds", *words])
+    try:
+        status = run_rounds(words)
+    except SystemExit as end:  # of the parser
+        status = int(str(end.code))
+    assert status == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(reason, line), line
+    assert not [*tmp_path.iterdir()]
+
+
+class Recorded(Rounds):
+    """Rounds whose stages only write down their command line."""
+
+    def __init__(self, settings: Settings, folder: Path, accuracies: list[float]) -> None:
+        super().__init__(settings, folder)
+        self.lines: list[tuple[str, str]] = []
+        self.accuracies = iter(accuracies)
+        self.stages.start = lambda: None  # type: ignore[method-assign]
+        self.stages.run_command = self.note  # type: ignore[method-assign]
+
+    def note(self, name: str, words: list[str], result: str | None = None) -> Path:
+        self.lines.append((name, " ".join(words)))
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        folder.with_name(f"{folder.name}.seconds").write_text("1.5\n")
+        if words[0] == "test":
+            found = {"pass_at_1": next(self.accuracies), "standard_error": 0.02}
+            (folder / "evaluation.json").write_text(json.dumps({"overall": None, "sets": {"a": found}}))
+        if words[0] == "predict":
+            row = {"reasoning_trace": "2 add 1 is 3.", "answer": "3", "reward": -0.5, "num_tokens": 10}
+            for file in ("traces.jsonl", "distillation.jsonl"):
+                (folder / file).write_text(f"{json.dumps(row)}\n" * 100)
+        if name.endswith("teacher"):
+            (folder / "metrics.csv").write_text("step,reward/mean\n1,-0.9\n2,-0.3\n")
+        return folder
+
+
+def options_of(line: str) -> dict[str, str]:
+    """The last value of each option of a command line."""
+    return dict(re.findall(r"--(\S+) (\S+)", line))
+
+
+def test_each_teacher_is_trained_against_the_student_of_the_round_before(tmp_path: Path) -> None:
+    runs = Recorded(replace(SETTINGS, seed=3), tmp_path, [0.1, 0.2, 0.6, 0.9])
+    found = runs.run()
+    lines = dict(runs.lines)
+    assert [*lines] == [
+        *("round0/base", "round0/teacher", "round0/traces", "round0/student", "round0/evaluation"),
+        *(f"round{n}/{stage}" for n in (1, 2) for stage in ("teacher", "traces", "student", "evaluation")),
+    ]
+    for number in (1, 2):
+        before, folder = tmp_path / f"round{number - 1}", tmp_path / f"round{number}"
+        taught = options_of(lines[f"round{number}/teacher"])
+        assert taught["model.teacher"] == str(tmp_path / "round0/teacher/model")
+        assert taught["model.student"] == str(before / "student/model")
+        assert options_of(lines[f"round{number}/traces"])["model.teacher"] == str(folder / "teacher/model")
+        learned = options_of(lines[f"round{number}/student"])
+        assert learned["model.pretrained"] == "miniature"
+        assert learned["data.source"] == str(folder / "traces/distillation.jsonl")
+    first = options_of(lines["round0/student"])["data.source"]
+    assert len(read(Path(first))) == 64
+    seeds = [
+        options_of(line)["seed"] for name, line in runs.lines if not name.endswith(("base", "evaluation"))
+    ]
+    assert len({*seeds}) == len(seeds)
+    assert {options_of(lines[f"round{n}/evaluation"])["seed"] for n in (0, 1, 2)} == {"3"}
+    assert [one["student"]["accuracy"] for one in found["rounds"]] == [60.0, 90.0]
+    assert found["rounds"][0]["teacher"] | {"model": ""} == {
+        **{"model": "", "reward": -0.5, "reward_before": -0.9, "reward_after": -0.3},
+        **{"right": 100.0, "length": 10.0},
+    }
+    assert found["rounds"][1]["sampled_tokens"] == 1000
+    assert found["rounds"][1]["seconds"] == 6.0
+    assert found["best"] == 2
+    assert json.loads((tmp_path / "rounds.json").read_text()) == found
+    assert "| 2 (best) | 90.0 ± 2.0" in (tmp_path / "rounds.md").read_text()
+    assert (tmp_path / "rounds.svg").read_text().startswith("<svg")
+
+
+def test_models_may_go_on_from_the_round_before(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, student_from="previous", teacher_from="previous")
+    runs = Recorded(settings, tmp_path, [0.1, 0.2, 0.6, 0.9])
+    runs.run()
+    lines = dict(runs.lines)
+    assert options_of(lines["round0/student"])["model.pretrained"] == "miniature"
+    for number in (1, 2):
+        before = tmp_path / f"round{number - 1}"
+        assert options_of(lines[f"round{number}/teacher"])["model.teacher"] == str(before / "teacher/model")
+        assert options_of(lines[f"round{number}/student"])["model.pretrained"] == str(
+            before / "student/model"
+        )
+
+
+def test_a_teacher_that_is_warmed_up_and_a_student_that_has_learned_nothing(tmp_path: Path) -> None:
+    settings = replace(
+        SETTINGS, stages=STAGES | {"warmup": "miniature-teacher"}, student_rows=0, rounds=1, seed=1
+    )
+    runs = Recorded(settings, tmp_path, [0.1, 0.2])
+    found = runs.run()
+    lines = dict(runs.lines)
+    assert "round0/teacher" not in lines
+    assert "round0/student" not in lines
+    taught = options_of(lines["round1/teacher"])
+    assert (taught["model.teacher"], taught["model.student"]) == ("miniature-teacher", "miniature")
+    assert found["start"]["student"] == found["base"]
+
+
+def test_rounds_end_without_a_gain(tmp_path: Path) -> None:
+    runs = Recorded(replace(SETTINGS, rounds=9), tmp_path, [0.1, 0.2, 0.9, 0.91, 0.99])
+    found = runs.run()
+    assert [one["number"] for one in found["rounds"]] == [1, 2]
+    assert found["best"] == 2  # the higher one, though it is no gain
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "patience", "stopped"),
+    [
+        ([20], 1, False),  # nothing to compare
+        ([20, 20], 1, True),
+        ([20, 22.8], 1, True),  # within the standard error of the difference, 2.83
+        ([20, 22.9], 1, False),
+        ([20, 50, 40], 1, True),
+        ([20, 50, 40], 2, False),
+        ([20, 50, 40, 41], 2, True),
+        ([20, 50, 40, 60], 2, False),
+    ],
+)
+def test_a_gain_is_more_than_its_error(
+    accuracies: list[float], patience: int, stopped: bool, tmp_path: Path
+) -> None:
+    runs = Rounds(replace(SETTINGS, patience=patience), tmp_path)
+    assert runs.has_stopped([make_round(n, value) for n, value in enumerate(accuracies)]) is stopped
+
+
+def test_too_few_traces_for_the_first_student(tmp_path: Path) -> None:
+    runs = Recorded(replace(SETTINGS, student_rows=101), tmp_path, [0.1, 0.2])
+    with pytest.raises(rounds.InputError, match=r"but is 101, and .* has 100\. Lower it"):
+        runs.run()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Path) -> None:
+    whole = rlt(*TINY, f"--output_dir={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "killed"
+    for name in ("round0/traces", "round1/teacher", "round1/student", "round2/evaluation"):
+        process = start([*TINY, f"--output_dir={folder}", "--resume=true"])
+        wait_until((folder / name).exists, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(1)  # its stage ends with it
+    again = rlt(*TINY, f"--output_dir={folder}", "--resume=true")
+    assert again.returncode == 0, again.stderr
+    one, other = (json.loads((place / "rounds.json").read_text()) for place in (tmp_path / "whole", folder))
+
+    def drop(found: Any) -> Any:
+        """Without seconds and folders."""
+        if isinstance(found, dict):
+            return {key: drop(value) for key, value in found.items() if key not in ("seconds", "model")}
+        return [drop(value) for value in found] if isinstance(found, list) else found
+
+    assert drop(one) == drop(other)
+    assert len(one["rounds"]) == 2
