@@ -30,6 +30,10 @@ finding: setup
 ways: setup
 	$(RUN)/python examples/finding/ways.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/ways)
 
+# Teach what only the solution tells: eleven arms, three seeds, half an hour.
+rounds: setup
+	$(RUN)/python examples/finding/rounds.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/rounds)
+
 # Makes the embedded models from scratch, some minutes each.
 miniature: setup
 	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
@@ -86,4 +90,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks prove check

@@ -38,7 +38,6 @@ from rlt_lightning.cli.help import VERBS as HELP
 from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.command import add_switch, drop_switches, open_folder
 from rlt_lightning.demo.stages import StageError, Stages
-from rlt_lightning.run.folder import flatten
 from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.run.shipped import find_config, suggest_names
 from rlt_lightning.types import InputError
@@ -492,7 +491,10 @@ def read_rounds_settings(options: argparse.Namespace) -> Settings:
         raise InputError(f"{path} must be YAML, but is not: {' '.join(str(error).split())}") from error
     if not isinstance(read, dict):
         raise InputError(f"{path} must hold settings of `rlt rounds`, but is a {type(read).__name__}.")
-    found = {name.removeprefix("."): value for name, value in flatten(read).items()}
+    found: dict[str, Any] = {}
+    for name, value in read.items():
+        section = isinstance(value, dict)
+        found |= {f"{name}.{key}": one for key, one in value.items()} if section else {name: value}
     known = {*OPTIONS, *(f"stages.{name}" for name in STAGES)}
     for name in known:
         if (value := getattr(options, name)) is not None:

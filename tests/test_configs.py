@@ -22,10 +22,13 @@ from tiny import TINY, generates, tiny_options
 from rlt_lightning.cli.configs import copy_config, read_launch_line
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
+from rlt_lightning.rounds import build_rounds_parser, read_rounds_settings
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+# Settings of `rlt rounds`, whose stages have configs of their own: tests/test_rounds.py.
+ROUNDS = ROOT / "configs" / "miniature_rounds.yaml"
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
 EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
@@ -167,7 +170,10 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
 @pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
 def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
     verb, *options = launch_words(config)
-    check_rlt([verb, *options], ROOT)
+    if config == ROUNDS:
+        read_rounds_settings(build_rounds_parser().parse_args(options))
+    else:
+        check_rlt([verb, *options], ROOT)
 
 
 # One of each verb, module, task and kind of engine; the run that tests share is the quickstart's, and
@@ -177,7 +183,7 @@ EACH_KIND += ("vllm_async", "generate_8gpu", "lora")
 TO_RUN = [
     pytest.param(path, marks=[] if path.stem in EACH_KIND else pytest.mark.full, id=path.stem)
     for path in (*CONFIGS, *OVERLAYS)
-    if path.stem != "vllm_launch"
+    if path.stem != "vllm_launch" and path != ROUNDS
 ]
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -562,24 +560,6 @@ def test_filters_of_questions_serve_every_task(tiny_model: str, tmp_path: Path) 
 
 
 # The scripts
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_rounds_run_and_are_passed_over_when_finished(tmp_path: Path) -> None:
-    words = ["bash", "examples/rounds.sh", str(tmp_path / "rounds"), "1", "1", "32"]
-    first = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}
-    )
-    assert first.returncode == 0, first.stderr[-2000:]
-    table = [line for line in first.stdout.splitlines() if "/evaluation.md:" in line]
-    assert len(table) == 4  # base, rl_1, student_1, rl_last
-    kept = read(tmp_path / "rounds" / "answers_1" / "distillation.jsonl")
-    assert all(row["answer"] == last_digit(row["question"]) for row in kept)
-    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert Counter(line.split()[2] for line in again.stdout.splitlines() if line.startswith("==")) == Counter(
-        {"finished": 8}
-    )
 
 
 @pytest.mark.slow

@@ -418,7 +418,8 @@ def describe_ranking(rewards: Iterable[dict[str, float]], kinds: dict[str, str])
         f"the reward ranks a right trace first in {100 * part:.0f} ± {100 * error:.0f} % of "
         f"{len(won) * len(kinds)} pairs: {by_variant}",
         f"at least {100 * RANKED[1]:g} %",
-        "Look at one by rlt explain. Warm up longer, raise reward.kl_weight, or take another student",
+        "Look at one by rlt explain. Let the student learn the steps first (rlt rounds), warm up longer, or "
+        "raise reward.kl_weight",
     )
 
 
