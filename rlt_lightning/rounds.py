@@ -479,12 +479,36 @@ def build_rounds_parser() -> argparse.ArgumentParser:
 
 
 def read_rounds_settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of a config, with the options of the command line over them.
+    """Return the settings of the configs, a later one over an earlier, with those of the command line over them.
 
     Raises:
-        InputError: If the config is no mapping of settings, or a setting is unknown or wrong.
+        InputError: If a config is no mapping of settings, or a setting is unknown or wrong.
     """
-    path = find_config(options.config)
+    known = {*OPTIONS, *(f"stages.{name}" for name in STAGES)}
+    found: dict[str, Any] = {}
+    for config in options.config:
+        own = read_flat_settings(find_config(config))
+        if unknown := [name for name in own if name not in known]:
+            raise InputError(
+                f"{config} may set {', '.join(sorted(known))}, but sets {unknown[0]}."
+                f"{suggest_names(unknown[0], known)} `rlt rounds` takes configs such as miniature_rounds."
+            )
+        found |= own
+    for name in known:
+        if (value := getattr(options, name)) is not None:
+            found[name] = value
+    if "student.base" not in found:
+        raise InputError("student.base must name the student before training, but no config does. Add it.")
+    stages = {name: found.pop(f"stages.{name}") for name in STAGES if f"stages.{name}" in found}
+    return Settings(stages, **{name.replace(".", "_"): value for name, value in found.items()})
+
+
+def read_flat_settings(path: Path) -> dict[str, Any]:
+    """Return what a config sets, by dotted names.
+
+    Raises:
+        InputError: If it is no YAML mapping.
+    """
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -495,19 +519,7 @@ def read_rounds_settings(options: argparse.Namespace) -> Settings:
     for name, value in read.items():
         section = isinstance(value, dict)
         found |= {f"{name}.{key}": one for key, one in value.items()} if section else {name: value}
-    known = {*OPTIONS, *(f"stages.{name}" for name in STAGES)}
-    for name in known:
-        if (value := getattr(options, name)) is not None:
-            found[name] = value
-    if unknown := [name for name in found if name not in known]:
-        raise InputError(
-            f"{path} may set {', '.join(sorted(known))}, but sets {unknown[0]}."
-            f"{suggest_names(unknown[0], known)} `rlt rounds` takes configs such as miniature_rounds."
-        )
-    stages = {name: found.pop(f"stages.{name}") for name in STAGES if f"stages.{name}" in found}
-    if "student.base" not in found:
-        raise InputError(f"student.base must name the student before training, but {path} has none. Add it.")
-    return Settings(stages, **{name.replace(".", "_"): value for name, value in found.items()})
+    return found
 
 
 def describe_end(found: dict[str, Any], settings: Settings, folder: Path) -> str:

@@ -43,7 +43,10 @@ from rlt_lightning.run.shipped import find_config
 EXTENDING = ROOT / "docs" / "extending.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
 VERBS = [*stages.TRAINER_VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
-OVERLAY_OF = {"docs/serving.md": ("predict", "generate")}  # else of a fit of the quickstart
+OVERLAY_OF = {
+    "docs/rounds.md": ("rounds", "miniature_rounds"),
+    "docs/serving.md": ("predict", "generate"),
+}  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
     "rlt fit --config quickstart --output_dir runs/q": [

@@ -123,11 +123,9 @@ def test_each_teacher_is_trained_against_the_student_of_the_round_before(tmp_pat
         assert learned["data.source"] == str(folder / "traces/distillation.jsonl")
     first = options_of(lines["round0/student"])["data.source"]
     assert len(read(Path(first))) == 64
-    seeds = [
-        options_of(line)["seed"] for name, line in runs.lines if not name.endswith(("base", "evaluation"))
-    ]
+    seeds = [options_of(line)["seed"] for _, line in runs.lines if not line.startswith("test")]
     assert len({*seeds}) == len(seeds)
-    assert {options_of(lines[f"round{n}/evaluation"])["seed"] for n in (0, 1, 2)} == {"3"}
+    assert {options_of(line)["seed"] for _, line in runs.lines if line.startswith("test")} == {"3000"}
     assert [one["student"]["accuracy"] for one in found["rounds"]] == [60.0, 90.0]
     assert found["rounds"][0]["teacher"] | {"model": ""} == {
         **{"model": "", "reward": -0.5, "reward_before": -0.9, "reward_after": -0.3},
@@ -194,6 +192,14 @@ def test_a_gain_is_more_than_its_error(
 ) -> None:
     runs = Rounds(replace(SETTINGS, patience=patience), tmp_path)
     assert runs.has_stopped([make_round(n, value) for n, value in enumerate(accuracies)]) is stopped
+
+
+def test_a_later_config_and_the_command_line_win(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("rounds: 5\nstudent_rows: 8\nstages: {warmup: miniature-teacher}\n")
+    words = ["--config", "miniature_rounds", "--config", str(tmp_path / "own.yaml"), "--rounds", "3"]
+    found = rounds.read_rounds_settings(rounds.build_rounds_parser().parse_args(words))
+    stages = STAGES | {"warmup": "miniature-teacher"}
+    assert found == Settings(stages, "miniature", rounds=3, student_rows=8)
 
 
 def test_too_few_traces_for_the_first_student(tmp_path: Path) -> None:
