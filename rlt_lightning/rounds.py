@@ -479,7 +479,7 @@ def build_rounds_parser() -> argparse.ArgumentParser:
 
 
 def read_rounds_settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of the configs, a later one over an earlier, with those of the command line over them.
+    """Return the settings of the configs, a later one over an earlier, and the command line over both.
 
     Raises:
         InputError: If a config is no mapping of settings, or a setting is unknown or wrong.
