@@ -465,7 +465,7 @@ def build_rounds_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt rounds`."""
     parser = OneLineArguments(prog="rlt rounds", allow_abbrev=False, description=HELP["rounds"].line)
     parser.add_argument(
-        "--config", metavar="CONFIG", required=True, help="such as miniature_rounds, or a file"
+        "--config", metavar="CONFIG", required=True, action="append", help="miniature_rounds, or files"
     )
     parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/rounds-<time> by default")
     for name, (kind, meaning) in OPTIONS.items():
