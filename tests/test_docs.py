@@ -134,11 +134,11 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     if verb == "demo":  # run by tests/test_install.py
         build_demo_parser().parse_args(options)
         return
-    assert verb in VERBS, f"rlt has no verb {verb}"
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     if verb == "rounds":
         read_rounds_settings(build_rounds_parser().parse_args(options))
         return
+    assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
     if verb == "teach":  # the folder's settings come first; here those of a config
         _, named = split_words(options)
