@@ -355,7 +355,10 @@ def worker_of(model: str, **options: Any) -> FakeWorker:
 
 
 def join_gloo(name: str, info: JSON) -> None:
-    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process."""
+    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process.
+
+    With NCCL all workers are in one group, and `info` says which rank this is; with gloo it is rank 1 of 2.
+    """
     from datetime import timedelta
 
     from torch.distributed import PrefixStore, TCPStore
@@ -364,19 +367,23 @@ def join_gloo(name: str, info: JSON) -> None:
 
     timeout_s, size = info["timeout_s"], info["world_size"]
     server = TCPStore(info["host"], info["port"], None, False, timedelta(seconds=timeout_s))
-    GROUPS[name] = join_group(PrefixStore(info["prefix"], server), 1, size, timeout_s, info["host"])
+    rank, store = info.get("rank_offset", 1), PrefixStore(info["prefix"], server)
+    GROUPS[name] = join_group(store, rank, size, timeout_s, info["host"])
 
 
-def receive_gloo(name: str, info: JSON) -> dict[str, Any]:
-    """The tensors of one /update_weights."""
+def receive_gloo(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
+    """The tensors of one /update_weights; the process ends when it gets to one of them."""
     import torch
 
     from rlt_lightning.gloo import build_broadcast_options
 
     tensors = {}
     for tensor_name, shape, dtype in zip(info["names"], info["shapes"], info["dtype_names"], strict=True):
+        if tensor_name == dies_at:
+            os._exit(1)
         tensors[tensor_name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        for piece in tensors[tensor_name].view(-1).view(torch.uint8).split(info["piece_bytes"]):
+        whole = tensors[tensor_name].view(-1).view(torch.uint8)
+        for piece in whole.split(info.get("piece_bytes", max(1, len(whole)))):
             GROUPS[name].broadcast([piece], build_broadcast_options()).wait()
     return tensors
 

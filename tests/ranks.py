@@ -45,13 +45,13 @@ class Runs(dict[str, Path]):
         return self[strategy]
 
 
-def call(function: str, folder: Path, *arguments: Any) -> None:
-    """Call `module:function` of a file beside this one in two processes, with rank and arguments.
+def call(function: str, folder: Path, *arguments: Any, world_size: int = 2) -> None:
+    """Call `module:function` of a file beside this one in every process, with rank and arguments.
 
     Raises:
         AssertionError: With what the processes printed, if one of them fails or hangs.
     """
-    RANKS[2].run(job(function, folder, *arguments))
+    RANKS[world_size].run(job(function, folder, *arguments))
 
 
 def job(function: str, folder: Path, *arguments: Any) -> dict[str, Any]:

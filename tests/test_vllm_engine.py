@@ -56,7 +56,7 @@ from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dty
 from rlt_lightning.engines.push import Staging, split_pieces
 from rlt_lightning.engines.threads import run_in_background as run_in_thread
 from rlt_lightning.models.lora import LoRA, add_adapter, list_adapter_weights
-from rlt_lightning.models.weights import Deferred, gather_in_groups
+from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError
 
@@ -779,12 +779,13 @@ class TornNCCL:
     def __init__(self, push: NCCLPush, workers: list[WorkerClient]) -> None:
         self.client = SyncClient(push, workers)
         self.breaks = False
+        self.source: Any = None
 
     def send_weights(self) -> None:
         self.client.start_weight_update()
+        self.client.update_weights({"names": [name for name, _ in self.source]})
         if self.breaks:
             raise RuntimeError("NCCL communicator was aborted")
-        self.client.update_weights({"names": []})
         self.client.finish_weight_update()
 
     def shutdown(self) -> None: ...
@@ -794,22 +795,34 @@ def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlt_lightning.engines.nccl.find_spec", lambda name: name)
-    for name, value in (("is_available", True), ("current_device", 0), ("set_device", None)):
+    monkeypatch.setattr("rlt_lightning.engines.nccl.build_source", lambda bucket, dtype: list(bucket))
+    stream = SimpleNamespace(synchronize=lambda: None)
+    for name, value in (
+        ("is_available", True),
+        ("current_device", 0),
+        ("set_device", None),
+        ("current_stream", stream),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    workers = FakeWorker(on_update=lambda info: None), FakeWorker(on_update=lambda info: None)
+    updates: list[list[str]] = []
+    workers = [FakeWorker(on_update=lambda info: updates.append(info["names"])) for _ in range(2)]
     push = NCCLPush(timeout_s=10.0)
-    torn: list[TornNCCL] = []
+    push.bucket_bytes = 24  # the first tensor fills a bucket
+    groups: list[list[str]] = []
 
-    def form_group(named_tensors: Any, members: list[WorkerClient], version: str) -> TornNCCL:
-        torn.append(TornNCCL(push, members))
-        torn[-1].client.version = version
-        torn[-1].breaks = len(torn) == 2
-        return torn[-1]
+    def form_group(members: list[WorkerClient]) -> None:
+        if push.engine is None:
+            groups.append([worker.url for worker in members])
+            push.engine = TornNCCL(push, members)
 
     monkeypatch.setattr(push, "form_group", form_group)
     engine = start(*workers, push=push, step=1)
+    assert updates == [["a.weight"]] * 2 + [["b.bias"]] * 2  # one update, in parts
     assert token_ids(generate(engine)) == undisturbed()
+    push.engine.breaks = True
+    updates.clear()
     engine.update_weights(WEIGHTS, 2)
+    assert updates == [["a.weight"]] * 2  # what follows is not sent
     assert len(engine.fleet.down) == 2
     engine.health()  # they answer again
     assert engine.policy_version == -1
@@ -820,6 +833,7 @@ def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
         worker.calls.clear()
     engine.update_weights(WEIGHTS, 2)
     assert engine.policy_version == 2
+    assert len(groups) == 2
     assert token_ids(generate(engine)) == undisturbed()
     for worker in workers:
         begun = [call for call in worker.calls if call.startswith("POST")][:3]
@@ -829,16 +843,10 @@ def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
 
 def test_nccl_sends_the_workers_type_if_it_is_narrower() -> None:
     tensor, token = torch.randn(3, 5), torch.arange(4)
-    weights = [("a", tensor), ("b", token), ("c", Deferred(tensor.shape, tensor.dtype, lambda: tensor + 1))]
-    sent = dict(WeightSource(weights, torch.bfloat16).named_parameters())
-    assert {name: out.dtype for name, out in sent.items()} == {
-        "a": torch.bfloat16,
-        "b": torch.int64,
-        "c": torch.bfloat16,
-    }
+    sent = dict(WeightSource([("a", tensor), ("b", token)], torch.bfloat16).named_parameters())
+    assert {name: out.dtype for name, out in sent.items()} == {"a": torch.bfloat16, "b": torch.int64}
     assert torch.equal(sent["a"].full_tensor(), tensor.bfloat16())
     assert torch.equal(sent["b"].full_tensor(), token)
-    assert torch.equal(sent["c"].full_tensor(), (tensor + 1).bfloat16())
     assert sent["a"].shape == (3, 5)
     same = dict(WeightSource([("a", tensor.bfloat16())], torch.float32).named_parameters())
     assert same["a"].full_tensor().dtype == torch.bfloat16  # a worker in fp32 gets no more than there is

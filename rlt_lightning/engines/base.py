@@ -2,17 +2,17 @@
 
     before anything is loaded   describe, load_own_model
     once                        start, share
-    every step                  health ─▶ update_weights ─▶ verify ─▶ sample ─▶ put_to_sleep
-                                  ▲      (gather_weights             │ WorkersLost
-                                  │       on the other ranks)        │
-                                  └──────────────────────────────────┘
+    every step                  health ─▶ prepare_push ─▶ update_weights ─▶ verify ─▶ sample ─▶ put_to_sleep
+                                  ▲                      (gather_weights             │ WorkersLost
+                                  │                       on the other ranks)        │
+                                  └──────────────────────────────────────────────────┘
     at the end, or on an error  close
 
-health and update_weights are repeated until `policy_version` is the current step; an engine that cannot get
-there must raise in health. verify follows a push: the first, every `verify_every_n_steps`, and whenever the
-engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`. `sample` yields each
-completion as soon as it is finished, so that completions are scored while others are sampled; `sample_all`
-collects those of callers that need all of them.
+health, prepare_push and update_weights are repeated until `policy_version` is the current step; an engine
+that cannot get there must raise in health. verify follows a push: the first, every `verify_every_n_steps`,
+and whenever the engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`.
+`sample` yields each completion as soon as it is finished, so that completions are scored while others are
+sampled; `sample_all` collects those of callers that need all of them.
 
 rollouts/dispatcher.py makes these calls, from start on: for RolloutCallback and the sampler of its module in
 training, validation and prediction, and for callbacks/evaluate_every.py while a student trains.
@@ -21,6 +21,7 @@ evaluation/callbacks.py makes them for `rlt test`.
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -
     share                 every rank    -                         -
+    prepare_push          -             yes                       they wait for it
     update_weights        every rank    yes                       gather_weights instead
     verify                -             yes                       -
     sample                every rank    in a background thread    -
@@ -257,7 +258,8 @@ class Engine(Protocol):
                 names. In process, the model's own parameters. An engine outside the process must take the
                 tensors from `models.weights.gather_in_groups(named_tensors, group_bytes)`, which yields lists
                 of whole tensors in this order, without the names. It must iterate to the end even if sending
-                fails: the other ranks wait at every group in `gather_weights`.
+                fails: the other ranks wait at every group in `gather_weights`. It must send a group to its
+                end before it takes the next, so that no rank waits in a collective for one that is sending.
             policy_version: Optimizer steps that these weights have taken.
         """
 
@@ -294,6 +296,13 @@ class Engine(Protocol):
         Args:
             run: The way into the model: run(function, *arguments) is function(model, *arguments).
             on_any_rank: on_any_rank(flag) tells every rank whether the flag is set on one of them.
+        """
+        return
+
+    def prepare_push(self) -> None:
+        """Let workers get ready for `update_weights`, such as meet rank 0; no rank gathers weights meanwhile.
+
+        The default does nothing. `update_weights` must also work without this call before it.
         """
         return
 

@@ -36,7 +36,7 @@ from rlt_lightning.console import size_text, waiting_for
 from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, find_disagreement
 from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
-from rlt_lightning.engines.push import WeightPush
+from rlt_lightning.engines.push import Failures, WeightPush
 from rlt_lightning.engines.threads import run_coroutine
 from rlt_lightning.models.weights import weights_size
 from rlt_lightning.pretrained import model_size
@@ -327,6 +327,13 @@ class Fleet:
 
     # Weights
 
+    def prepare_push(self, push: WeightPush) -> None:
+        """Let all serving workers get ready for a push. One that fails is lost."""
+        serving = self.serving
+        with waiting_for(f"vLLM worker {join_urls(serving)} to get ready for new weights"):
+            failures = push.prepare_all(list(serving))
+        self._lose_failed(serving, failures)
+
     def push(self, push: WeightPush, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Push to all serving workers. One that fails is lost, and needs another push when it is back."""
         before = {worker: worker.state for worker in self.serving}
@@ -340,7 +347,11 @@ class Fleet:
         for worker, state in before.items():
             if worker.url not in failures:
                 worker.state = State.VERIFIED if state is State.VERIFIED else State.CURRENT
-        for worker in before:
+        self._lose_failed(before, failures)
+
+    def _lose_failed(self, workers: Iterable[Worker], failures: Failures) -> None:
+        """Lose the workers that a push has failed at; raise an error that would only come again."""
+        for worker in workers:
             error = failures.get(worker.url)
             if isinstance(error, WorkerError) and not error.retryable:
                 raise error

@@ -52,6 +52,8 @@ class WeightPush(ABC):
 
     For each worker: pause, start, transfer, finish with the new version, reset the prefix cache, resume. A
     worker that fails on the way is left out of the rest; its weights are then undefined until the next push.
+    Sharded weights are gathered a bucket at a time: all ranks gather it, then rank 0 sends it, and only then
+    is the next gathered.
 
     Args:
         bucket_mib: Weights, in MiB, that the trainer holds a second time at most: gathered from its ranks, or
@@ -71,6 +73,7 @@ class WeightPush(ABC):
             )
         self.bucket_bytes = bucket_mib * 2**20
         self.timeout_s = timeout_s
+        self.prepared: list[WorkerClient] | None = None  # until the push; None: none are
 
     def open(self, model: Any, folder: Path) -> None:  # noqa: B027  (most backends need neither)
         """Get ready, before workers are started.
@@ -93,11 +96,25 @@ class WeightPush(ABC):
         """Push to all workers at once and return those that failed, with the reason.
 
         Every tensor is gathered exactly once, whatever fails: other ranks of the trainer take part in that.
+
+        Args:
+            named_tensors: The trainer's weights, which may be sharded.
+            workers: Those to push to; if `prepare_all` was called, those that it prepared.
+            version: What the workers will call these weights.
         """
-        failures: Failures = {}
-        workers = call_each(workers, self.prepare, failures)
+        failures = {} if self.prepared is not None else self.prepare_all(workers)
+        workers, self.prepared = self.prepared or [], None
         self.transfer(named_tensors, workers, version, failures)
         call_each([worker for worker in workers if worker.url not in failures], self.conclude, failures)
+        return failures
+
+    def prepare_all(self, workers: list[WorkerClient]) -> Failures:
+        """Get workers ready for the next `push`; return those that failed, with the reason.
+
+        Nothing is gathered meanwhile, so the trainer's other ranks need not take part, and can wait for it.
+        """
+        failures: Failures = {}
+        self.prepared = call_each(workers, self.prepare, failures)
         return failures
 
     def prepare(self, worker: WorkerClient) -> None:
@@ -128,8 +145,9 @@ class WeightPush(ABC):
         """Call a worker and wait for its answer, in whatever thread this is."""
         return asyncio.run(worker.call("POST", path, body, self.timeout_s, in_words))
 
-    def close(self) -> None:  # noqa: B027  (most backends hold nothing)
+    def close(self) -> None:
         """Free what is held between pushes."""
+        self.prepared = None
 
 
 class NoPush(WeightPush):
@@ -164,6 +182,7 @@ class NoPush(WeightPush):
 
     def close(self) -> None:
         """Accept whatever weights the next trainer has."""
+        super().close()
         self.version = None
 
 
@@ -259,7 +278,8 @@ class GlooPush(WeightPush):
     def send(self, tensors: list[Tensor], updates: dict[str, Future[JSON]], failures: Failures) -> None:
         """Send tensors to every worker that still takes part; keep none of them.
 
-        The last piece may still be on its way, in a buffer, while the next tensors are gathered.
+        The last piece may still be on its way, in a buffer, while the next tensors are gathered. Nobody waits
+        for it: gloo sends it in a thread of its own.
         """
         for tensor in tensors:
             dtype = self.dtype or tensor.dtype
@@ -295,6 +315,7 @@ class GlooPush(WeightPush):
 
     def close(self) -> None:
         """Leave all groups."""
+        super().close()
         self.groups.clear()
         self.staging.close()
         self.store = None

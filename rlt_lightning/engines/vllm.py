@@ -226,6 +226,10 @@ class VLLMEngine(Engine):
         """Put all workers to sleep, if they share the GPUs that train."""
         self.fleet.put_to_sleep()
 
+    def prepare_push(self) -> None:
+        """Let all serving workers get ready for a push. One that fails is lost."""
+        self.fleet.prepare_push(self.push)
+
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Push to all serving workers. One that fails is lost, and needs another push when it is back."""
         self.fleet.push(self.push, named_tensors, policy_version)

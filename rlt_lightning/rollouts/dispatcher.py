@@ -7,8 +7,8 @@ An engine in process: every rank has it, and samples its part of a request with 
 
 An engine outside: rank 0 talks to it for all ranks. Each ═ is a collective: all ranks wait there.
 
-    rank 0   request ─▶ health ═ update_weights ═ verify ═ sample ─▶ chunk ═▶ ... last chunk ═▶
-    rank 1   request ──────────═ gather_weights ═────────═────────────────═▶ ...            ═▶
+    rank 0   request ─▶ health ═ prepare_push ═ update_weights ═ verify ═ sample ─▶ chunk ═▶ ... last chunk ═▶
+    rank 1   request ──────────═──────────────═ gather_weights ═────────═────────────────═▶ ...            ═▶
 
 Why each wait ends:
 
@@ -250,6 +250,8 @@ class Dispatcher:
 
         while self.call(needs_push):
             named_tensors = self._list_weights(module.policy)
+            # The other ranks wait here, and not in a collective of the model, while workers join a group.
+            self.call(self.engine.prepare_push)
             if not trainer.is_global_zero:
                 self.engine.gather_weights(named_tensors)
 
