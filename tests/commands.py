@@ -8,6 +8,7 @@ one process, this file run as a script, does that once:
 
 `fresh=True` starts Python itself: for what reads the environment at its start, and to test a start as it is.
 `gpus=2` runs the command where PyTorch believes in so many GPUs: see tests/pretended_gpu.
+`make_forked_python` makes a `python` for scripts that start many processes; each is then a fork, too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import json
 import os
 import runpy
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from select import select
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -69,9 +72,9 @@ class Running:
         self.outputs = [log or folder / name for name in ("stdout", "stderr")]
         for path in self.outputs:
             path.touch()
-        job = {"arguments": arguments, "environment": dict(os.environ) | environment, "cwd": str(cwd)}
-        job |= {"stdin": str(folder / "stdin"), "outputs": list(map(str, self.outputs)), "code": code}
-        job |= {"gpus": gpus}
+        words = ["-c", code] if code else ["-m", "rlt_lightning", *arguments]
+        job = {"words": words, "environment": dict(os.environ) | environment, "cwd": str(cwd)}
+        job |= {"stdin": str(folder / "stdin"), "outputs": list(map(str, self.outputs)), "gpus": gpus}
         self.returncode: int | None = None
         self.pid = int(ask(job, gpus > 0))
         self.stdin = open(folder / "stdin", "w") if text is None else None  # noqa: SIM115  (as long as it runs)
@@ -187,6 +190,43 @@ def python(
     return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
 
 
+# What `make_forked_python` writes. It has the job's standard output and error, and ends as the job does.
+FORKED_PYTHON = """#!{python} -IS
+import json, os, socket, sys
+streams = {{"stdin": os.devnull, "outputs": [f"/proc/{{os.getpid()}}/fd/{{n}}" for n in (1, 2)]}}
+job = {{"words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}} | streams
+with socket.create_connection(("127.0.0.1", {port})) as server, server.makefile("rw") as stream:
+    print(json.dumps(job), file=stream, flush=True)
+    sys.exit(int(stream.readline()))
+"""
+
+
+class Forks(socketserver.StreamRequestHandler):
+    """Run the job of one call of a forked python to its end, and tell its exit status."""
+
+    def handle(self) -> None:
+        pid = int(ask(json.loads(self.rfile.readline())))
+        while (status := ask({"poll": pid})) is None:
+            if select([self.connection], [], [], 0.02)[0]:  # it sends nothing more, so it has been killed
+                os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):  # nobody is left to be told
+            self.wfile.write(f"{status}\n".encode())
+
+
+def make_forked_python(folder: Path) -> str:
+    """Write an executable that does what `python` does, in a process that has the package imported.
+
+    It works as long as the process of the tests lives, without standard input.
+    """
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forks)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    program = folder / "python"
+    program.write_text(FORKED_PYTHON.format(python=sys.executable, port=server.server_address[1]))
+    program.chmod(0o755)
+    return str(program)
+
+
 def ask(job: dict[str, Any], pretends: bool = False) -> Any:
     """Send a line to the warm process, which is started with the first, and return its answer."""
     with asking:
@@ -270,25 +310,37 @@ def run(job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    if job["gpus"]:
+    if job.get("gpus"):
         import pretended_gpu.device as device
 
         device.set_device_count(job["gpus"])
     sys.path += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    if code := job["code"]:
-        sys.argv = ["-c"]
-        exec(compile(code, "<block>", "exec"), {"__name__": "__main__"})
-        end_process(0)
-    sys.argv = ["rlt", *job["arguments"]]
-    if any(argument.endswith("devices=2") for argument in sys.argv):
+    words = job["words"]
+    if words[:2] == ["-m", "rlt_lightning"] and any(word.endswith("devices=2") for word in words):
         fork_rank_1()
+    status: object = 0
     try:
-        runpy.run_module("rlt_lightning", run_name="__main__", alter_sys=True)
+        run_python(words)
     except SystemExit as ending:
-        status = ending.code
+        status = ending.code or 0
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    end_process(status)
+
+
+def run_python(words: list[str]) -> None:
+    """Do what `python WORDS` does."""
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<block>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        status = 0
-    end_process(status if isinstance(status, int) else 0)
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def end_process(status: int) -> None:
