@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2, help="steps between two validations")
     parser.add_argument("--held_out", type=int, default=256, help="held-out problems")
     parser.add_argument("--target", type=float, default=0.9, help="accuracy to reach")
-    options = read_options(parser, seeds=1, steps=2, every=1, held_out=16, target=0.1)
+    options = read_options(parser, seeds=1, steps=1, every=1, held_out=8, target=0.1)
     sides: dict[str, list[Curve]] = {"off": [], "on": []}
     for seed in range(options.seeds):
         for name, curves in sides.items():

@@ -18,7 +18,7 @@ import generate
 import plan
 import pytest
 from cases import full
-from commands import ROOT, Running
+from commands import ROOT, Running, make_forked_python
 from jsonargparse import capture_parser
 
 from rlt_lightning.cli import main as cli
@@ -31,7 +31,9 @@ HELPERS = {
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 QUICK = {"memory", "reward"}  # run by `make test`; the others by `make test-all`
-NEEDS = {"quantised": "bitsandbytes"}
+NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
+OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
+STARTS_RLT = {"asynchronous", "learning"}  # several times, by sys.executable
 MARKS = {"push": [pytest.mark.vllm]}
 # A matplotlib that fails when it is used, as one without its fonts or its disk would.
 BROKEN = "def __getattr__(name):\n    raise RuntimeError('no picture can be drawn')\n"
@@ -47,8 +49,10 @@ def run_benchmark(name: str, output: Path, first: str = "") -> subprocess.Comple
     Args:
         first: A folder whose modules hide others; without it, no module is hidden.
     """
-    words = [str(FOLDER / f"{name}.py"), "--tiny", "--output", str(output)]
+    words = [str(FOLDER / f"{name}.py"), "--tiny", *OPTIONS.get(name, []), "--output", str(output)]
     code = f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {words!r}\n"
+    if name in STARTS_RLT:
+        code += f"sys.executable = {make_forked_python(output.parent)!r}\n"
     if first:
         code += f"sys.path.insert(0, {first!r}); {FORGET}\n"
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -141,15 +145,3 @@ def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyP
 
 def test_helpers_exist() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} >= set(HELPERS)
-
-
-@pytest.mark.full
-def test_trl_agrees_with_the_optimise_phase(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="needs TRL: make setup")
-    output = tmp_path / "optimise.json"
-    command = [sys.executable, str(FOLDER / "optimise.py"), "--tiny", "--against", "trl"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [*command, "--output", str(output)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    checked_result("optimise", run, output)

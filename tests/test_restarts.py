@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+from cases import full, slow
 from commands import ROOT, rlt
 from jsonargparse import Namespace
 from safetensors.torch import load_file
 from test_cli import explanation, metrics
 from test_multinode import two_nodes
 from test_rank_failures import STRATEGIES
-from test_strategies import full
 
 from rlt_lightning.cli.ranks import require_restartable
 from rlt_lightning.cli.stages import SaveConfig
@@ -108,25 +108,34 @@ def killed_ranks(lines: list[str]) -> list[str]:
     return re.findall(r"^rlt: error: rank (\d): .*without a message", "\n".join(told), re.MULTILINE)
 
 
-@pytest.mark.parametrize("strategy", [full("ddp"), full("zero3")])
+FIRST = kill(0, rank=1, hook="on_after_backward", step=1)  # in step 2, before the first checkpoint
+MIDDLE = kill(1, rank=0, hook="on_after_backward", step=3)  # in step 4, which is made again
+LAST = {"rank": 1, "hook": "on_train_end", "step": STEPS}  # between the last checkpoint and the model
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kills", "ranks"),
+    [
+        full("ddp", [FIRST, kill(1, **LAST)], ["1", "1"]),
+        slow("ddp", [FIRST, MIDDLE, kill(2, **LAST)], ["1", "0", "1"]),
+        slow("zero3", [FIRST, MIDDLE, kill(2, **LAST)], ["1", "0", "1"]),
+    ],
+    ids=["ddp-2", "ddp-3", "zero3-3"],
+)
 def test_killed_and_restarted_by_torchrun_equals_not_stopping(
-    strategy: str, tiny_model: str, tmp_path: Path
+    strategy: str, kills: list[str], ranks: list[str], tiny_model: str, tmp_path: Path
 ) -> None:
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
     whole, killed = whole_run(tiny_model, tmp_path / "whole", strategy), tmp_path / "killed"
-    kills = [
-        kill(0, rank=1, hook="on_after_backward", step=1),  # in step 2, before the first checkpoint
-        kill(1, rank=0, hook="on_after_backward", step=3),  # in step 4, which is made again
-        kill(2, rank=1, hook="on_train_end", step=STEPS),  # between the last checkpoint and the model
-    ]
     [status], lines = torchrun(killed, [*options(tiny_model, killed, strategy), *kills], one_node(3))
     log = "\n".join(lines)
     assert status == 0, log[-4000:]
     # Each kill came, its rank was named, and the next life said which one it is.
-    assert log.count("--- made at") == 3
-    assert killed_ranks(lines) == ["1", "0", "1"], log
-    assert re.findall(r"restarted all processes: restart (\d) of at most 3", log) == ["1", "2", "3"]
+    assert log.count("--- made at") == len(kills)
+    assert killed_ranks(lines) == ranks, log
+    restarts = re.findall(r"restarted all processes: restart (\d) of at most 3", log)
+    assert restarts == ["1", "2", "3"][: len(kills)]
     assert_equal(whole, killed)
 
 
@@ -158,8 +167,7 @@ def assert_equal(whole: Path, killed: Path) -> None:
     assert names[0] == names[1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("hook", "step"), [("setup", 0), ("on_after_backward", 1)])
+@pytest.mark.parametrize(("hook", "step"), [full("setup", 0), slow("on_after_backward", 1)])
 def test_the_rank_that_was_killed_is_named_under_torchrun(
     hook: str, step: int, tiny_model: str, tmp_path: Path
 ) -> None:

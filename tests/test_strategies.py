@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import full
+from cases import full, slow
 from commands import rlt
 from ranks import STEPS, run
 from safetensors.torch import load_file
@@ -86,8 +86,7 @@ def test_scoring_while_others_are_sampled_does_not_change_the_result(
     assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), full("fsdp2"), slow("zero3")])
 def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     options = {"tokens": 280, "uneven": True, "prompts": 4, "steps": 3}
     run(tiny_model, tmp_path / "single", "single", **options)
@@ -142,9 +141,9 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
     ("strategy", "student"),
     [
         ("fsdp2", "miniature"),
-        full("zero3", "miniature"),
-        full("ddp", "miniature-pieces"),  # with another tokenizer, and r_KL on spans
-        *(full(strategy, "miniature-pieces") for strategy in ("fsdp2", "zero3")),
+        slow("zero3", "miniature"),
+        full("zero3", "miniature-pieces"),  # with another tokenizer, and r_KL on spans
+        *(slow(strategy, "miniature-pieces") for strategy in ("ddp", "fsdp2")),
     ],
 )
 def test_several_processes_sample_validate_and_export_like_one(

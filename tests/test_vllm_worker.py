@@ -56,7 +56,10 @@ STOP = "</think>"
 
 
 def forked_vllm(folder: Path) -> str:
-    """Return an executable that starts like `vllm`, in half the time; whole runs also use `vllm` as it is."""
+    """Return an executable that starts like `vllm`, in half the time.
+
+    The benchmark of pushes and the whole runs of `make prove` use `vllm` as it is.
+    """
     script = folder / "vllm"
     script.write_text(f'#!/bin/sh\nexec {EXECUTABLE.with_name("python")} {ROOT}/tests/forked_vllm.py "$@"\n')
     script.chmod(0o755)
@@ -481,6 +484,7 @@ def test_five_faults_at_random_moments_change_nothing(
     assert len(metrics(tmp_path / "run")) == STEPS_WITH_FAULTS
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
     process = start(*run_config(tmp_path, tiny_model, DiskPush), "--trainer.max_steps=1000")
     run = tmp_path / "run"
@@ -504,10 +508,10 @@ def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`vllm serve FOLDER` as anybody types it, without routes of development or our extension: its URL."""
-    port = find_free_port()
-    command = [str(EXECUTABLE), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
+    port, folder = find_free_port(), tmp_path_factory.mktemp("plain")
+    command = [forked_vllm(folder), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-    log = tmp_path_factory.mktemp("plain") / "worker.log"
+    log = folder / "worker.log"
     local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
     local.start()
     yield f"http://127.0.0.1:{port}"
