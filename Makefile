@@ -46,8 +46,9 @@ finding-smollm2: setup
 pipeline:
 	examples/pipeline.sh
 
-# Two processes: a test uses one core, and often waits for processes that it has started.
-PYTEST = $(RUN)/python -m pytest -n 2 --no-loadscope-reorder
+# A test uses one core, and often waits for processes that it has started.
+PROCESSES ?= 2
+PYTEST = $(RUN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder
 
 # Every verb, stage, loss, layout, strategy and failure once.
 test: setup
@@ -57,9 +58,9 @@ test: setup
 test-docs: setup
 	$(PYTEST) -m docs
 
-# Further cases, and a real vLLM worker.
+# Further cases, and a real vLLM worker. MARKS="not slow" adds what the two above run.
 test-all: setup setup-vllm
-	$(PYTEST) -m "full and not docs"
+	$(PYTEST) -m "$(or $(MARKS),full and not docs)"
 
 # The part of it that runs every benchmark and the steps of the GPU ladder, at tiny size.
 test-benchmarks: setup

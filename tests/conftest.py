@@ -34,10 +34,13 @@ LEFT = pytest.StashKey[Counter[str]]()
 SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
 SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_devices", "test_opd_runs")
 SHARE_RANKS += ("test_dynamic_sampling", "test_students", "test_token_cache")
+SHARE_NOTHING = ("test_learning", "test_benchmarks", "test_ladder", "test_restarts")
 LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
-LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_docs")
+LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_docs", "test_install")
+LONGEST += ("test_the_ladder_passes_at_tiny_size", "test_killed_and_restarted_by_torchrun_equals_not_stopping")
 LONGEST += ("test_vllm_engine", "test_cli", "test_rank_failures", "test_hub", "test_async_rollouts")
-LONGEST += ("test_cross_tokenizer", "test_configs", "test_evaluation")
+LONGEST += ("test_cross_tokenizer", "test_configs", "test_evaluation", "test_dashboards", "test_python")
+LONGEST += ("test_plan_offline", "test_budget", "test_ways", "test_teach", "test_model_format")
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
 SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
 # Files about what people read, and about the project itself: their tests get the mark docs.
@@ -58,7 +61,7 @@ def group_of(nodeid: str) -> str:
     file = Path(path).stem
     if file in SHARE_RANKS:
         return "ranks"
-    return test if file == "test_learning" else file
+    return test if file in SHARE_NOTHING else file
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
     def place(item: pytest.Item) -> int:
-        group = group_of(item.nodeid)
+        group = group_of(item.nodeid).partition("[")[0]
         return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
     items.sort(key=place)

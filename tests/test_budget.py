@@ -42,6 +42,10 @@ def engine(smollm2: str) -> HFEngine:
 
 @pytest.fixture(scope="module")
 def chat_format(engine: HFEngine) -> ChatFormat:
+    return format_of(engine)
+
+
+def format_of(engine: HFEngine) -> ChatFormat:
     return ChatFormat(engine.tokenizer, "r1", student_system_prompt=SYSTEM_PROMPT)
 
 
@@ -128,7 +132,10 @@ def test_a_thought_that_has_waited_often_enough_may_end_short(
     assert response.num_thinking_tokens < 100
 
 
-def test_a_maximum_cuts_the_thought_and_opens_the_solution(engine: HFEngine, chat_format: ChatFormat) -> None:
+def test_a_maximum_cuts_the_thought_and_opens_the_solution(tiny_model: str) -> None:
+    engine = HFEngine()  # of random weights, whose thoughts do not end by themselves
+    engine.start(load_model(tiny_model), load_tokenizer(tiny_model), Path())
+    chat_format = format_of(engine)
     [[free]] = respond(engine, chat_format, BudgetForcing(), replace(SHORT, max_completion_length=8))
     budget = BudgetForcing(max_thinking_tokens=4, min_answer_tokens=16)
     [[response]] = respond(engine, chat_format, budget, replace(SHORT, max_completion_length=40))

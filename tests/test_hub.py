@@ -33,6 +33,17 @@ BASE = {"README.md": "---\nlicense: llama3.1\nlicense_link: https://example.com/
 ANSWERS = ["--data.max_rows=4", "--rollouts.sampling.max_completion_length=8"]
 
 
+# In a process that has the client imported, which read its environment then.
+AT_HUB = """
+import sys
+from huggingface_hub import constants
+from rlt_lightning.__main__ import main
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = {url!r}, False, True
+sys.argv = ["rlt", *{words!r}]
+main()
+"""
+
+
 @pytest.fixture(scope="module")
 def real() -> Iterator[FakeHub]:
     """A hub that processes of their own use."""
@@ -50,7 +61,8 @@ def pushed(real: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """A run that pushed its model at its end, and what it printed."""
     folder = tmp_path_factory.mktemp("runs")
     options = [f"--output_dir={folder}/teacher", "--export.push_to_hub=alice/teacher"]
-    result = rlt(*QUICKSTART, *options, fresh=True, **environment(real, folder / "home"))
+    code = AT_HUB.format(url=real.url, words=[*QUICKSTART, *options])
+    result = python(code, ROOT, **environment(real, folder / "home"))
     assert result.returncode == 0, result.stderr
     return folder / "teacher", result.stdout + result.stderr
 
@@ -524,17 +536,6 @@ def test_a_run_without_a_token_ends_before_it_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
     result = rlt(*QUICKSTART, *options, "--export.enabled=false")
     assert "export.push_to_hub pushes model/, but export.enabled is false" in result.stderr
-
-
-# In a process that has the client imported, which read its environment then.
-AT_HUB = """
-import sys
-from huggingface_hub import constants
-from rlt_lightning.__main__ import main
-constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = {url!r}, False, True
-sys.argv = ["rlt", *{words!r}]
-main()
-"""
 
 
 def test_a_finished_run_survives_a_failed_push(hub: FakeHub, tmp_path: Path) -> None:
