@@ -50,17 +50,17 @@ pipeline:
 PROCESSES ?= 2
 PYTEST = $(RUN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder
 
-# Every verb, stage, loss, layout, strategy and failure once.
+# Every verb, stage, loss, layout, strategy and failure once. MARKS="not slow" adds those of the two sets below.
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(if $(MARKS),-m "$(MARKS)")
 
 # Commands, figures and links of the pages, the layout of the package, set-up scripts, the wheel.
 test-docs: setup
 	$(PYTEST) -m docs
 
-# Further cases, and a real vLLM worker. MARKS="not slow" adds what the two above run.
+# Further cases, and a real vLLM worker.
 test-all: setup setup-vllm
-	$(PYTEST) -m "$(or $(MARKS),full and not docs)"
+	$(PYTEST) -m "full and not docs"
 
 # The part of it that runs every benchmark and the steps of the GPU ladder, at tiny size.
 test-benchmarks: setup
