@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,10 +46,12 @@ def legend_below(axes: Any, ncols: int, **options: Any) -> None:
     axes.legend(ncols=ncols, **place, **options)
 
 
-def draw_accuracies(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
-    """Draw the accuracy of each arm's students as a bar."""
+def draw_accuracies(
+    axes: Any, arms: dict[str, Any], names: list[str], marked: Collection[str] = ("rlt",)
+) -> None:
+    """Draw the accuracy of each arm's students as a bar, those of marked arms in another colour."""
     values = [found["accuracy"] for found in arms.values()][::-1]
-    colors = ["#2a6f97" if arm == "rlt" else "#9db4c0" for arm in arms][::-1]
+    colors = ["#2a6f97" if arm in marked else "#9db4c0" for arm in arms][::-1]
     means, halves = [fmean(some) for some in values], [interval(some) for some in values]
     above = [min(half, 100 - mean) for mean, half in zip(means, halves, strict=True)]
     below = [min(half, mean) for mean, half in zip(means, halves, strict=True)]

@@ -271,7 +271,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     arms = figures["arms"]
     figure = Figure(figsize=(9, 1.4 + 0.32 * len(arms)), layout="constrained")
     axes = figure.subplots()
-    draw_accuracies(axes, arms, [name_arm(arm) for arm in arms][::-1])
+    taught = [arm for arm in arms if arm.startswith("rlt_s")]
+    draw_accuracies(axes, arms, [name_arm(arm) for arm in arms][::-1], taught)
     figure.savefig(path)
 
 
