@@ -108,7 +108,7 @@ def test_without_a_budget_the_model_thinks_and_answers_as_it_does_alone(
 @pytest.mark.full
 def test_a_minimum_lengthens_the_thought(engine: HFEngine, chat_format: ChatFormat) -> None:
     [[free]] = respond(engine, chat_format, BudgetForcing())
-    sampling = Sampling(temperature=0, max_completion_length=100)
+    sampling = Sampling(temperature=0, max_completion_length=400)
     budget = BudgetForcing(min_thinking_tokens=40, max_waits=20)
     [[longer]] = respond(engine, chat_format, budget, sampling)
     assert free.num_thinking_tokens < 40 <= longer.num_thinking_tokens

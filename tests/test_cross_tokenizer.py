@@ -481,7 +481,7 @@ def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> Non
     assert any(row.get("thought_kl") for row in rows)
     taught = rlt("teach", str(tmp_path / "run"), "--question=start 3. add 4.", "--solution=7")
     assert taught.returncode == 0, taught.stderr
-    assert "The student's probability of the solution" in taught.stdout
+    assert "The student's probability of the whole solution" in taught.stdout
 
 
 @pytest.mark.full

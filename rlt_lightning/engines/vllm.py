@@ -21,7 +21,7 @@ import re
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -271,21 +271,27 @@ class VLLMEngine(Engine):
                 )
                 brings.append(part)
                 rest.append(missing)
-        finished = 0
-        for call, completion in iterate_in_thread(self._complete_all(calls)):
-            finished += 1
+
+        def note_finished(call: int) -> None:
             rest[call].difference_update(brings[call])
             if not rest[call]:  # who asks again for what is missing asks for whole groups
                 self.fleet.forgive_losses()
+
+        finished = 0
+        for call, completion in iterate_in_thread(self._complete_all(calls, note_finished)):
+            finished += 1
             for index in brings[call]:
                 yield index, completion
         if finished < len(calls):
             raise WorkersLost(f"No vLLM worker is left to sample: {' '.join(self.fleet.down.values())}")
 
-    async def _complete_all(self, requests: list[CompletionRequest]) -> AsyncIterator[tuple[int, Completion]]:
+    async def _complete_all(
+        self, requests: list[CompletionRequest], note_finished: Callable[[int], None]
+    ) -> AsyncIterator[tuple[int, Completion]]:
         """Yield each request's number and completion as it is finished; end early when no worker is left.
 
-        Each request goes to the worker with the fewest running ones.
+        Each request goes to the worker with the fewest running ones. `note_finished` is called here with its
+        number, before the next loss is counted: who reads the completions does so later, in another thread.
         """
         workers = [worker for worker in self.fleet.serving if worker.current]
         queue = deque(range(len(requests)))
@@ -310,6 +316,7 @@ class VLLMEngine(Engine):
                 for task in done & running.keys():
                     if task.exception() is None:
                         index, _ = running.pop(task)
+                        note_finished(index)
                         yield index, task.result()
                 for task in done & (running.keys() | watching.keys()):
                     worker = watching.pop(task) if task in watching else running[task][1]
