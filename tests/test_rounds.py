@@ -23,7 +23,7 @@ STAGES = yaml.safe_load(find_config("miniature_rounds").read_text())["stages"]
 SETTINGS = Settings(STAGES, "miniature")
 # Every stage at its smallest.
 TINY = (
-    *("rounds", "--config=miniature_rounds", "--student_rows=4", "--patience=5"),
+    *("rounds", "--config=miniature_rounds", "--student_rows=16", "--patience=5"),
     f"--stages.warmup={STAGES['warmup']} --data.num_embedded_rows 32 --trainer.max_epochs 1",
     f"--stages.rlt={STAGES['rlt']} --data.num_embedded_rows 16 --trainer.max_steps 1",
     f"--stages.traces={STAGES['traces']} --data.num_embedded_rows 16",
@@ -215,7 +215,7 @@ def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Pa
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "killed"
     for name in ("round0/traces", "round1/teacher", "round1/student", "round2/evaluation"):
-        process = start([*TINY, f"--output_dir={folder}", "--resume=true"])
+        process = start(*TINY, f"--output_dir={folder}", "--resume=true")
         wait_until((folder / name).exists, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
