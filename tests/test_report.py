@@ -906,7 +906,7 @@ def test_groups_and_evaluations_are_drawn_and_nothing_else(tmp_path: Path, opene
     lines = page.page.locator(".plot").evaluate(
         "(plot) => Chart.getChart(plot.firstChild).data.datasets.map((line) => line.data.length)"
     )
-    assert lines == [16] * 5  # reward, the band's two sides and two terms
+    assert lines == [16] * 3  # reward and two terms; the band comes by its button
     page = opened(tested / "report.html")
     page.draw_all()
     assert page.page.locator("h2").all_inner_texts() == ["What the run did", "Evaluation"]
