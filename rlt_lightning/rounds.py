@@ -22,9 +22,6 @@ import json
 import math
 import re
 import shlex
-import signal
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -36,8 +33,8 @@ import yaml
 
 from rlt_lightning.cli.help import VERBS as HELP
 from rlt_lightning.cli.mistakes import OneLineArguments
-from rlt_lightning.demo.command import add_switch, drop_switches, open_folder
-from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.demo.command import add_switch, open_folder, run_stages
+from rlt_lightning.demo.stages import Stages
 from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.run.shipped import find_config, suggest_names
 from rlt_lightning.types import InputError
@@ -203,28 +200,27 @@ class Rounds:
         base = self.evaluate(0, "base", settings.student_base)
         warm = self.warm_up()
         rounds = [self.run_round(0, warm, base)]
+        found = self.write(base, rounds)
         while len(rounds) <= settings.rounds and not self.has_stopped(rounds):
             number, before = len(rounds), rounds[-1]
             start = warm if settings.teacher_from == "warmup" else before.teacher.model
             teacher = self.train_teacher(number, start, before.student)
             rounds.append(self.run_round(number, teacher, base, before))
-            self.write(base, rounds)
-        return self.write(base, rounds)
+            found = self.write(base, rounds)
+        return found
 
     def run_round(self, number: int, teacher: str, base: Student, before: Round | None = None) -> Round:
         """Let a teacher write traces, and train and evaluate a student of them."""
         reader = before.student if before else base
         traces = self.write_traces(number, teacher, reader.model)
-        if number == 0:
-            traces = self.take_rows(traces)
-        rows = sum(1 for _ in read_json_rows(traces))
-        if number == 0 and self.settings.student_rows == 0:
-            student = base
-        else:
-            previous = self.settings.student_from == "previous" and before is not None
-            model = self.train_student(number, reader.model if previous else base.model, traces)
+        student = base
+        if before or self.settings.student_rows:
+            traces = traces if before else self.take_rows(traces)
+            start = reader if self.settings.student_from == "previous" else base
+            model = self.train_student(number, start.model, traces)
+            rows = sum(1 for _ in read_json_rows(traces))
             student = replace(self.evaluate(number, "evaluation", model), rows=rows)
-        return Round(number, self.describe_teacher(number, teacher), student, *self.count_costs(number))
+        return self.describe_round(number, teacher, student)
 
     # Stages
 
@@ -269,7 +265,12 @@ class Rounds:
         result = self.run_stage(number, folder, "evaluate", model__pretrained=model) / "evaluation.json"
         summary = json.loads(result.read_text())
         found = summary["overall"] or next(iter(summary["sets"].values()))
-        return Student(model, 100 * found["pass_at_1"], 100 * (found["standard_error"] or math.nan))
+        if found["standard_error"] is None:
+            raise InputError(
+                "stages.evaluate must ask at least two problems, or no gain could be told from chance, but "
+                "asked one. Give it more."
+            )
+        return Student(model, 100 * found["pass_at_1"], 100 * found["standard_error"])
 
     def take_rows(self, traces: Path) -> Path:
         """Return a file of the first `student_rows` traces."""
@@ -286,33 +287,27 @@ class Rounds:
 
     # Figures
 
-    def describe_teacher(self, number: int, model: str) -> Teacher:
-        """Return what RLT has taught a round's teacher, and what its traces are like."""
+    def describe_round(self, number: int, teacher: str, student: Student) -> Round:
+        """Return what RLT has taught a round's teacher, what its traces are like, and what the round took."""
         from rlt_lightning.judging.answers import ends_with_answer
         from rlt_lightning.run.result import read_fit_result
 
         folder = self.folder / f"round{number}"
-        rows = [*read_json_rows(folder / "traces" / "traces.jsonl")]
-        right = [ends_with_answer(row["reasoning_trace"], row) for row in rows]
+        traces = [*read_json_rows(folder / "traces" / "traces.jsonl")]
+        right = [ends_with_answer(row["reasoning_trace"], row) for row in traces]
         known = [value for value in right if value is not None]
-        changes = read_fit_result(folder / "teacher").changes if number else {}
-        reward = changes.get("reward/mean")
-        return Teacher(
-            model,
-            fmean(row["reward"] for row in rows),
+        reward = read_fit_result(folder / "teacher").changes.get("reward/mean") if number else None
+        found = Teacher(
+            teacher,
+            fmean(row["reward"] for row in traces),
             reward.first if reward else None,
             reward.last if reward else None,
             100 * fmean(known) if known else None,
-            fmean(row["num_tokens"] for row in rows),
+            fmean(row["num_tokens"] for row in traces),
         )
-
-    def count_costs(self, number: int) -> tuple[float, int]:
-        """Return the seconds of a round's stages, and the tokens that its teacher has sampled."""
-        folder = self.folder / f"round{number}"
+        rollouts = read_json_rows(folder / "teacher" / "rollouts.jsonl") if number else ()
         seconds = sum(float(path.read_text()) for path in folder.glob("*.seconds"))
-        files = [folder / "teacher" / "rollouts.jsonl", folder / "traces" / "traces.jsonl"]
-        rows = (row for path in files if path.exists() for row in read_json_rows(path))
-        return seconds, sum(row["num_tokens"] for row in rows)
+        return Round(number, found, student, seconds, sum(row["num_tokens"] for row in (*rollouts, *traces)))
 
     def has_stopped(self, rounds: list[Round]) -> bool:
         """Return whether the last `patience` rounds have gained nothing over those before them.
@@ -443,22 +438,17 @@ def draw_rounds(found: dict[str, Any]) -> str:
 def run_rounds(words: Sequence[str]) -> int:
     """Run `rlt rounds` with these words and return the exit status: 1 if a stage fails, 2 for a mistake."""
     options = build_rounds_parser().parse_args(words)
-    folder = Path(options.output_dir or f"runs/rounds-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
+
+    def run_in(folder: Path) -> int:
         settings = read_rounds_settings(options)
         open_folder(folder, options.resume == "true", options.overwrite == "true", ENTRIES)
         print(f"Stages, one line as each ends, in {folder}:", flush=True)
         found = Rounds(settings, folder).run()
-    except (InputError, StageError) as error:
-        print(f"rlt: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        resume = shlex.join(["rlt", "rounds", *drop_switches(words, folder), "--resume", "true"])
-        print(f"\nrlt: interrupted. Finished stages are kept. To resume: {resume}", file=sys.stderr)
-        return 128 + signal.SIGINT
-    print(f"\n{build_table(found)}")
-    print(describe_end(found, settings, folder))
-    return 0
+        print(f"\n{build_table(found)}")
+        print(describe_end(found, settings, folder))
+        return 0
+
+    return run_stages("rounds", words, options.output_dir, run_in)
 
 
 def build_rounds_parser() -> argparse.ArgumentParser:
@@ -528,9 +518,7 @@ def describe_end(found: dict[str, Any], settings: Settings, folder: Path) -> str
     made = len(found["rounds"])
     lines = []
     if made < settings.rounds:
-        lines.append(
-            f"Stopped after round {made}: no gain in {settings.patience} round(s), settings.patience."
-        )
+        lines.append(f"Ended after round {made}, without a gain (--patience {settings.patience}).")
     lines += [
         f"  picture   {folder / 'rounds.svg'}",
         f"  figures   {folder / RESULT}, as a table: rounds.md",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rounds as arms
 import yaml
 from commands import rlt, start
 from test_generate import read, wait_until
@@ -75,8 +76,11 @@ def test_a_mistake_is_one_line(
 class Recorded(Rounds):
     """Rounds whose stages only write down their command line."""
 
-    def __init__(self, settings: Settings, folder: Path, accuracies: list[float]) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, accuracies: list[float], standard_error: float | None = 0.02
+    ) -> None:
         super().__init__(settings, folder)
+        self.standard_error = standard_error
         self.lines: list[tuple[str, str]] = []
         self.accuracies = iter(accuracies)
         self.stages.start = lambda: None  # type: ignore[method-assign]
@@ -88,7 +92,7 @@ class Recorded(Rounds):
         folder.mkdir(parents=True)
         folder.with_name(f"{folder.name}.seconds").write_text("1.5\n")
         if words[0] == "test":
-            found = {"pass_at_1": next(self.accuracies), "standard_error": 0.02}
+            found = {"pass_at_1": next(self.accuracies), "standard_error": self.standard_error}
             (folder / "evaluation.json").write_text(json.dumps({"overall": None, "sets": {"a": found}}))
         if words[0] == "predict":
             row = {"reasoning_trace": "2 add 1 is 3.", "answer": "3", "reward": -0.5, "num_tokens": 10}
@@ -167,6 +171,20 @@ def test_a_teacher_that_is_warmed_up_and_a_student_that_has_learned_nothing(tmp_
     assert found["start"]["student"] == found["base"]
 
 
+def test_a_student_that_solves_all_is_a_gain(tmp_path: Path) -> None:
+    runs = Recorded(replace(SETTINGS, rounds=1), tmp_path, [0.1, 0.2, 1.0], standard_error=0.0)
+    found = runs.run()
+    assert found["rounds"][0]["student"]["standard_error"] == 0.0
+    assert "nan" not in (tmp_path / "rounds.svg").read_text()
+    assert rounds.is_better(Student("a", 100.0, 0.0), Student("b", 99.0, 0.5))
+
+
+def test_one_problem_is_too_few_to_tell_a_gain(tmp_path: Path) -> None:
+    runs = Recorded(SETTINGS, tmp_path, [0.0], standard_error=None)
+    with pytest.raises(rounds.InputError, match="at least two problems"):
+        runs.run()
+
+
 def test_rounds_end_without_a_gain(tmp_path: Path) -> None:
     runs = Recorded(replace(SETTINGS, rounds=9), tmp_path, [0.1, 0.2, 0.9, 0.91, 0.99])
     found = runs.run()
@@ -232,3 +250,53 @@ def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Pa
 
     assert drop(one) == drop(other)
     assert len(one["rounds"]) == 2
+
+
+# The arms of `make rounds`
+
+
+@pytest.mark.parametrize(
+    ("arm", "name"),
+    [
+        ("base", "untrained"),
+        ("s64", "s64: 64 traces of the warm-up teacher"),
+        ("rlt", "RLT against the untrained student"),
+        ("rlt_s64", "RLT against s64"),
+        ("reject16_s8", "right answers of s8, 16 samples"),
+        ("best4_s64", "warm-up teacher, best of 4 by the reward under s64"),
+    ],
+)
+def test_an_arm_is_named_by_its_method_and_its_dose(arm: str, name: str) -> None:
+    assert arms.name_arm(arm) == name
+
+
+@pytest.mark.parametrize("arm", ["s", "rlt_64", "reject_s64", "best0_s4", "raw"])
+def test_an_unknown_arm_is_refused(arm: str) -> None:
+    with pytest.raises(rounds.InputError, match=rf"but names {arm}\. Correct it"):
+        arms.read_arm(arm)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_arms_run_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"num_warmup": 32, "num_warmup_epochs": 1, "num_traces": 24, "num_test": 8, "num_iterations": 1}
+    monkeypatch.setattr(arms, "NEW", replace(arms.NEW, **tiny))
+    names = ["base", "s16", "rlt_s16", "wrong_s16", "best2_s16", "oracle"]
+    arms.run(tmp_path, [0], names)
+    found = json.loads((tmp_path / "rounds.json").read_text())
+    assert list(found["arms"]) == names
+    assert [found["arms"][name]["rows"] for name in names[1:]] == [[16], [24], [24], [24], [24]]
+    assert found["reward_by_kind"].keys() == {"base", "s16"}
+    seed = tmp_path / "new/seed0"
+    [shown, right] = [
+        {row["question"]: row["solution"] for row in read(seed / f"data/{name}.jsonl")}
+        for name in ("wrong", "rlt")
+    ]
+    assert shown.keys() == right.keys()
+    assert not any(shown[question] == right[question] for question in right)
+    settings = yaml.safe_load((seed / "rlt_s16/teacher/config.yaml").read_text())["model"]["init_args"]
+    assert settings["student"] == str(seed / "s16/student/model")
+    assert settings["teacher"] == str(seed / "warmup/teacher/model")
+    assert (seed / "data/s16.jsonl").read_text() in (seed / "warmup/traces/distillation.jsonl").read_text()
+    assert (tmp_path / "rounds.md").read_text().count("RLT against s16") == 4  # with its control, twice each
+    assert "<svg" in (tmp_path / "rounds.svg").read_text()

@@ -23,7 +23,6 @@ skipped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -35,10 +34,10 @@ from statistics import fmean
 from typing import Any
 
 from plots import draw_accuracies
-from ways import NEW
+from ways import NEW, build_parser
 
 from rlt_lightning.demo.arms import SHUFFLED, Arms, measure_kinds, read
-from rlt_lightning.demo.figures import accuracy, difference
+from rlt_lightning.demo.figures import accuracy, difference, split_rewards
 from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
@@ -163,14 +162,10 @@ class Rounds(Arms):
         )
         return folder / "distillation.jsonl"
 
-    def rank(self, dose: int) -> dict[str, list[float]]:
-        """Return the rewards of the warm-up teacher's traces under a student, by kind; dose 0: untrained."""
+    def rank(self, dose: int) -> list[dict[str, Any]]:
+        """Return the warm-up teacher's traces with their rewards under a student; dose 0: untrained."""
         student = self.dose(dose) if dose else self.student_base
-        found: dict[str, list[float]] = {}
-        for row in read(self.explain(f"ranked_s{dose}", self.teacher("warmup"), student)):
-            [kind] = [kind for kind, share in measure_kinds([row]).items() if share]
-            found.setdefault(kind, []).append(row["reward"])
-        return found
+        return read(self.explain(f"ranked_s{dose}", self.teacher("warmup"), student))
 
 
 def read_arm(arm: str) -> re.Match[str]:
@@ -218,11 +213,9 @@ def collect(ones: list[Rounds], arms: list[str]) -> dict[str, Any]:
     doses = sorted({int(match["dose"]) for arm in arms if (match := read_arm(arm))["dose"]})
     found["reward_by_kind"] = {}
     for dose in (0, *doses):
-        ranked = [one.rank(dose) for one in ones]
-        kinds = dict.fromkeys(kind for some in ranked for kind in some)
-        found["reward_by_kind"]["base" if dose == 0 else f"s{dose}"] = {
-            kind: fmean(value for some in ranked for value in some.get(kind, [])) for kind in kinds
-        }
+        rewards = split_rewards(row for one in ones for row in one.rank(dose))
+        name = f"s{dose}" if dose else "base"
+        found["reward_by_kind"][name] = {kind: fmean(values) for kind, values in rewards.items()}
     return found
 
 
@@ -281,13 +274,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     """Run the arms for all seeds, and write what came out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--seeds", default="", help="such as '20 21 22'; '0 1 2' by default")
-    parser.add_argument("--arms", default="", help=f"'{' '.join(MAIN_ARMS)}' by default")
-    options = parser.parse_args()
+    options = build_parser(__doc__, f"'{' '.join(MAIN_ARMS)}' by default").parse_args()
     try:
         arms = list(dict.fromkeys(["base", *(options.arms.split() or MAIN_ARMS)]))
         for arm in arms:

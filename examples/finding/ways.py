@@ -42,10 +42,17 @@ from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_OPERATIONS, parse_chain
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, NEW_OPERATIONS, parse_chain
 
 KNOWN = Setting("known", student_lr=5e-4)
-NEW = Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3, student_lr=5e-4, student_epochs=9)
+NEW = Setting(
+    "new",
+    last=NEW_OPERATIONS,
+    hazard=NEW_MIXTURE.hazard,
+    num_warmup_epochs=3,
+    student_lr=5e-4,
+    student_epochs=9,
+)
 TASKS = {"known": "every step is known", "new": "the last step is new"}
 WRONG: dict[str, object] = {"data__view__wrong_solutions": "true"}
 ON_POLICY: dict[str, tuple[str | None, dict[str, object]]] = {  # teacher (None: oneself) and options
@@ -307,14 +314,18 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 # The command
 
 
-def main() -> int:
-    """Run the arms of both tasks for all seeds, and write what came out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_parser(about: str | None, arms: str) -> argparse.ArgumentParser:
+    """Return the parser of a comparison's script: what it is about, and what its help says of `--arms`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seeds", default="", help="such as '10 11 12'; '0 1 2' by default")
-    parser.add_argument("--arms", default="", help="such as 'base opd_rlt'; all by default")
+    parser.add_argument("--arms", default="", help=arms)
+    return parser
+
+
+def main() -> int:
+    """Run the arms of both tasks for all seeds, and write what came out."""
+    parser = build_parser(__doc__, "such as 'base opd_rlt'; all by default")
     parser.add_argument("--tasks", default=" ".join(TASKS))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="stages side by side")
     options = parser.parse_args()

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from re import Pattern
 
@@ -52,16 +52,32 @@ def run_demo(words: Sequence[str]) -> int:
     It is 1 if a stage fails or the finding does not show, 2 for a mistake of the user's.
     """
     options = build_demo_parser().parse_args(words)
-    folder = Path(options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
+
+    def run_in(folder: Path) -> int:
         seeds, arms = read_seeds(options.seeds, (0,)), read_arms(options.arms, QUICK_ARMS)
         open_folder(folder, options.resume == "true", options.overwrite == "true")
         return run(folder, seeds, arms)
+
+    return run_stages("demo", words, options.output_dir, run_in)
+
+
+def run_stages(verb: str, words: Sequence[str], output_dir: str | None, run_in: Callable[[Path], int]) -> int:
+    """Run a verb that runs stages in a folder, and return the exit status.
+
+    Args:
+        verb: The verb.
+        words: Its command line, which the line on how to resume repeats.
+        output_dir: The folder that the user named; None: a new one.
+        run_in: Runs it in a folder and returns the status. InputError and StageError become a line.
+    """
+    folder = Path(output_dir or f"runs/{verb}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        return run_in(folder)
     except (InputError, StageError) as error:
         print(f"rlt: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
-        resume = shlex.join(["rlt", "demo", *drop_switches(words, folder), "--resume", "true"])
+        resume = shlex.join(["rlt", verb, *drop_switches(words, folder), "--resume", "true"])
         print(f"\nrlt: interrupted. Finished stages are kept. To resume: {resume}", file=sys.stderr)
         return 128 + signal.SIGINT
 
@@ -112,7 +128,7 @@ def open_folder(folder: Path, resume: bool, overwrite: bool, own: Pattern[str] =
         own: Names of all that such a run writes into its folder.
 
     Raises:
-        InputError: If it holds anything and neither was asked for, or files that no demo writes.
+        InputError: If it holds anything and neither was asked for, or files that no such run writes.
     """
     make_folder(folder)
     entries = sorted(folder.iterdir())

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from statistics import fmean, stdev
 from typing import Any
 
@@ -99,11 +100,16 @@ def kinds_over_iterations(one: Arms, arm: str) -> dict[str, list[float]]:
 
 def reward_by_kind(ones: list[Arms]) -> dict[str, dict[str, float]]:
     """Return the mean reward and the number of the warm-up teacher's traces of each kind."""
-    rewards = defaultdict(list)
-    for row in (row for one in ones for row in traces_of(one, "warmup")):
-        [kind] = [kind for kind, share in measure_kinds([row]).items() if share]
-        rewards[kind].append(row["reward"])
+    rewards = split_rewards(row for one in ones for row in traces_of(one, "warmup"))
     return {kind: {"reward": fmean(values), "num": len(values)} for kind, values in rewards.items()}
+
+
+def split_rewards(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the rewards of traces of each kind."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        rewards[chain_kind(row["question"], row["reasoning_trace"])[0]].append(row["reward"])
+    return rewards
 
 
 def groups_of(ones: list[Arms], name: str) -> list[dict[str, Any]]:
