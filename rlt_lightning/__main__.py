@@ -23,6 +23,9 @@ from rlt_lightning.rounds import run_rounds
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
+# Verbs with a parser of their own, which imports nothing heavy; they return the exit status.
+LIGHT = {"demo": run_demo, "rounds": run_rounds}
+
 
 def main() -> None:
     """Run the command line and exit with its status."""
@@ -41,15 +44,13 @@ def main() -> None:
     if verb not in VERBS:
         print(f"rlt: error: {suggest_verb(verb)}", file=sys.stderr)
         sys.exit(2)
-    # The classes and values of a config are known to its parser only.
-    names_config = verb != "rounds" and any(word.startswith(("-c", "--config")) for word in words)
-    asks_help = not names_config and HELPS & set(words)
-    if verb in ("demo", "configs", "rounds"):
+    if verb in (*LIGHT, "configs"):
         words = ["--help" if word == "--help-all" else word for word in words]
-    if verb == "demo" and not asks_help:
-        sys.exit(run_demo(words))
-    if verb == "rounds" and not asks_help:
-        sys.exit(run_rounds(words))
+    # The classes and values of another verb's config are known to its parser only.
+    names_config = verb not in LIGHT and any(word.startswith(("-c", "--config")) for word in words)
+    asks_help = not names_config and HELPS & set(words)
+    if verb in LIGHT and not asks_help:
+        sys.exit(LIGHT[verb](words))
     if verb in ("configs", "completion") or asks_help:
         try:
             if asks_help:
