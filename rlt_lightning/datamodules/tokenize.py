@@ -243,7 +243,7 @@ class Task(ABC):
 
     def build_batch(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch of items."""
-        return PromptBatch(items)
+        return SFTBatch(items) if self.learns else PromptBatch(items)
 
     @property
     def stop(self) -> str:
@@ -345,10 +345,6 @@ class TeacherSFTTask(RLTTask):
             self.limits.shorten(self.format.build_teacher_sft_example(problem, trace)) for trace in traces
         ]
 
-    @override
-    def build_batch(self, items: list[Any]) -> SFTBatch:
-        return SFTBatch(items)
-
 
 class StudentSFTTask(Task):
     """The student learns to write the traces as its thoughts, and then the solution."""
@@ -367,10 +363,6 @@ class StudentSFTTask(Task):
         example = self.format.build_student_sft_example(number, row.question, thought, row.solution, prompt)
         self.limits.require_prompt(example.loss_mask.index(True))
         return self.limits.shorten(example)
-
-    @override
-    def build_batch(self, items: list[Any]) -> SFTBatch:
-        return SFTBatch(items)
 
 
 class StudentRLTask(Task):
