@@ -292,6 +292,20 @@ static bool waits_for_size(const std::string& name, const Stack& stack, size_t b
   return false;
 }
 
+// Put what a function makes of a tensor, or of each in a list, in its place; false for anything else.
+template <class Function>
+bool change_tensors(IValue& value, Function function) {
+  if (value.isTensor()) {
+    value = function(value.toTensor());
+    return true;
+  }
+  if (!value.isTensorList()) return false;
+  c10::List<at::Tensor> list;
+  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(function(tensor));
+  value = list;
+  return true;
+}
+
 static void run_cpu_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const std::string overload = schema.overload_name();
@@ -345,13 +359,8 @@ static void run_cpu_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, S
   };
   for (size_t i = 0; i < num_arguments; i++) {
     IValue& value = (*stack)[base + i];
-    if (value.isTensor()) {
-      value = replace(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(replace(tensor));
-      value = list;
-    } else if (value.isList()) {  // of optional tensors
+    if (change_tensors(value, replace)) continue;
+    if (value.isList()) {  // of optional tensors
       c10::impl::GenericList list(value.toList().elementType());
       for (const IValue& element : value.toListRef())
         list.push_back(element.isTensor() ? IValue(replace(element.toTensor())) : element);
@@ -388,14 +397,7 @@ static void run_cpu_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, S
   };
   const size_t num_returns = schema.returns().size(), returns_base = stack->size() - num_returns;
   for (size_t i = 0; i < num_returns; i++) {
-    IValue& value = (*stack)[returns_base + i];
-    if (value.isTensor()) {
-      value = give_back(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(give_back(tensor));
-      value = list;
-    }
+    change_tensors((*stack)[returns_base + i], give_back);
   }
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_cpu_kernel>()); }
