@@ -47,7 +47,7 @@ CHUNK_FORWARDS = 1
 
 
 class SampledPolicy(Policy, Protocol):
-    """The module that trains on completions, a OnPolicyModule: what is used of it here."""
+    """The module that trains on completions, an OnPolicyModule: what is used of it here."""
 
     group_size: int
     micro_batch_tokens: int

@@ -191,10 +191,10 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 # Operations that the miniatures were not pretrained on; each of their results is equally likely.
 NEW_OPERATIONS: tuple[Operation, ...] = (("times", 9), *(("add", n) for n in range(6, 10)))
-# All filler begins with one word and all leaps with another: sampling below temperature 1 would drop rarer
-# beginnings.
 # Breaks off less often: from the usual mixture a warm-up does not learn to use the solution at a new step.
 NEW_MIXTURE = Mixture(hazard=0.2)
+# All filler begins with one word and all leaps with another: sampling below temperature 1 would drop rarer
+# beginnings.
 CHAIN_WORDING = Wording(
     filler=(
         "one looks at the numbers",
