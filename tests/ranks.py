@@ -20,8 +20,8 @@ DEADLINE_S = 600.0  # of a job: what hangs is killed
 FAILED_TOGETHER_S = 30.0  # after one rank has failed, for the others to fail as well
 
 
-def run(model: str, output: Path, strategy: str, **options: Any) -> None:
-    """Run `strategy_run.run_job` in as many processes as the strategy takes.
+def run(model: str, output: Path, strategy: str, gpus: bool = False, **options: Any) -> None:
+    """Run `strategy_run.run_job` in as many processes as the strategy takes, on pretended GPUs or without.
 
     Raises:
         AssertionError: With what the processes printed, if one of them fails or hangs.
@@ -29,6 +29,8 @@ def run(model: str, output: Path, strategy: str, **options: Any) -> None:
     if strategy.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
     ranks = RANKS[1 if strategy.startswith("single") else options.get("world_size", 2)]
+    if gpus:
+        ranks = PRETENDED_RANKS
     ranks.run({"model": model, "output": str(output), "strategy": strategy, **options})
 
 

@@ -51,7 +51,7 @@ class Watched(Callback):
                 assert self.places.has(buffer), f"buffer {name} is in main memory"
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        assert self.refusing.number > (10 * STEPS if trainer.world_size > 1 else 0)
+        assert self.refusing.number > (3 * STEPS if trainer.world_size > 1 else 0)
 
 
 @contextmanager

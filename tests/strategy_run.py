@@ -44,6 +44,7 @@ from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import Completion
 
+PRETENDED = "pretended_gpu.collectives"  # loaded where there are pretended GPUs
 STRATEGIES: dict[str, Any] = {
     "single": lambda: dict(strategy="auto", devices=1),
     "ddp": lambda: dict(strategy="ddp", devices=2),
@@ -253,7 +254,7 @@ def run_job(
     ]
     trainer = Trainer(
         default_root_dir=folder,
-        accelerator="cpu",
+        accelerator="gpu" if PRETENDED in sys.modules else "cpu",
         max_steps=steps,
         max_epochs=-1,
         logger=False,
@@ -301,6 +302,8 @@ def main() -> None:
     rank = int(os.environ.get("LOCAL_RANK", 0))
     for line in sys.stdin:
         job = json.loads(line)
+        if PRETENDED in sys.modules:
+            sys.modules[PRETENDED].RECORD.clear()
         try:
             if "function" in job:
                 module, _, name = job["function"].partition(":")
@@ -308,6 +311,9 @@ def main() -> None:
             else:
                 run_job(**job)
             error = ""
+            if PRETENDED in sys.modules:
+                record = [[*rest, str(place)] for *rest, place in sys.modules[PRETENDED].RECORD]
+                Path(f"{job['output']}.collectives{rank}").write_text(json.dumps(record))
         except Exception:
             error = traceback.format_exc()
         scratch = Path(f"{job['output']}.scratch{rank}")  # appears whole

@@ -15,7 +15,7 @@ from plain_engine import PlainEngine, draw_plainly
 from sampling import sample_groups
 
 from rlt_lightning.engines import HFEngine, Sampling
-from rlt_lightning.engines.hf import draw, invert, invert_exactly
+from rlt_lightning.engines.hf import draw, invert_exactly
 from rlt_lightning.engines.slots import Prompts, attend, decode_attention, find_slot_fault
 from rlt_lightning.models.kernels import build_packed_forward, packed_weights
 from rlt_lightning.models.lora import LoRA, add_adapter
@@ -236,16 +236,17 @@ def test_a_finished_rank_calls_as_often_as_the_others(miniature: str) -> None:
 
 def test_drawing_in_blocks_equals_float64() -> None:
     generator = torch.Generator().manual_seed(0)
+    plain, none = Sampling(temperature=1), torch.empty(400, 0, dtype=torch.long)
     for scale, words in ((4.0, 5000), (0.1, 5000), (12.0, 129), (3.0, 128), (2.0, 7)):
         logits = torch.randn(400, words, generator=generator) * scale
         uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
-        assert torch.equal(invert(logits, uniforms), invert_exactly(logits, uniforms))
+        assert torch.equal(draw(logits, none, uniforms, plain).tokens, invert_exactly(logits, uniforms))
         # The hardest numbers lie on the boundaries themselves, and next to them in float64.
         edges = logits.double().softmax(-1).cumsum(-1)
         places = torch.randint(words, (400, 1), generator=generator)
         for nudge in (0.0, 1e-16, -1e-16, 1e-9, -1e-9, 1e-6, -1e-6):
             on_edge = (edges.gather(1, places)[:, 0] + nudge).clamp(0, 1 - 1e-16)
-            assert torch.equal(invert(logits, on_edge), invert_exactly(logits, on_edge))
+            assert torch.equal(draw(logits, none, on_edge, plain).tokens, invert_exactly(logits, on_edge))
 
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))
@@ -254,9 +255,11 @@ def test_draw_equals_plain_drawing(name: str) -> None:
     logits = torch.randn(200, 3000, generator=generator) * 4
     history = torch.randint(3000, (200, 9), generator=generator)
     uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
-    tokens, log_probs = draw(logits, history, uniforms, SAMPLINGS[name])
+    drawn = draw(logits, history, uniforms, SAMPLINGS[name])
     plain_tokens, plain_log_probs = draw_plainly(logits, history, uniforms, SAMPLINGS[name])
-    assert torch.equal(tokens, plain_tokens)
+    assert torch.equal(drawn.tokens, plain_tokens)
+    assert drawn.token_ids == plain_tokens.tolist()
+    log_probs = torch.tensor(drawn.log_probs)
     torch.testing.assert_close(log_probs, plain_log_probs, atol=5e-6, rtol=0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,44 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if "q_proj" in name}
+
+
+# Waits of the host for the device in a step, by function, beside those of sampling. None is per row, per
+# micro-batch or per metric.
+WAITS = {
+    "modules/phases.py:synchronise": 18,  # at either end of nine phases
+    "run/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
+    "numerics/rewards.py:require": 2,  # that scores and log-probs are finite, at the end of each pass
+    "numerics/transfers.py:download": 1,  # scores
+    "numerics/rewards.py:require_tokens": 1,
+    "numerics/rewards.py:require_finite": 1,  # rewards
+    "modules/rlt.py:reward_groups": 1,
+    "strategies/sharding.py:step": 1,  # the gradient's norm
+    "modules/base.py:optimizer_step_now": 1,
+    "numerics/importance.py:read": 1,
+    "modules/base.py:mean_over_ranks": 1,  # all metrics
+}
+COUNTED_STEP = [
+    *("fit", "--config=configs/quickstart.yaml", "--trainer.accelerator=gpu", "--trainer.devices=1"),
+    *("--trainer.precision=bf16-mixed", "--trainer.max_steps=3", "--data.prompts_per_step=2"),
+    *("--data.num_embedded_rows=8", "--model.head.compiled=false", "--model.micro_batch_tokens=200"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group_size", [2, 16])
+def test_the_host_waits_once_per_token_and_never_per_row(group_size: int, tmp_path: Path) -> None:
+    (tmp_path / "waits.yaml").write_text(
+        "trainer: {callbacks+: [{class_path: pretended_gpu.waits.WaitsOfSteps}]}"
+    )
+    options = [f"--config={tmp_path / 'waits.yaml'}", f"--model.group_size={group_size}"]
+    done = rlt(*COUNTED_STEP, *options, f"--output_dir={tmp_path / 'run'}", gpus=1)
+    assert done.returncode == 0, done.stderr
+    _, found = map(json.loads, (tmp_path / "run" / "waits.jsonl").read_text().splitlines())
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        _, step, _ = csv.DictReader(file)
+    assert found.pop("engines/hf.py:read") == float(step["rollout/length_max"])
+    assert found == WAITS
 
 
 # What it finds

@@ -20,6 +20,7 @@ from rlt_lightning.numerics import (
     student_kl_penalty,
     student_solution_reward,
 )
+from rlt_lightning.numerics.rewards import FiniteChecks
 
 LN2 = math.log(2)
 GOLDEN = Path(__file__).parent / "golden" / "rlt_reward.jsonl"
@@ -209,3 +210,14 @@ def test_non_finite_values_are_named_with_their_rows():
         require_finite(torch.tensor([1.0, math.inf]), "reward", rows=[7, 7])
     require_finite(values[:1], "reward", rows=[10])
     require_finite(torch.zeros(0), "reward", rows=[])
+
+
+def test_checks_together_name_the_first_bad_term_and_its_rows() -> None:
+    checks = FiniteChecks()
+    checks.add(torch.tensor([1.0, 2.0]), [2], "log-prob", [3])
+    checks.require()
+    checks.add(torch.tensor([1.0, 2.0, math.nan]), [0, 2, 1], "KL", [5, 6, 9])
+    checks.add(torch.tensor([math.inf]), [1], "reward", [7])
+    with pytest.raises(NonFiniteError, match=r"Every KL must be finite, but row\(s\) 9 have nan"):
+        checks.require()
+    checks.require()  # of nothing new

@@ -5,7 +5,8 @@ Batching is continuous: some completions are sampled, the others wait until a ro
     waiting groups ──prefill──▶ begun groups ──begin──▶ rows ──accept──▶ finished drafts
                                 (prompt's slot)         (row's slot)     (the slot goes to the next)
 
-slots.py runs the model. Tokens are drawn from its logits by inverting the cumulative distribution.
+slots.py runs the model. Tokens are drawn from its logits by inverting the cumulative distribution. The host
+waits for a GPU once per token, in `draw`: what it sends is queued (numerics/transfers.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -38,6 +39,7 @@ from rlt_lightning.engines.slots import (
     find_slot_fault,
 )
 from rlt_lightning.models.kernels import packed_weights, packing_pays
+from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.tags import StopWatcher, find_eos_token_ids
 from rlt_lightning.types import Completion, FinishReason
 
@@ -316,24 +318,21 @@ class ContinuousBatch:
         for i in kept:
             self.decoder.add_row(fresh[i][0])
             self.rows.append(drafts[i])
-        tokens = tokens[torch.tensor(kept, device=tokens.device, dtype=torch.long)]
+        tokens = tokens[upload(kept, tokens.device, torch.long)]
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens])
         self._count([draft for draft in drafts if not draft.unfinished])
 
     def _accept(self, logits: Tensor, drafts: list[Draft]) -> Tensor:
         """Draw and append one token per draft; return the tokens, (n,)."""
-        uniforms = torch.tensor(
-            [draft.uniforms[len(draft.token_ids)] for draft in drafts],
-            device=logits.device,
-            dtype=torch.float64,
-        )
+        numbers = [draft.uniforms[len(draft.token_ids)] for draft in drafts]
+        uniforms = upload(numbers, logits.device, torch.float64)
         history = self._collect_history(drafts, logits.device)
-        tokens, log_probs = draw(logits.float(), history, uniforms, self.sampling)
-        for draft, token, log_prob in zip(drafts, tokens.tolist(), log_probs.tolist(), strict=True):
+        drawn = draw(logits.float(), history, uniforms, self.sampling)
+        for draft, token, log_prob in zip(drafts, drawn.token_ids, drawn.log_probs, strict=True):
             draft.token_ids.append(token)
             draft.log_probs.append(log_prob)
             draft.finish_reason = self.finish_reason(draft.token_ids)
-        return tokens
+        return drawn.tokens
 
     def _collect_history(self, drafts: list[Draft], device: torch.device) -> Tensor:
         """Return the tokens present in each row, (n, L); empty without a repetition penalty."""
@@ -342,7 +341,7 @@ class ContinuousBatch:
         # The penalty counts each token once, so repeating the first one pads a row without effect.
         rows = [list({*draft.group.prompt, *draft.token_ids}) for draft in drafts]
         length = max(map(len, rows))
-        return torch.tensor([row + row[:1] * (length - len(row)) for row in rows], device=device)
+        return upload([row + row[:1] * (length - len(row)) for row in rows], device)
 
     def _drop(self, finished: list[int]) -> None:
         """Remove rows; the last row moves into each place."""
@@ -353,7 +352,7 @@ class ContinuousBatch:
             order[row] = order[-1]
             order.pop()
         self.rows = [self.rows[row] for row in order]
-        self.tokens = self.tokens[torch.tensor(order, device=self.tokens.device, dtype=torch.long)]
+        self.tokens = self.tokens[upload(order, self.tokens.device, torch.long)]
         self._count(drafts)
 
     def _count(self, finished: list[Draft]) -> None:
@@ -375,7 +374,22 @@ def draw_uniforms(seed: int, num_completions: int, num_tokens: int) -> Tensor:
     return torch.rand(num_completions, num_tokens, generator=generator, dtype=torch.float64)
 
 
-def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+class Drawn(NamedTuple):
+    """One token for each of n rows.
+
+    Attributes:
+        tokens: On the device, (n,).
+        token_ids: The same in main memory.
+        log_probs: Under softmax(logits / temperature) of the full vocabulary, nats. Greedy sampling reports
+            log-probs at temperature 1.
+    """
+
+    tokens: Tensor
+    token_ids: list[int]
+    log_probs: list[float]
+
+
+def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     """Draw one token per row by inverse transform sampling.
 
     Args:
@@ -383,22 +397,37 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
         history: Tokens present in each row, prompt included, (n, L); read for the repetition penalty only.
         uniforms: One number in [0, 1) per row, (n,).
         sampling: Temperature and truncation.
-
-    Returns:
-        Token ids (n,) and their log-probs (n,) under softmax(logits / temperature) of the full vocabulary,
-        nats. Greedy sampling reports log-probs at temperature 1.
     """
     scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
     filtered = truncate(logits, history, sampling) if sampling.truncates else scaled
-    tokens = filtered.argmax(dim=-1) if sampling.temperature == 0 else invert(filtered, uniforms)
-    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
+    if sampling.temperature == 0:
+        tokens = filtered.argmax(dim=-1)
+        doubtful = torch.zeros_like(tokens, dtype=torch.bool)
+    else:
+        tokens, doubtful = invert(filtered, uniforms)
+    log_normaliser = scaled.logsumexp(dim=-1)
+
+    def read() -> list[list[float]]:
+        log_probs = scaled.gather(1, tokens[:, None]).squeeze(1) - log_normaliser
+        # Float64 holds tokens and fp32 exactly, so one copy brings them all.
+        return torch.stack([tokens.double(), log_probs.double(), doubtful.double()]).tolist()
+
+    token_ids, log_probs, doubts = read()
+    if any(doubts):
+        rows = upload([row for row, doubt in enumerate(doubts) if doubt], logits.device)
+        tokens[rows] = invert_exactly(filtered[rows], uniforms[rows])
+        token_ids, log_probs, _ = read()
+    return Drawn(tokens, [int(token) for token in token_ids], log_probs)
 
 
-def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first token of each row at which the cumulative softmax exceeds the uniform number, (n,).
+def invert(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the first token of each row at which the cumulative softmax exceeds the uniform number.
 
-    Blocks of words are added up in fp32, the words of one block in float64. If a row's number lies so near
-    to a boundary that rounding could decide, `invert_exactly` computes the row.
+    Blocks of words are added up in fp32, the words of one block in float64.
+
+    Returns:
+        The tokens, (n,), and for which rows the number lies so near to a boundary that rounding could
+        decide, (n,): `invert_exactly` must compute these.
     """
     spare = -logits.shape[1] % BLOCK
     weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()  # (n, V)
@@ -410,12 +439,10 @@ def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
     words = blocks[torch.arange(len(logits), device=logits.device), chosen[:, 0]]
     edges = torch.cat([before, before + words.double().cumsum(dim=-1)], dim=1)  # (n, BLOCK + 1)
     places = torch.searchsorted(edges, targets, right=True).squeeze(1) - 1
-    tokens = chosen[:, 0] * BLOCK + places
+    # A doubtful one may lie behind the last word.
+    tokens = (chosen[:, 0] * BLOCK + places).clamp(max=logits.shape[1] - 1)
     clear = (edges - targets).abs().amin(dim=-1) > DOUBT * sums[:, -1]
-    doubtful = (~clear).nonzero().squeeze(1)
-    if len(doubtful):
-        tokens[doubtful] = invert_exactly(logits[doubtful], uniforms[doubtful])
-    return tokens
+    return tokens, ~clear
 
 
 def invert_exactly(logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 from rlt_lightning.models.attention import PackedRow
 from rlt_lightning.models.packed import FORWARD_ERRORS, known_fault
 from rlt_lightning.numerics.attention import Segments, merge_
+from rlt_lightning.numerics.transfers import upload
 
 # Runs the model with these keyword arguments.
 Call = Callable[..., Any]
@@ -77,10 +78,10 @@ class SlotDecoder:
         self.cache.begin_prefill(boundaries)
         device = self.cache.device
         output = self._run(
-            input_ids=torch.tensor([list(chain.from_iterable(prompts))], device=device),
-            position_ids=torch.tensor([[i for prompt in prompts for i in range(len(prompt))]], device=device),
+            input_ids=upload([list(chain.from_iterable(prompts))], device),
+            position_ids=upload([[i for prompt in prompts for i in range(len(prompt))]], device),
             packed_row=PackedRow(Segments(boundaries)),
-            logits_to_keep=torch.tensor(boundaries[1:], device=device) - 1,
+            logits_to_keep=upload(boundaries[1:], device) - 1,
         )
         return output.logits[0]
 
@@ -110,10 +111,10 @@ class TransformersDecoder:
         """See `Decoder`: the prompts are padded on the left."""
         length = max(map(len, prompts))
         rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        lengths = upload([len(prompt) for prompt in prompts], self.device)
         self.mask = (torch.arange(length, device=self.device) >= length - lengths[:, None]).long()  # (P, L)
         output = self.call(
-            input_ids=torch.tensor(rows, device=self.device),
+            input_ids=upload(rows, self.device),
             attention_mask=self.mask,
             position_ids=(self.mask.cumsum(dim=1) - 1).clamp(min=0),
             use_cache=True,
@@ -137,7 +138,7 @@ class TransformersDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder`."""
         if self.order != list(range(len(self.mask))):
-            order = torch.tensor(self.order, device=self.device)
+            order = upload(self.order, self.device)
             self.cache.reorder_cache(order)
             self.mask = self.mask[order]
             self.order = list(range(len(order)))
@@ -322,10 +323,10 @@ class SlotCache:
     def begin_step(self) -> Tensor:
         """Expect the states of one new token of each row; return the tokens' positions, (n,)."""
         if self.lengths is None or self.prompts is None:
-            self.lengths = torch.tensor(self.row_lengths, device=self.device)
+            self.lengths = upload(self.row_lengths, self.device)
             self.prompts = self._build_prompts()
             starts = [self.prompt_lengths[prompt] for prompt in self.prompt_of]
-            self.positions = self.lengths + torch.tensor(starts, device=self.device)
+            self.positions = self.lengths + upload(starts, self.device)
         else:
             # Not in place: the work of the previous step may still use them.
             self.lengths, self.positions = self.lengths + 1, self.positions + 1
@@ -350,9 +351,9 @@ class SlotCache:
         in_order = places == list(range(len(counts) * most))
         bias = None
         if len(set(self.prompt_lengths)) > 1:
-            lengths = torch.tensor(self.prompt_lengths, device=self.device)
+            lengths = upload(self.prompt_lengths, self.device)
             bias = build_ending_bias(lengths, max(self.prompt_lengths))
-        return Prompts(None if in_order else torch.tensor(places, device=self.device), most, bias)
+        return Prompts(None if in_order else upload(places, self.device), most, bias)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0, as transformers' empty caches do: positions are always given."""

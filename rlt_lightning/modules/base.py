@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
 
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -35,6 +36,7 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, get_sharding
 from rlt_lightning.types import InputError
@@ -117,7 +119,7 @@ class PolicyModule(LightningModule):
         self.phase = PhaseTimer()
         # FLOP/s of the device, measured at the start of the fit.
         self.peak_flops = 0.0
-        # The metrics of the last step.
+        # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.validation = Validation()
         # Whether configure_model loads the policy; False where a server samples and nothing else needs it.
@@ -336,7 +338,7 @@ class PolicyModule(LightningModule):
         planned = micro_batches(extents, self.micro_batch_tokens, self.layout)
         if not meeting:
             return [(micro_batch, 1.0) for micro_batch in planned]
-        most = int(self.max_over_ranks(len(planned)))
+        most = int(*self.max_over_ranks(len(planned)))
         planned = split_to(planned, most, extents)
         return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
@@ -368,19 +370,23 @@ class PolicyModule(LightningModule):
             with self.sharding.micro_batch(last=number == len(planned) - 1):
                 yield UpdateBatch(micro_batch, packed, weight * self.trainer.world_size)
 
-    def max_over_ranks(self, number: float) -> float:
-        """Return the largest of all ranks' numbers, in fp32."""
-        own = torch.tensor(float(number), device=self.device)
-        return float(self.trainer.strategy.reduce(own, reduce_op="max"))
+    def max_over_ranks(self, *numbers: float) -> list[float]:
+        """Return the largest of all ranks' numbers, in fp32, of each."""
+        return self.reduce_numbers(torch.tensor(numbers, dtype=torch.float32, device="cpu"), "max")
 
     def on_any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return bool(self.max_over_ranks(flag))
+        return any(self.max_over_ranks(flag))
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Return the sums over all ranks of each number."""
-        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return self.trainer.strategy.reduce(values, reduce_op="sum").tolist()
+        return self.reduce_numbers(torch.tensor(numbers, dtype=torch.float64, device="cpu"), "sum")
+
+    def reduce_numbers(self, numbers: Tensor, operation: str) -> list[float]:
+        """Reduce numbers in main memory over ranks, all in one collective."""
+        if self.trainer.world_size > 1:
+            numbers = self.trainer.strategy.reduce(upload(numbers, self.device), reduce_op=operation)
+        return numbers.tolist()
 
     def optimizer_step_now(self) -> dict[str, Any]:
         """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
@@ -403,16 +409,29 @@ class PolicyModule(LightningModule):
         for name, value in metrics.items():
             if name.endswith("tokens_per_s"):
                 metrics[name] = value * self.trainer.world_size
-            if name.endswith("_peak_gib"):
-                metrics[name] = self.max_over_ranks(value)
-        return metrics
+        peaks = {name: value for name, value in metrics.items() if name.endswith("_peak_gib")}
+        return metrics | dict(zip(peaks, self.max_over_ranks(*peaks.values()), strict=True))
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
-        self.step_metrics = metrics
-        self.log_dict(metrics, batch_size=batch_size, on_step=True, on_epoch=False, sync_dist=True)
+        self.step_metrics = self.mean_over_ranks(metrics)
+        self.log_dict(self.step_metrics, batch_size=batch_size, on_step=True, on_epoch=False)
         # Without it, Lightning's x axis would count from 0.
-        self.log("step", float(self.global_step), batch_size=batch_size)
+        self.log("step", torch.tensor(float(self.global_step)), batch_size=batch_size)
+
+    def mean_over_ranks(self, metrics: dict[str, Any]) -> dict[str, Tensor]:
+        """Return means over all ranks, fp32, in main memory.
+
+        Lightning's `sync_dist` would meet the other ranks twice for each metric, and each use of a metric on
+        a GPU would wait for it.
+        """
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+        numbers = {name: float(value) for name, value in metrics.items() if name not in tensors}
+        values = [value.detach().to(self.device, torch.float32).reshape(1) for value in tensors.values()]
+        values.append(upload(list(numbers.values()), self.device, torch.float32))
+        means = self.trainer.strategy.reduce(torch.cat(values), reduce_op="mean").cpu()
+        found = dict(zip([*tensors, *numbers], means, strict=True))
+        return {name: found[name] for name in metrics}
 
     def on_validation_end(self) -> None:
         """Keep the time of a validation out of the next training step."""

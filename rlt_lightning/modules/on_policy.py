@@ -14,7 +14,8 @@ from rlt_lightning.modules.base import PolicyModule, UpdateBatch, check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.scorer import pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics, rollout_metrics
-from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling, measure_mismatch
+from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.rollouts.sampler import Sampler
@@ -30,18 +31,20 @@ class UpdateSums:
 
     Attributes:
         metrics: Sums of each metric.
-        mismatch: How far engine and trainer differ.
+        mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
+        checks: What must be finite before the optimizer steps.
     """
 
     metrics: dict[str, Any] = field(default_factory=dict)
-    mismatch: Mismatch = field(default_factory=Mismatch)
+    mismatches: list[Tensor] = field(default_factory=list)
+    checks: FiniteChecks = field(default_factory=FiniteChecks)
 
-    def add(self, micro_batch: UpdateBatch, metrics: dict[str, Tensor], mismatch: Mismatch) -> None:
+    def add(self, micro_batch: UpdateBatch, metrics: dict[str, Tensor], mismatch: Tensor | None) -> None:
         """Add a micro-batch's part of each metric."""
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro_batch.scale * value
-        if micro_batch.scale:
-            self.mismatch += mismatch
+        if micro_batch.scale and mismatch is not None:
+            self.mismatches.append(mismatch)
 
 
 class OnPolicyModule(PolicyModule):
@@ -163,14 +166,15 @@ class OnPolicyModule(PolicyModule):
 
     def finish_update(self, sums: UpdateSums) -> dict[str, Any]:
         """Step the optimizer; return the metrics of the update over all ranks."""
+        sums.checks.require()
         metrics = sums.metrics | self.optimizer_step_now()
-        own = sums.mismatch
-        mismatch = Mismatch(self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
+        own = Mismatch.read(sums.mismatches)
+        mismatch = Mismatch(*self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step)
 
     def compare_with_engine(
         self, rows: list[Rollout], log_probs: Tensor, token_mask: Tensor, stale: bool
-    ) -> tuple[Tensor | None, Tensor | None, Mismatch]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compare the policy's log-probs of n completions with those that the engine reported.
 
         Args:
@@ -181,12 +185,12 @@ class OnPolicyModule(PolicyModule):
 
         Returns:
             The engine's log-probs, (n, T), where the loss needs their ratio; importance weights, (n, T), if
-            they are used; and how far engine and trainer differ.
+            they are used; and how far engine and trainer differ (`measure_mismatch`), if that is known.
         """
         engine_log_probs = pad_engine_log_probs(rows, log_probs, stale or self.importance_weights is not None)
         if engine_log_probs is None:
-            return None, None, Mismatch()
-        mismatch = Mismatch.between(log_probs, engine_log_probs, token_mask)
+            return None, None, None
+        mismatch = measure_mismatch(log_probs, engine_log_probs, token_mask)
         weights = None
         if self.importance_weights is not None:
             weights = self.importance_weights(log_probs, engine_log_probs, token_mask)

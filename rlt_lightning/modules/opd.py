@@ -39,17 +39,19 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
-from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import (
     Extent,
     Layout,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
+    from_padded,
     to_padded,
 )
-from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.numerics.spans import Span
+from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
 
@@ -222,14 +224,13 @@ class OPDModule(OnPolicyModule):
         with self.phase("train") as stats:
             metrics, found = self.update_policy(rollouts, stats)
         # Of each answer how much was judged, and the sum of its divergence.
-        judged = {
-            number: (len(values), float(values.sum())) for number, values in zip(shard, found, strict=True)
-        }
+        sums = torch.stack([values.sum() for values in found]).tolist() if found else []
+        judged = dict(zip(shard, zip(map(len, found), sums, strict=True), strict=True))
         judged = self.gather(judged, "what the teacher judges on all ranks")
         own = request.own_numbers
-        counts = torch.tensor([float(judged[number][0]) for number in own], device=self.device)
-        sums = torch.tensor([judged[number][1] for number in own], device=self.device)
-        terms = JudgedTerms(-sums / counts.clamp(min=1), judged_tokens=counts)
+        counts = upload([judged[number][0] for number in own], self.device, torch.float32)
+        of_own = upload([judged[number][1] for number in own], self.device, torch.float32)
+        terms = JudgedTerms(-of_own / counts.clamp(min=1), judged_tokens=counts)
         rollouts = batch.rollouts = request.build_rollouts(own)
         batch.scores = Scores(terms, [], [], [])
         metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks)
@@ -255,7 +256,7 @@ class OPDModule(OnPolicyModule):
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro_batch in self.pack(sequences, measure_extents(rows), stats):
                 loss, values, metrics, mismatch = self.micro_batch_loss(
-                    rollouts, ask, micro_batch.planned, micro_batch.packed, num_tokens
+                    rollouts, ask, micro_batch.planned, micro_batch.packed, num_tokens, sums.checks
                 )
                 self.manual_backward(micro_batch.scale * loss)
                 sums.add(micro_batch, metrics, mismatch)
@@ -270,7 +271,8 @@ class OPDModule(OnPolicyModule):
         micro_batch: MicroBatch,
         packed: PackedSequences,
         num_tokens: float,
-    ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor], Mismatch]:
+        checks: FiniteChecks,
+    ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor], Tensor | None]:
         """Judge n answers.
 
         Args:
@@ -279,6 +281,7 @@ class OPDModule(OnPolicyModule):
             micro_batch: Which n of them are meant.
             packed: What the student reads of them, in one row.
             num_tokens: Judged tokens of the whole step.
+            checks: Get what must be finite.
 
         Returns:
             The loss, the divergence at each answer's judged tokens, n of (T,), nats, metrics, and the
@@ -287,7 +290,7 @@ class OPDModule(OnPolicyModule):
         rows = rollouts.rollouts
         teachers = self.pack_sequences([build_teacher_sequence(row) for row in rows], micro_batch)
         temperature = self.temperature or rollouts.temperature
-        metrics, mismatch, num_tokens = {}, Mismatch(), max(1.0, num_tokens)
+        metrics, mismatch, num_tokens = {}, None, max(1.0, num_tokens)
         if self.estimator == "full":
             values = self.divergences(packed, teachers, temperature, ask)  # (M,)
             loss = values.sum() / num_tokens
@@ -301,10 +304,8 @@ class OPDModule(OnPolicyModule):
             metrics["policy/entropy"] = entropy.sum() / num_tokens
         values = values.detach()
         lengths = [count_judged(rows[i]) for i in micro_batch.indices]
-        numbers = [
-            rows[i].problem.row for i, n in zip(micro_batch.indices, lengths, strict=True) for _ in range(n)
-        ]
-        require_finite(values, "divergence of student and teacher", numbers)
+        numbers = [rows[i].problem.row for i in micro_batch.indices]
+        checks.add(values, lengths, "divergence of student and teacher", numbers)
         metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / num_tokens}
         return loss, values.split(lengths), metrics, mismatch
 
@@ -340,7 +341,7 @@ class OPDModule(OnPolicyModule):
         temperature: float,
         ask: Asked,
         stale: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Mismatch]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compare the models at the sampled tokens.
 
         Args:
@@ -362,11 +363,13 @@ class OPDModule(OnPolicyModule):
         found = [span for row in rows for view in row.views for span in view.spans or ()]
         spans = found if self.views.byte_tokenizers else None
         advantages = sampled_advantages(log_probs, theirs, spans)
-        padded, token_mask = to_padded(log_probs, [count_judged(row) for row in rows])  # (n, T)
+        lengths = [count_judged(row) for row in rows]
+        padded, token_mask = to_padded(log_probs, lengths)  # (n, T)
         cut = [cut_to_judged(row) for row in rows]
         old, weights, mismatch = self.compare_with_engine(cut, padded, token_mask, stale)
-        ratio = (padded - (padded.detach() if old is None else old))[token_mask].exp()  # (M,)
-        weight = ratio if weights is None else weights[token_mask] * ratio
+        log_ratio = padded - (padded.detach() if old is None else old)
+        ratio = from_padded(log_ratio, lengths).exp()  # (M,)
+        weight = ratio if weights is None else from_padded(weights, lengths) * ratio
         return -per_token(advantages, spans), -weight * advantages, entropy.detach(), mismatch
 
     @property
@@ -407,13 +410,17 @@ class OPDModule(OnPolicyModule):
         rows = rollouts.rollouts
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         sequences = [build_student_sequence(row) for row in rows]
+        checks = FiniteChecks()
         with self.phase("score"), self.place_teacher() as ask:
             for micro_batch, _ in self.plan_forward(measure_extents(rows)):
                 packed = self.pack_sequences(sequences, micro_batch)
                 num_tokens = sum(map(count_judged, rows))
-                _, values, _, _ = self.micro_batch_loss(rollouts, ask, micro_batch, packed, num_tokens)
+                _, values, _, _ = self.micro_batch_loss(
+                    rollouts, ask, micro_batch, packed, num_tokens, checks
+                )
                 for i, own in zip(micro_batch.indices, values, strict=True):
                     found[i] = own
+            checks.require()
         lengths = rollout_metrics(rollouts)
         figures = {
             "rollout/val_length_mean": lengths["rollout/length_mean"],
@@ -491,8 +498,8 @@ def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
     """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
     if spans is None:
         return values
-    sizes = torch.tensor([span[1] for span in spans], dtype=torch.long)
-    return values / sizes.repeat_interleave(sizes).to(values)
+    sizes = torch.tensor([span[1] for span in spans], dtype=torch.long, device="cpu")
+    return values / upload(sizes.repeat_interleave(sizes), values.device).to(values.dtype)
 
 
 def measure_extents(rows: list[Rollout]) -> list[Extent]:
@@ -508,8 +515,9 @@ def judged_metrics(
     terms: JudgedTerms, rollouts: Rollouts, sum_over_ranks: Callable[..., list[float]]
 ) -> dict[str, Any]:
     """Return how much of the answers the teacher could judge."""
-    own = sum(len(row.completion.token_ids) for row in rollouts.rollouts)
-    judged, sampled = sum_over_ranks(float(terms.judged_tokens.sum()), own)
+    rows = rollouts.rollouts
+    own = sum(map(count_judged, rows)), sum(len(row.completion.token_ids) for row in rows)
+    judged, sampled = sum_over_ranks(*own)
     return {
         "distill/judged_tokens": terms.judged_tokens.mean(),
         "distill/judged_frac": judged / sampled,

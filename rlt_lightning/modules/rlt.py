@@ -44,6 +44,7 @@ from rlt_lightning.modules.scorer import (
     Named,
     Scorer,
     Students,
+    bring_to_host,
     build_sampled_sequence,
     measure_sampled_rows,
     require_scorable,
@@ -54,8 +55,9 @@ from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalise
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import Layout, to_padded
-from rlt_lightning.numerics.rewards import Reward, RLTReward, require_finite
+from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
+from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
@@ -253,13 +255,8 @@ class RLTModule(OnPolicyModule):
 
     def reward_groups(self, scored: ScoredCompletions) -> None:
         """Reward this rank's problems from what models computed on any rank; all ranks get all rewards."""
-        if self.trainer.world_size > 1:
-            cpu = torch.device("cpu")
-            own = {
-                number: tuple(student.to(cpu, copy=True) for student in one)
-                for number, one in scored.students.items()
-            }
-            scored.students = self.gather(own, "what models compute on all ranks")
+        own = dict(zip(scored.students, bring_to_host(list(scored.students.values())), strict=True))
+        scored.students = self.gather(own, "what models compute on all ranks")
         own_rewards: dict[int, tuple[float, torch.dtype]] = {}  # a rank without problems knows no dtype
         if scored.own:
             found = [scored.students[number] for number in scored.own]
@@ -271,7 +268,7 @@ class RLTModule(OnPolicyModule):
             }
         rewards = self.gather(own_rewards, "the rewards of all ranks")
         values_of_all, (dtype, *_) = zip(*(rewards[n] for n in range(len(scored.sources))), strict=True)
-        scored.rewards = torch.tensor(values_of_all, dtype=dtype, device=self.device)  # (N,)
+        scored.rewards = upload(values_of_all, self.device, dtype)  # (N,)
 
     def divide_again(self, scored: ScoredCompletions) -> None:
         """Divide the completions that dynamic sampling has left over ranks; let the reference read them."""
@@ -305,14 +302,14 @@ class RLTModule(OnPolicyModule):
                 compute_log_probs, micro_batch.packed, temperature, self.head, True
             )  # (M,)
             log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-            require_finite(log_probs, "policy log-prob", [row.problem.row for row in chosen])
+            sums.checks.add(flat, lengths, "policy log-prob", [row.problem.row for row in chosen])
             old_log_probs, weights, mismatch = self.compare_with_engine(chosen, log_probs, token_mask, stale)
             loss, metrics = self.policy_loss(
                 log_probs=log_probs,
                 old_log_probs=old_log_probs,
                 ref_log_probs=scored.reference_log_probs(numbers),
                 importance_weights=weights,
-                advantages=advantages[torch.tensor(numbers, device=self.device)],
+                advantages=advantages[upload(numbers, self.device)],
                 token_mask=token_mask,
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
@@ -361,9 +358,7 @@ class RLTModule(OnPolicyModule):
         """Return whether to recompute the teacher's log-probs, of which this rank's may be unknown."""
         # Ranks with sharded weights run each forward together, so they must decide alike.
         together = self.sharding.sharded
-        return self.teacher_log_probs == "recompute" or bool(
-            self.max_over_ranks(unknown) if together else unknown
-        )
+        return self.teacher_log_probs == "recompute" or (self.on_any_rank(unknown) if together else unknown)
 
     # Validation and prediction
 

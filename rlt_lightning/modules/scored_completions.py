@@ -12,6 +12,7 @@ from torch import Tensor
 from rlt_lightning.modules.scorer import TokenScores, collect_empty_scores
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.packing import to_padded
+from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.shards import Shards
@@ -102,7 +103,8 @@ class ScoredCompletions:
 
     def find_equal_groups(self) -> list[int]:
         """Return the places of the groups whose rewards are all equal."""
-        return zero_std_groups(self.rewards, self.group_size).nonzero().flatten().tolist()
+        equal = zero_std_groups(self.rewards, self.group_size).tolist()
+        return [place for place, is_equal in enumerate(equal) if is_equal]
 
     def replace(self, others: ScoredCompletions) -> None:
         """Put the groups of another request into its places; how many there are stays the same."""
@@ -148,7 +150,7 @@ def choose_rows(old: Any, new: Any, rows: list[int]) -> Any:
     if isinstance(old, dict):
         return {name: choose_rows(values, new[name], rows) for name, values in old.items()}
     if isinstance(old, Tensor):
-        return torch.cat([old, new])[rows]
+        return torch.cat([old, new])[upload(rows, old.device)]
     if isinstance(old, list) and len(old) == len(rows):
         both = [*old, *new]
         return [both[row] for row in rows]

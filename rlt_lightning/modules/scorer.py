@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from math import isfinite
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ from rlt_lightning.modules.frozen import ReadModel, RunModel
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.importance import Mismatch
+from rlt_lightning.numerics.importance import Mismatch, measure_mismatch
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,
@@ -57,9 +57,16 @@ from rlt_lightning.numerics.packing import (
     ScoredSequence,
     to_padded,
 )
-from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms, require_finite
+from rlt_lightning.numerics.rewards import (
+    FiniteChecks,
+    Reward,
+    RLTReward,
+    RLTRewardTerms,
+    require_finite,
+)
 from rlt_lightning.numerics.spans import Span, span_kl
 from rlt_lightning.numerics.students import Reduction, combine_terms
+from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.run.metrics import build_student_metrics, register
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, Scores
 
@@ -85,18 +92,6 @@ class TokenScores(NamedTuple):
     solution_log_probs: Tensor
     kl: Tensor
     empty_log_probs: Tensor | None = None
-
-    def to(self, device: torch.device, copy: bool = False) -> TokenScores:
-        """Return the same on a device; another process can be sent only copies.
-
-        A tensor here may be a part of a larger one, all of which would be sent.
-        """
-        empty = self.empty_log_probs
-        return TokenScores(
-            self.solution_log_probs.to(device, copy=copy),
-            self.kl.to(device, copy=copy),
-            None if empty is None else empty.to(device, copy=copy),
-        )
 
 
 @dataclass(frozen=True)
@@ -241,7 +236,7 @@ class Scorer:
 
     def __call__(self, rows: list[Rollout], temperature: float) -> Scores:
         """Return the rewards of whole groups of completions; see `score_students` and `rewards`."""
-        return self.rewards(rows, self.score_students(rows, temperature))
+        return self.rewards(rows, bring_to_host(self.score_students(rows, temperature)))
 
     @torch.no_grad()
     def score_students(
@@ -303,7 +298,7 @@ class Scorer:
 
         Args:
             rows: The completions.
-            found: What `score_students` returned of each, on any device. No model is run.
+            found: What `score_students` returned of each, in main memory. No model is run.
 
         Raises:
             NonFiniteError: If a reward is NaN or infinite, naming the rows.
@@ -315,7 +310,7 @@ class Scorer:
             return Scores(terms.to(self.device), [], [], [])
         extra = self.extra_terms(rows)
         by_student = [
-            self._student_rewards(rows, number, [one[number].to(self.device) for one in found], extra)
+            self._student_rewards(rows, number, [one[number] for one in found], extra)
             for number in range(len(self.students.names))
         ]
         if len(by_student) == 1:
@@ -334,7 +329,7 @@ class Scorer:
     @torch.no_grad()
     def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
         """Compare the engine's log-probs of completions with those of the teacher's current weights."""
-        mismatch = Mismatch()
+        measured: list[Tensor] = []
         sequences = [build_sampled_sequence(row) for row in rows]
         for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
             packed = self._pack(sequences, micro_batch, weight)
@@ -344,8 +339,8 @@ class Scorer:
             log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
             engine_log_probs = pad_engine_log_probs(chosen, log_probs, needed=False)
             if engine_log_probs is not None and weight:
-                mismatch += Mismatch.between(log_probs, engine_log_probs, token_mask)
-        return mismatch
+                measured.append(measure_mismatch(log_probs, engine_log_probs, token_mask))
+        return Mismatch.read(measured)
 
     def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
         """Return the terms that the reward adds to RLT's, each (N,), in the order of their names."""
@@ -443,6 +438,7 @@ class Scorer:
         num_think = [len(list_think_tokens(view, given)) for view in views]
         num_solution = [len(view.problem.solution_ids) for view in views]
         found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
+        checks = FiniteChecks()
         for micro_batch, weight in self.plan(extents):
             packed = self._pack(students, micro_batch, weight, stats)
             # (M, H), (M,)
@@ -454,8 +450,9 @@ class Scorer:
             ]
             pieces = log_probs.split(splits)  # think, solution, think, solution, …
             numbers = [views[i].problem.row for i in micro_batch.indices]
-            require_finite_rows(pieces[1::2], "student log-prob of the solution", numbers)
-            require_finite_rows(pieces[::2], "student log-prob of the explanation", numbers)
+            of_think, of_solution = torch.cat(pieces[::2]), torch.cat(pieces[1::2])
+            checks.add(of_solution, splits[1::2], "student log-prob of the solution", numbers)
+            checks.add(of_think, splits[::2], "student log-prob of the explanation", numbers)
             if reward.kl_estimator == "exact":
                 teachers_packed = self._pack(teachers, micro_batch, weight, stats)
                 values = self._exact_kl(student, teachers_packed, torch.cat(hidden.split(splits)[::2]))
@@ -466,11 +463,12 @@ class Scorer:
                     else torch.cat([teacher_log_probs[i] for i in micro_batch.indices])
                 )
                 spans = [views[i].spans for i in micro_batch.indices]
-                values = estimate_kl(reward.token_kl, teacher_values, torch.cat(pieces[::2]), spans)
-            kl_rows = values.split([num_think[i] for i in micro_batch.indices])
-            require_finite_rows(kl_rows, "KL of the explanation", numbers)
-            for place, i in enumerate(micro_batch.indices):
-                found[i] = TokenScores(pieces[2 * place + 1], kl_rows[place])
+                values = estimate_kl(reward.token_kl, teacher_values, of_think, spans)
+            lengths = [num_think[i] for i in micro_batch.indices]
+            checks.add(values, lengths, "KL of the explanation", numbers)
+            for place, (i, kl) in enumerate(zip(micro_batch.indices, values.split(lengths), strict=True)):
+                found[i] = TokenScores(pieces[2 * place + 1], kl)
+        checks.require()
         return found
 
     def _exact_kl(self, student: RunModel, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
@@ -498,10 +496,12 @@ class Scorer:
         kl = [one.kl for one in found]
         padded, solution_mask = pad_rows(solution_log_probs)  # (N, S)
         kl_values, kl_mask = pad_rows(kl)  # (N, K)
-        format_ok = torch.tensor([r.closed and not r.empty for r in rows], device=solution_mask.device)
+        format_ok = torch.tensor([r.closed and not r.empty for r in rows], device="cpu")
         of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]
-        empty = {"empty_log_probs": pad_rows(of_empty)[0]} if of_empty else {}
-        terms = self.rlt_reward(padded, solution_mask, kl_values, kl_mask, format_ok, extra, **empty)
+        empty = upload(pad_rows(of_empty)[0], self.device) if of_empty else None
+        entered = padded, solution_mask, kl_values, kl_mask, format_ok
+        solution, solution_mask, kl_of, kl_mask, closed = (upload(one, self.device) for one in entered)
+        terms = self.rlt_reward(solution, solution_mask, kl_of, kl_mask, closed, extra, empty)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         think = [list_think_tokens(r.views[number], self.rlt_reward.score_given) for r in rows]
         return Scores(terms, solution_log_probs, think, kl)
@@ -522,11 +522,13 @@ class Scorer:
             return None
         if self.recompute(any(view.completion.log_probs is None for view in views)):
             return None
-        sampled = [
-            torch.tensor(view.completion.log_probs[: view.num_tokens], device=self.device)
+        values = [
+            view.completion.log_probs[: view.num_tokens]
             for view in views
             if view.completion.log_probs is not None
         ]
+        flat = upload(list(chain.from_iterable(values)), self.device, torch.float32)
+        sampled = list(flat.split([len(one) for one in values]))
         if not reward.score_given:
             return sampled
         given = self._given_log_probs([view.problem for view in views], stats)
@@ -615,6 +617,16 @@ class Scorer:
         return packed
 
 
+def bring_to_host(found: Sequence[tuple[TokenScores, ...]]) -> list[tuple[TokenScores, ...]]:
+    """Return what models computed of each completion in main memory; see `download`."""
+    tensors = (tensor for students in found for one in students for tensor in one)
+    copies = iter(download([tensor for tensor in tensors if tensor is not None]))
+    return [
+        tuple(TokenScores(*(None if t is None else next(copies) for t in one)) for one in students)  # type: ignore[arg-type]
+        for students in found
+    ]
+
+
 def collect_empty_scores(
     rows: Sequence[Rollout], found: Sequence[tuple[TokenScores, ...]]
 ) -> dict[int, tuple[Tensor, ...]]:
@@ -686,8 +698,8 @@ def pad_engine_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) ->
                 "model.importance_sampling to null."
             )
         return None
-    tensors = [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
-    return pad_sequence(tensors, batch_first=True)
+    tensors = [torch.tensor(value, dtype=like.dtype, device="cpu") for value in values]
+    return upload(pad_sequence(tensors, batch_first=True), like.device)
 
 
 def merge_views(views: Sequence[ModelView]) -> ModelView:
@@ -745,12 +757,6 @@ def mask_scored(num_given: int, num_scored: int) -> list[bool]:
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Stack rows of different lengths; return values (N, T), padded with 0, and their token_mask."""
     return to_padded(torch.cat(list(rows)), [len(row) for row in rows])
-
-
-def require_finite_rows(rows: Sequence[Tensor], term: str, row_numbers: list[int]) -> None:
-    """Check that every value of every row is finite, naming the rows where one is not."""
-    values, _ = pad_rows(rows)
-    require_finite(values, term, row_numbers)
 
 
 def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Extent, Layout, ScoredSequence
-from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.pretrained import Dtype, context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
@@ -88,18 +88,20 @@ class SFTModule(PolicyModule):
         [total_tokens] = self.sum_over_ranks(num_tokens)
         optimizer = self.optimizers()
         optimizer.zero_grad()  # type: ignore[union-attr]
-        loss = torch.zeros((), device=self.device)
+        loss, checks = torch.zeros((), device=self.device), FiniteChecks()
         sequences = [build_example_sequence(example) for example in batch.examples]
         with self.phase("train") as stats:
             extents = [extent(sequence) for sequence in sequences]
             for micro_batch in self.pack(sequences, extents, stats):
                 packed = micro_batch.packed
                 log_probs, _ = self.run(compute_log_probs, packed, 1.0, self.head)
-                rows = [batch.examples[i].row for i in packed.sequence_of_scored.tolist()]
-                require_finite(log_probs, "completion log-prob", rows)
+                chosen = [batch.examples[i] for i in micro_batch.indices]
+                lengths = [sum(example.loss_mask) for example in chosen]
+                checks.add(log_probs, lengths, "completion log-prob", [example.row for example in chosen])
                 share = -micro_batch.scale * log_probs.sum() / total_tokens
                 self.manual_backward(share)
                 loss += share.detach()
+            checks.require()
             metrics = self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
         metrics["policy/loss"] = loss

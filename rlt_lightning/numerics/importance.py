@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -73,17 +75,13 @@ class Mismatch:
     @classmethod
     def between(cls, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Mismatch:
         """Measure (N, T) log-probs, nats, where the mask is True."""
-        difference = (log_probs.detach() - engine_log_probs)[token_mask].double()
-        # The square of the ratio must stay finite.
-        ratio = difference.clamp(max=100).exp()
-        return cls(
-            num_tokens=float(difference.numel()),
-            distance=difference.abs().sum().item(),
-            largest=difference.abs().max().item() if difference.numel() else 0.0,
-            kl=(ratio - 1 - difference).sum().item(),
-            ratio=ratio.sum().item(),
-            squared_ratio=ratio.square().sum().item(),
-        )
+        return cls.read([measure_mismatch(log_probs, engine_log_probs, token_mask)])
+
+    @classmethod
+    def read(cls, measured: Sequence[Tensor]) -> Mismatch:
+        """Add up what `measure_mismatch` returned; the host waits for the device once."""
+        parts = torch.stack(list(measured)).tolist() if measured else []
+        return sum((cls(*part) for part in parts), start=cls())
 
     def sums(self) -> tuple[float, ...]:
         """Return all figures that add up, in the order of the fields."""
@@ -107,3 +105,15 @@ class Mismatch:
     def effective_sample_frac(self) -> float:
         """Return the effective sample size (sum w)^2 / sum w^2 per token, in (0, 1]; 1 is on policy."""
         return self.ratio**2 / (self.squared_ratio * self.num_tokens)
+
+
+def measure_mismatch(log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Tensor:
+    """Return the fields of `Mismatch`, (6,), float64, of (N, T) log-probs, nats, where the mask is True."""
+    difference = (log_probs.detach() - engine_log_probs).masked_fill(~token_mask, 0.0).double().flatten()
+    # The square of the ratio must stay finite. On padding it is 1 here.
+    ratio = difference.clamp(max=100).exp()
+    kl, distance = (ratio - 1 - difference).sum(), difference.abs()
+    ratio = ratio * token_mask.flatten()
+    largest = distance.amax() if len(distance) else distance.sum()
+    sums = [token_mask.sum().double(), distance.sum(), kl, ratio.sum(), ratio.square().sum()]
+    return torch.stack([largest, *sums])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.attention import Segments, SharedPrefix
+from rlt_lightning.numerics.transfers import upload
 
 Layout = Literal["auto", "shared_prefix", "packed", "single"]
 
@@ -196,7 +197,8 @@ class PackedSequences:
             row.add(family, sequences)
         columns = row.columns()
         # One copy to the device instead of five.
-        tokens, positions, *scored = torch.cat(columns).to(device).split([len(column) for column in columns])
+        together = upload(torch.cat(columns), device)
+        tokens, positions, *scored = together.split([len(column) for column in columns])
         segments = Segments(tuple(row.boundaries), tuple(row.shared))
         return cls(tokens.unsqueeze(0), positions.unsqueeze(0), segments, *scored)
 
@@ -293,10 +295,30 @@ def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Te
             f"num_tokens_per_row must sum to the {len(values)} values that came, but it sums to "
             f"{sum(num_tokens_per_row)}."
         )
-    num_tokens = torch.tensor(num_tokens_per_row, dtype=torch.long, device=values.device)  # (N,)
-    places = torch.arange(max(num_tokens_per_row, default=0), device=values.device)  # (T,)
-    token_mask = places < num_tokens.unsqueeze(1)  # (N, T)
-    return values.new_zeros(token_mask.shape).masked_scatter(token_mask, values), token_mask
+    token_mask = mask_tokens(num_tokens_per_row)  # (N, T)
+    places = upload(find_places(token_mask), values.device)
+    padded = values.new_zeros(token_mask.numel()).index_copy(0, places, values)
+    return padded.view(token_mask.shape), upload(token_mask, values.device)
+
+
+def from_padded(values: Tensor, num_tokens_per_row: list[int]) -> Tensor:
+    """Undo `to_padded`: (N, T) -> (M,), with gradient."""
+    places = find_places(mask_tokens(num_tokens_per_row))
+    return values.flatten().index_select(0, upload(places, values.device))
+
+
+def mask_tokens(num_tokens_per_row: list[int]) -> Tensor:
+    """Return the token mask of rows of these lengths, (N, T), in main memory."""
+    lengths = torch.tensor(num_tokens_per_row, dtype=torch.long, device="cpu").unsqueeze(1)  # (N, 1)
+    return torch.arange(max(num_tokens_per_row, default=0), device="cpu") < lengths
+
+
+def find_places(token_mask: Tensor) -> Tensor:
+    """Return where tokens stand in padded rows one after another, (M,).
+
+    Where the mask itself indexes, the host waits for a GPU to count, and again in the backward pass.
+    """
+    return token_mask.flatten().nonzero().squeeze(1)
 
 
 def check_sequence(row: int, sequence: ScoredSequence) -> None:

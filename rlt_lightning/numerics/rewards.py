@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
+from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.types import RewardTerms, Rollout
 
 # Names that a subclass may not give to a term: metrics under reward/, and recorded columns with _reward cut
@@ -55,7 +56,7 @@ def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: flo
         ValueError: If a row has no solution tokens, since its mean is undefined.
     """
     require_tokens(token_mask, "solution token")
-    return masked_mean(log_probs, token_mask) + min_coef * masked_min(log_probs, token_mask)
+    return mean_of_tokens(log_probs, token_mask) + min_coef * masked_min(log_probs, token_mask)
 
 
 def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -> Tensor:
@@ -73,7 +74,7 @@ def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -
         KL, and it is the format term that punishes it.
     """
     kl, token_mask = with_zero_for_empty_rows(kl, token_mask)
-    return masked_mean(kl, token_mask) + max_coef * masked_max(kl, token_mask)
+    return mean_of_tokens(kl, token_mask) + max_coef * masked_max(kl, token_mask)
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,6 @@ class RLTReward(Reward):
         Raises:
             ValueError: If a row has no solution tokens.
         """
-        require_tokens(solution_mask, "solution token")
         kl, kl_mask = with_zero_for_empty_rows(kl, kl_mask)
         log_probs = self.process_log_probs(solution_log_probs, solution_mask)
         processed_kl = self.process_kl(kl, kl_mask)
@@ -283,13 +283,13 @@ class RLTReward(Reward):
             solution_log_prob_reward=solution,
             kl_reward=penalty,
             format_reward=format_reward,
-            solution_log_prob_mean=masked_mean(log_probs, solution_mask),
+            solution_log_prob_mean=mean_of_tokens(log_probs, solution_mask),
             solution_log_prob_min=masked_min(log_probs, solution_mask),
-            kl_mean=masked_mean(processed_kl, kl_mask),
+            kl_mean=mean_of_tokens(processed_kl, kl_mask),
             kl_max=masked_max(processed_kl, kl_mask),
-            raw_solution_log_prob_mean=masked_mean(solution_log_probs, solution_mask),
+            raw_solution_log_prob_mean=mean_of_tokens(solution_log_probs, solution_mask),
             raw_solution_log_prob_min=masked_min(solution_log_probs, solution_mask),
-            raw_kl_mean=masked_mean(kl, kl_mask),
+            raw_kl_mean=mean_of_tokens(kl, kl_mask),
             raw_kl_max=masked_max(kl, kl_mask),
             baseline=baseline,
             extra=extra or {},
@@ -362,6 +362,32 @@ def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
     )
 
 
+class FiniteChecks:
+    """Checks of what a device computes, made together at the end of a pass.
+
+    The host waits once for all of them, and prepares the next rows while the device computes.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, list[int], str, list[int]]] = []
+
+    def add(self, values: Tensor, num_tokens_per_row: list[int], term: str, rows: list[int]) -> None:
+        """Keep values to be checked, (M,), one row after another; see `require_finite`."""
+        self.kept.append((values.detach(), num_tokens_per_row, term, rows))
+
+    def require(self) -> None:
+        """Check everything that was added.
+
+        Raises:
+            NonFiniteError: If a value is NaN or infinite; it names the first such term and the rows.
+        """
+        kept, self.kept = self.kept, []
+        if not kept or torch.stack([values.isfinite().all() for values, *_ in kept]).all():
+            return
+        for values, num_tokens_per_row, term, rows in kept:
+            require_finite(to_padded(values, num_tokens_per_row)[0], term, rows)
+
+
 def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
     """Return the mean of each row's tokens.
 
@@ -376,6 +402,11 @@ def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
         ValueError: If a row has no tokens, since its mean is undefined.
     """
     require_tokens(token_mask, "token")
+    return mean_of_tokens(values, token_mask)
+
+
+def mean_of_tokens(values: Tensor, token_mask: Tensor) -> Tensor:
+    """Return what `masked_mean` does of rows that are known to have tokens: the host waits for no check."""
     return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
 
 
@@ -398,7 +429,7 @@ def with_zero_for_empty_rows(values: Tensor, token_mask: Tensor) -> tuple[Tensor
 
 def require_tokens(token_mask: Tensor, what: str) -> None:
     """Raise a ValueError that names the rows without any token."""
-    empty_rows = (~token_mask.any(dim=1)).nonzero().flatten().tolist()
+    empty_rows = [row for row, has_tokens in enumerate(token_mask.any(dim=1).tolist()) if not has_tokens]
     if empty_rows:
         raise ValueError(
             f"Every row needs at least one {what}, but row(s) {empty_rows} of the batch have none. "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.attention import KERNELS, Part
+from rlt_lightning.numerics.transfers import upload
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -189,14 +190,7 @@ def put_ranges(target: Tensor, ranges: Ranges, rows: Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def varlen_limits(part: Part, device: torch.device) -> Limits:
-    """Return the limits of a part.
-
-    They are made once per row, not once per layer and pass: a copy of numbers to a GPU waits for all that it
-    has been told to compute.
-    """
+    """Return the limits of a part; they are made once per row, not once per layer and pass."""
     lengths = [[end - start for start, end in ranges] for ranges in (part.queries, part.keys)]
-    q_ends, k_ends = (
-        torch.tensor([0, *accumulate(part_lengths)], dtype=torch.int32, device=device)
-        for part_lengths in lengths
-    )
+    q_ends, k_ends = (upload([0, *accumulate(part_lengths)], device, torch.int32) for part_lengths in lengths)
     return Limits(q_ends, k_ends, max(lengths[0]), max(lengths[1]))

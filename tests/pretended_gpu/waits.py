@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from pretended_gpu.device import set_on_wait
+# isort: off
+from pretended_gpu.device import set_on_wait  # before torch
 from pretended_gpu.where import Place, find_place
+from lightning.pytorch import Callback, Trainer
+# isort: on
 
 # Kind and line -> number. Kinds: item; `to host` and `to device`, copies other than those from or to pinned
 # memory without blocking; index, by a mask or by numbers in main memory; operators whose result has a size
 # that only the device knows; and torch.cuda's synchronize.
 Waits = Counter[tuple[str, Place]]
+WAITS = "waits.jsonl"
 
 
 @contextmanager
@@ -27,6 +34,30 @@ def count_waits() -> Iterator[Waits]:
     try:
         yield waits
     finally:
+        set_on_wait(None)
+
+
+class WaitsOfSteps(Callback):
+    """Writes the waits of each training step, from the start of its batch to that of the next, by function.
+
+    WAITS of the run folder has a line of JSON per step; the last step has none.
+    """
+
+    def __init__(self) -> None:
+        self.waits: Waits | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if self.waits is not None and trainer.is_global_zero:
+            with (Path(trainer.default_root_dir) / WAITS).open("a") as file:
+                print(json.dumps(by_function(self.waits)), file=file)
+        self.waits = waits = Counter()
+
+        def note(kind: str) -> None:
+            waits[kind, find_place()] += 1
+
+        set_on_wait(note)
+
+    def on_train_end(self, *_: Any) -> None:
         set_on_wait(None)
 
 
