@@ -22,7 +22,7 @@ from rlt_lightning.callbacks import (
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule, SFTModule
-from rlt_lightning.numerics import RLTReward
+from rlt_lightning.numerics import RLTReward, TruncatedImportanceSampling
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
@@ -74,7 +74,8 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     rlt, sft, opd, answers, other = (tmp_path / name for name in ("rlt", "sft", "opd", "answers", "other"))
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
     reward = RLTReward(baseline="empty")
-    teacher = RLTModule(teacher=tiny_model, student=tiny_model, group_size=2, reward=reward)
+    masks = TruncatedImportanceSampling(mode="mask")
+    teacher = RLTModule(tiny_model, tiny_model, group_size=2, reward=reward, importance_sampling=masks)
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
     of_other = RLTModule(teacher=tiny_model, student="miniature", group_size=2)
     short = {"teacher_system_prompt": "", "student_system_prompt": "", "prompts_per_step": 2}

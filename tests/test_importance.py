@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +18,7 @@ from torch import Tensor
 from rlt_lightning.callbacks.rollout_checks import choose_weights
 from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.step_metrics import mismatch_metrics
 from rlt_lightning.numerics import DAPOLoss, GRPOLoss, Mismatch, PolicyLoss, TruncatedImportanceSampling
 
 ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
@@ -33,7 +40,89 @@ def test_sequence_weights_are_the_product_of_all_ratios_up_to_the_cap() -> None:
     torch.testing.assert_close(capped, torch.tensor([[2.5, 2.5, 2.5], [2.5, 2.5, 1.0]]))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_means_of_a_sequence_are_arithmetic_and_geometric() -> None:
+    # (3/2 + 1/2 + 4) / 3 = 2 and (3/2 + 2) / 2 = 7/4; the cube root of 3 and the square root of 3.
+    arithmetic = TruncatedImportanceSampling("arithmetic")(LOG_PROBS, ENGINE, MASK)
+    torch.testing.assert_close(arithmetic, torch.tensor([[2.0, 2.0, 2.0], [1.75, 1.75, 1.0]]))
+    geometric = TruncatedImportanceSampling("geometric")(LOG_PROBS, ENGINE, MASK)
+    third, half = 3 ** (1 / 3), 3 ** (1 / 2)
+    torch.testing.assert_close(geometric, torch.tensor([[third, third, third], [half, half, 1.0]]))
+
+
+def test_outside_the_bounds_weights_are_truncated_or_masked() -> None:
+    # Ratios 3/2, 1/2 and 4; 3/2 and 2. Products 3 and 3, geometric means 1.44 and 1.73. A bound is within.
+    def weigh(level: Any, mode: Any, floor: float, cap: float) -> list[list[float]]:
+        return TruncatedImportanceSampling(level, cap, floor, mode)(LOG_PROBS, ENGINE, MASK).tolist()
+
+    approx = pytest.approx
+    assert weigh("token", "truncate", 0.75, 2.5) == [approx([1.5, 0.75, 2.5]), approx([1.5, 2.0, 1.0])]
+    assert weigh("token", "mask", 0.75, 2.5) == [approx([1.5, 0.0, 0.0]), approx([1.5, 2.0, 1.0])]
+    assert weigh("token", "mask", 0.0, 2.5) == [approx([1.5, 0.5, 0.0]), approx([1.5, 2.0, 1.0])]
+    assert weigh("sequence", "mask", 0.5, 2.5) == [[0, 0, 0], [0, 0, 1]]
+    assert weigh("geometric", "mask", 0.5, 1.5) == [approx([3 ** (1 / 3)] * 3), [0, 0, 1]]
+    exact = torch.tensor([[2.0]])
+    for cap, kept in ((2.0, 2.0), (1.9, 0.0)):
+        bounded = TruncatedImportanceSampling(cap=cap, mode="mask")
+        assert bounded(exact.log(), 0 * exact, exact > 0).item() == approx(kept)
+
+
+@cache
+def lines_of_trl() -> CodeType:
+    """The lines of TRL's GRPOTrainer that make `vllm_importance_sampling_ratio`, found by their condition."""
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs trl")
+    source = (Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text()
+    [block] = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
+        and "invalid_mis_mask" in ast.unparse(node)
+    ]
+    return compile(ast.Module([block], []), "grpo_trainer.py", "exec")
+
+
+def weights_of_trl(mode: str, low: float | None, high: float | None, batch: dict[str, Tensor]) -> Tensor:
+    options = {"mode": mode, "clip_min": low, "clip_max": high, "correction": True}
+    trainer = SimpleNamespace(
+        use_vllm=True, **{f"vllm_importance_sampling_{name}": value for name, value in options.items()}
+    )
+    names = {"self": trainer, "torch": torch, "math": math, "tool_mask": None, **batch}
+    exec(lines_of_trl(), names)
+    return names["vllm_importance_sampling_ratio"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "low", "high"),
+    [
+        (level, mode, *bounds)
+        for level, mode in product(("token", "sequence"), ("truncate", "mask"))
+        for bounds in ((None, 3.0), (0.5, 1.5), (0.8, None))
+    ],
+)
+def test_weights_equal_those_of_trl(level: Any, mode: Any, low: float | None, high: float | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    engine = -torch.rand(64, 12, generator=generator, dtype=torch.float64)
+    log_probs = engine + 0.6 * torch.randn(64, 12, generator=generator, dtype=torch.float64)
+    mask = torch.arange(12) < torch.randint(1, 13, (64, 1), generator=generator)
+    batch = {
+        "old_per_token_logps": log_probs,
+        "sampling_per_token_logps": engine,
+        "completion_mask": mask.long(),
+    }
+    theirs = weights_of_trl(f"{level}_{mode}", low, high, batch).expand(64, 12)
+    weigh = TruncatedImportanceSampling(level, math.inf if high is None else high, low or 0.0, mode)
+    ours = weigh(log_probs, engine, mask)
+    torch.testing.assert_close(ours[mask], theirs[mask], rtol=0, atol=1e-7)
+    outside = (ours[mask] == 0) if mode == "mask" else (ours[mask] == high) | (ours[mask] == low)
+    assert 0 < outside.double().mean() < 1  # both sides of the bounds came
+
+
+LEVELS = ["token", "sequence", "arithmetic", "geometric"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_padding_reaches_neither_weights_nor_mismatch(level: Any, garbage: float) -> None:
     dirty = [values.masked_fill(~MASK, garbage) for values in (LOG_PROBS, ENGINE)]
@@ -42,17 +131,40 @@ def test_padding_reaches_neither_weights_nor_mismatch(level: Any, garbage: float
     assert Mismatch.between(*dirty, MASK) == Mismatch.between(LOG_PROBS, ENGINE, MASK)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_weights_are_one_on_policy_and_have_no_gradient(level: Any) -> None:
     log_probs = ENGINE.clone().requires_grad_()
-    weights = TruncatedImportanceSampling(level)(log_probs, ENGINE, MASK)
+    weights = TruncatedImportanceSampling(level, cap=1.0, floor=1.0, mode="mask")(log_probs, ENGINE, MASK)
     assert torch.equal(weights, torch.ones(2, 3))
     assert not weights.requires_grad
 
 
-def test_a_cap_below_one_is_refused() -> None:
+def test_bounds_that_leave_out_one_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cap must be at least 1, but it is 0\.5"):
         TruncatedImportanceSampling(cap=0.5)
+    for floor in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=f"floor must be between 0 and 1, but it is {floor}"):
+            TruncatedImportanceSampling(floor=floor)
+
+
+def test_masked_tokens_are_counted_and_a_step_without_others_warns() -> None:
+    masks = TruncatedImportanceSampling("token", cap=1.5, floor=0.75, mode="mask")
+    rlt = RLTModule(importance_sampling=masks)
+    rows = [
+        SimpleNamespace(completion=SimpleNamespace(log_probs=ENGINE[i, : MASK[i].sum()].tolist()))
+        for i in range(2)
+    ]
+    # Ratios 3/2, 1/2 and 4; then 3/2 and 2: three of the five tokens are outside of the bounds.
+    _, _, measured = rlt.compare_with_engine(rows, LOG_PROBS, MASK, stale=False)  # type: ignore[arg-type]
+    assert measured is not None
+    mismatch = Mismatch.read([measured])
+    assert (mismatch.num_masked, mismatch.num_tokens) == (3, 5)
+    metrics = mismatch_metrics(mismatch + mismatch, alarm=None, step=1, masks=True)
+    assert metrics["rollout/masked_frac"] == pytest.approx(3 / 5)
+    assert "rollout/masked_frac" not in mismatch_metrics(mismatch, alarm=None, step=1)
+    mismatch.num_masked = 5
+    with pytest.warns(UserWarning, match="Step 7: model.importance_sampling has masked all 5 tokens"):
+        mismatch_metrics(mismatch, alarm=None, step=7, masks=True)
 
 
 def test_mismatch_by_hand() -> None:

@@ -170,7 +170,8 @@ class OnPolicyModule(PolicyModule):
         metrics = sums.metrics | self.optimizer_step_now()
         own = Mismatch.read(sums.mismatches)
         mismatch = Mismatch(*self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
-        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step)
+        masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
+        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
 
     def compare_with_engine(
         self, rows: list[Rollout], log_probs: Tensor, token_mask: Tensor, stale: bool
@@ -190,10 +191,10 @@ class OnPolicyModule(PolicyModule):
         engine_log_probs = pad_engine_log_probs(rows, log_probs, stale or self.importance_weights is not None)
         if engine_log_probs is None:
             return None, None, None
-        mismatch = measure_mismatch(log_probs, engine_log_probs, token_mask)
         weights = None
         if self.importance_weights is not None:
             weights = self.importance_weights(log_probs, engine_log_probs, token_mask)
+        mismatch = measure_mismatch(log_probs, engine_log_probs, token_mask, weights)
         return engine_log_probs if stale and weights is None else None, weights, mismatch
 
 

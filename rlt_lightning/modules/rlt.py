@@ -75,9 +75,9 @@ class RLTModule(OnPolicyModule):
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         optimizer: AdamW, its schedule and gradient clipping.
-        importance_sampling: Weights pi_trainer / pi_engine, capped. "auto": of tokens, capped at 2, if the
-            engine is outside the process, unless rollouts are asynchronous. None: no weights; stale rollouts
-            are then clipped by their ratio instead.
+        importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
+            2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
+            rollouts are then clipped by their ratio instead.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.

@@ -81,8 +81,17 @@ def held_out_metrics(scores: Scores, rollouts: Rollouts) -> dict[str, Any]:
     }
 
 
-def mismatch_metrics(mismatch: Mismatch, alarm: float | None, step: int) -> dict[str, float]:
-    """Return how far engine and trainer differ over all ranks, and warn if the mean exceeds the alarm."""
+def mismatch_metrics(
+    mismatch: Mismatch, alarm: float | None, step: int, masks: bool = False
+) -> dict[str, float]:
+    """Return how far engine and trainer differ over all ranks, and warn if that is too far.
+
+    Args:
+        mismatch: The difference, of all ranks.
+        alarm: The mean difference above which it warns, nats per token; None: never.
+        step: The step, for the warning.
+        masks: Whether importance weights mask tokens.
+    """
     if not mismatch.num_tokens:
         return {}
     if alarm is not None and mismatch.mean > alarm:
@@ -91,11 +100,18 @@ def mismatch_metrics(mismatch: Mismatch, alarm: float | None, step: int) -> dict
             f"model.mismatch_alarm {alarm:g}. Look at the engine's data type and settings, and set "
             "model.importance_sampling if it is off."
         )
+    if mismatch.num_masked == mismatch.num_tokens:
+        rank_zero_warn(
+            f"Step {step}: model.importance_sampling has masked all {mismatch.num_tokens:.0f} tokens, so the "
+            "step learns nothing from them. Raise its cap, lower its floor, or set its level to token; if "
+            f"{mismatch.mean:.3g} nats per token of mismatch are much, look at the engine first."
+        )
     return {
         "rollout/mismatch_mean": mismatch.mean,
         "rollout/mismatch_max": mismatch.largest,
         "rollout/mismatch_kl": mismatch.mean_kl,
         "rollout/effective_sample_frac": mismatch.effective_sample_frac,
+        **({"rollout/masked_frac": mismatch.num_masked / mismatch.num_tokens} if masks else {}),
     }
 
 

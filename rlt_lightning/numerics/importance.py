@@ -13,28 +13,49 @@ from torch import Tensor
 class TruncatedImportanceSampling:
     """Weigh a token by how much likelier it is to the trainer than to the engine that sampled it.
 
-    weight = min(pi_trainer / pi_engine, cap), per token, or of the product over the sequence's tokens
+    r_t = pi_trainer / pi_engine of token t;   r = the ratio of `level`, at each token of a completion:
 
-    The mean over the engine's samples is then the trainer's mean, except for the cap, which trades a little
-    bias for a bounded variance (Ionides 2008). The weights correct for rounding in the engine and for stale
-    rollouts.
+    token        r_t                                        |  mode truncate: weight = clip(r, floor, cap)
+    sequence     the product of all r_t                     |  mode mask:     weight = r, but 0 outside
+    arithmetic   the mean of all r_t                        |                 [floor, cap]
+    geometric    (the product of all r_t)^(1 / tokens)      |
+
+    The mean over the engine's samples is then the trainer's mean, with `token` and `sequence`, except for the
+    bounds, which trade a little bias for a bounded variance (Ionides 2008). The weights correct for rounding
+    in the engine and for stale rollouts. A mask drops what engine and trainer disagree about most. What it
+    drops still counts as tokens in the loss's mean, as in TRL.
 
     Args:
-        level: token, or sequence, which has no bias but the cap's, and a variance that grows with the length.
+        level: What a weight is computed of: each token, or the whole completion. sequence has no bias but the
+            bounds', and a spread that grows with the length; arithmetic and geometric stay near 1.
         cap: Largest weight.
+        floor: Smallest weight; 0: none.
+        mode: What happens to weights outside the bounds: truncate, to the bound; mask, to 0.
 
     Raises:
-        ValueError: If the cap is below 1, which would also shrink the weights of tokens sampled on policy.
+        ValueError: If the weight 1, of tokens sampled on policy, is not within the bounds.
     """
 
-    def __init__(self, level: Literal["token", "sequence"] = "token", cap: float = 2.0) -> None:
+    def __init__(
+        self,
+        level: Literal["token", "sequence", "arithmetic", "geometric"] = "token",
+        cap: float = 2.0,
+        floor: float = 0.0,
+        mode: Literal["truncate", "mask"] = "truncate",
+    ) -> None:
         if cap < 1:
             raise ValueError(f"cap must be at least 1, but it is {cap}. Raise it; 2 is usual.")
+        if not 0 <= floor <= 1:
+            raise ValueError(f"floor must be between 0 and 1, but it is {floor}. 0 sets no lower bound.")
         self.level = level
         self.cap = cap
+        self.floor = floor
+        self.mode = mode
 
     def __str__(self) -> str:
-        return f"level {self.level}, cap {self.cap:g}"
+        floor = f", floor {self.floor:g}" if self.floor else ""
+        mask = ", mask" if self.mode == "mask" else ""
+        return f"level {self.level}, cap {self.cap:g}{floor}{mask}"
 
     def __call__(self, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Tensor:
         """Return the weights, (N, T), without gradient; 1 on padding.
@@ -45,9 +66,22 @@ class TruncatedImportanceSampling:
             token_mask: True on completion tokens, (N, T).
         """
         log_ratio = (log_probs.detach() - engine_log_probs).masked_fill(~token_mask, 0.0)  # (N, T)
-        if self.level == "sequence":
-            log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio) * token_mask
-        return log_ratio.exp().clamp(max=self.cap)
+        ratio = self.ratio(log_ratio, token_mask).masked_fill(~token_mask, 1.0)  # (N, T)
+        if self.mode == "mask":
+            return ratio.masked_fill((ratio < self.floor) | (ratio > self.cap), 0.0)
+        return ratio.clamp(self.floor, self.cap)
+
+    def ratio(self, log_ratio: Tensor, token_mask: Tensor) -> Tensor:
+        """Return the ratio of the level, (N, T), from the log-ratios, which are 0 on padding."""
+        if self.level == "token":
+            return log_ratio.exp()
+        num_tokens = token_mask.sum(dim=1, keepdim=True).clamp(min=1)  # (N, 1)
+        if self.level == "arithmetic":
+            ratio = (log_ratio.exp() * token_mask).sum(dim=1, keepdim=True) / num_tokens
+        else:
+            total = log_ratio.sum(dim=1, keepdim=True)  # (N, 1)
+            ratio = (total if self.level == "sequence" else total / num_tokens).exp()
+        return ratio.expand_as(log_ratio)
 
 
 @dataclass
@@ -63,6 +97,7 @@ class Mismatch:
         kl: sum exp(d) - 1 - d, which estimates KL(engine || trainer), nats, at least 0 (k3).
         ratio: sum of w = exp(d).
         squared_ratio: sum of w^2.
+        num_masked: The tokens whose importance weight is 0.
     """
 
     largest: float = 0.0
@@ -71,6 +106,7 @@ class Mismatch:
     kl: float = 0.0
     ratio: float = 0.0
     squared_ratio: float = 0.0
+    num_masked: float = 0.0
 
     @classmethod
     def between(cls, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Mismatch:
@@ -85,7 +121,7 @@ class Mismatch:
 
     def sums(self) -> tuple[float, ...]:
         """Return all figures that add up, in the order of the fields."""
-        return (self.num_tokens, self.distance, self.kl, self.ratio, self.squared_ratio)
+        return (self.num_tokens, self.distance, self.kl, self.ratio, self.squared_ratio, self.num_masked)
 
     def __add__(self, other: Mismatch) -> Mismatch:
         sums = (a + b for a, b in zip(self.sums(), other.sums(), strict=True))
@@ -107,13 +143,19 @@ class Mismatch:
         return self.ratio**2 / (self.squared_ratio * self.num_tokens)
 
 
-def measure_mismatch(log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the fields of `Mismatch`, (6,), float64, of (N, T) log-probs, nats, where the mask is True."""
+def measure_mismatch(
+    log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Return the fields of `Mismatch`, (7,), float64, of (N, T) log-probs, nats, where the mask is True.
+
+    Of importance `weights`, (N, T), those that are 0 are counted.
+    """
     difference = (log_probs.detach() - engine_log_probs).masked_fill(~token_mask, 0.0).double().flatten()
     # The square of the ratio must stay finite. On padding it is 1 here.
     ratio = difference.clamp(max=100).exp()
     kl, distance = (ratio - 1 - difference).sum(), difference.abs()
     ratio = ratio * token_mask.flatten()
     largest = distance.amax() if len(distance) else distance.sum()
-    sums = [token_mask.sum().double(), distance.sum(), kl, ratio.sum(), ratio.square().sum()]
+    masked = torch.zeros_like(largest) if weights is None else ((weights == 0) & token_mask).sum().double()
+    sums = [token_mask.sum().double(), distance.sum(), kl, ratio.sum(), ratio.square().sum(), masked]
     return torch.stack([largest, *sums])
