@@ -498,10 +498,10 @@ class Scorer:
         kl_values, kl_mask = pad_rows(kl)  # (N, K)
         format_ok = torch.tensor([r.closed and not r.empty for r in rows], device="cpu")
         of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]
-        empty = upload(pad_rows(of_empty)[0], self.device) if of_empty else None
+        empty = {"empty_log_probs": upload(pad_rows(of_empty)[0], self.device)} if of_empty else {}
         entered = padded, solution_mask, kl_values, kl_mask, format_ok
         solution, solution_mask, kl_of, kl_mask, closed = (upload(one, self.device) for one in entered)
-        terms = self.rlt_reward(solution, solution_mask, kl_of, kl_mask, closed, extra, empty)
+        terms = self.rlt_reward(solution, solution_mask, kl_of, kl_mask, closed, extra, **empty)
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         think = [list_think_tokens(r.views[number], self.rlt_reward.score_given) for r in rows]
         return Scores(terms, solution_log_probs, think, kl)
