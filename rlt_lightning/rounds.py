@@ -189,12 +189,39 @@ class Rounds:
         self.stages = Stages(Path(output_dir), describe=describe_stage, single_thread=False)
         self.folder = self.stages.folder
 
+    @classmethod
+    def from_configs(cls, *configs: str, output_dir: Path | str, **settings: Any) -> Rounds:
+        """Return the rounds that configs describe.
+
+        Args:
+            configs: Names of shipped configs, or files; a later one wins.
+            output_dir: The folder.
+            settings: Arguments of `Settings`, which win over all configs.
+
+        Raises:
+            InputError: If a setting is unknown, wrong or missing.
+
+        Example: `Rounds.from_configs("miniature_rounds", output_dir="runs/rounds", rounds=1).run()`.
+        """
+        if unknown := [name for name in settings if name not in (names := [*Settings.__dataclass_fields__])]:
+            raise InputError(
+                f"Rounds.from_configs takes {', '.join(names)}, but got {unknown[0]}."
+                f"{suggest_names(unknown[0], names)}"
+            )
+        stages = {f"stages.{name}": line for name, line in settings.pop("stages", {}).items()}
+        given = {name: settings[field] for name in OPTIONS if (field := name.replace(".", "_")) in settings}
+        return cls(read_rounds_settings(configs, given | stages), output_dir)
+
     def run(self) -> dict[str, Any]:
         """Run all rounds, and return what `rounds.json` holds.
 
         Raises:
             StageError: If a stage fails; its message names the log.
+            InputError: In a script whose main part has no `if __name__ == "__main__":`.
         """
+        from rlt_lightning.judging.judge import refuse_while_imported
+
+        refuse_while_imported()
         settings = self.settings
         self.stages.start()
         base = self.evaluate(0, "base", settings.student_base)
@@ -440,7 +467,7 @@ def run_rounds(words: Sequence[str]) -> int:
     options = build_rounds_parser().parse_args(words)
 
     def run_in(folder: Path) -> int:
-        settings = read_rounds_settings(options)
+        settings = read_rounds_settings(options.config, list_given(options))
         open_folder(folder, options.resume == "true", options.overwrite == "true", ENTRIES)
         print(f"Stages, one line as each ends, in {folder}:", flush=True)
         found = Rounds(settings, folder).run()
@@ -468,15 +495,29 @@ def build_rounds_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_rounds_settings(options: argparse.Namespace) -> Settings:
-    """Return the settings of the configs, a later one over an earlier, and the command line over both.
+def list_settings() -> list[str]:
+    """Return the names of all settings, as in a config and on the command line."""
+    return [*OPTIONS, *(f"stages.{name}" for name in STAGES)]
+
+
+def list_given(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that a command line gives."""
+    return {name: value for name in list_settings() if (value := getattr(options, name)) is not None}
+
+
+def read_rounds_settings(configs: Sequence[str], given: dict[str, Any]) -> Settings:
+    """Return the settings of configs, a later one over an earlier, and those that are given over all.
+
+    Args:
+        configs: Names of shipped configs, or files.
+        given: Settings by their names in a config, such as `student.base` or `stages.rlt`.
 
     Raises:
         InputError: If a config is no mapping of settings, or a setting is unknown or wrong.
     """
-    known = {*OPTIONS, *(f"stages.{name}" for name in STAGES)}
+    known = list_settings()
     found: dict[str, Any] = {}
-    for config in options.config:
+    for config in configs:
         own = read_flat_settings(find_config(config))
         if unknown := [name for name in own if name not in known]:
             raise InputError(
@@ -484,12 +525,11 @@ def read_rounds_settings(options: argparse.Namespace) -> Settings:
                 f"{suggest_names(unknown[0], known)} `rlt rounds` takes configs such as miniature_rounds."
             )
         found |= own
-    for name in known:
-        if (value := getattr(options, name)) is not None:
-            found[name] = value
+    found |= given
     if "student.base" not in found:
         raise InputError("student.base must name the student before training, but no config does. Add it.")
-    stages = {name: found.pop(f"stages.{name}") for name in STAGES if f"stages.{name}" in found}
+    section = "stages."
+    stages = {name.removeprefix(section): found.pop(name) for name in [*found] if name.startswith(section)}
     return Settings(stages, **{name.replace(".", "_"): value for name, value in found.items()})
 
 

@@ -37,7 +37,7 @@ from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
 from rlt_lightning.cli.parser import split_words
 from rlt_lightning.demo.command import build_demo_parser
-from rlt_lightning.rounds import build_rounds_parser, read_rounds_settings
+from rlt_lightning.rounds import build_rounds_parser, list_given, read_rounds_settings
 from rlt_lightning.run.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
@@ -85,14 +85,13 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(name, line, fence[2], textwrap.dedent(fence[3]))
 
 
+RUN_ELSEWHERE = {("docs/python.md", "python"), ("docs/rounds.md", "python")}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def blocks(language: str) -> pytest.MarkDecorator:
-    """Return a mark that gives a test each block of a language."""
-    found = [
-        b for b in BLOCKS if b.language == language and (b.page, language) != ("docs/python.md", "python")
-    ]
+    """Return a mark that gives a test each block of a language, but for scripts that other files run."""
+    found = [b for b in BLOCKS if b.language == language and (b.page, language) not in RUN_ELSEWHERE]
     cases = [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
     return pytest.mark.parametrize("block", cases)
 
@@ -136,7 +135,8 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         return
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     if verb == "rounds":
-        read_rounds_settings(build_rounds_parser().parse_args(options))
+        read = build_rounds_parser().parse_args(options)
+        read_rounds_settings(read.config, list_given(read))
         return
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import rounds as arms
 import yaml
-from commands import rlt, start
+from commands import ROOT, python, rlt, start
 from test_generate import read, wait_until
 
 from rlt_lightning import rounds
@@ -22,14 +22,16 @@ from rlt_lightning.run.shipped import find_config
 
 STAGES = yaml.safe_load(find_config("miniature_rounds").read_text())["stages"]
 SETTINGS = Settings(STAGES, "miniature")
-# Every stage at its smallest.
+TINY_STAGES = {  # each at its smallest
+    "warmup": f"{STAGES['warmup']} --data.num_embedded_rows 32 --trainer.max_epochs 1",
+    "rlt": f"{STAGES['rlt']} --data.num_embedded_rows 16 --trainer.max_steps 1",
+    "traces": f"{STAGES['traces']} --data.num_embedded_rows 16",
+    "student": STAGES["student"].replace("max_epochs 9", "max_epochs 1"),
+    "evaluate": f"{STAGES['evaluate']} --data.max_rows 8",
+}
 TINY = (
     *("rounds", "--config=miniature_rounds", "--student_rows=16", "--patience=5"),
-    f"--stages.warmup={STAGES['warmup']} --data.num_embedded_rows 32 --trainer.max_epochs 1",
-    f"--stages.rlt={STAGES['rlt']} --data.num_embedded_rows 16 --trainer.max_steps 1",
-    f"--stages.traces={STAGES['traces']} --data.num_embedded_rows 16",
-    f"--stages.student={STAGES['student'].replace('max_epochs 9', 'max_epochs 1')}",
-    f"--stages.evaluate={STAGES['evaluate']} --data.max_rows 8",
+    *(f"--stages.{name}={line}" for name, line in TINY_STAGES.items()),
 )
 
 
@@ -214,10 +216,23 @@ def test_a_gain_is_more_than_its_error(
 
 def test_a_later_config_and_the_command_line_win(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("rounds: 5\nstudent_rows: 8\nstages: {warmup: miniature-teacher}\n")
-    words = ["--config", "miniature_rounds", "--config", str(tmp_path / "own.yaml"), "--rounds", "3"]
-    found = rounds.read_rounds_settings(rounds.build_rounds_parser().parse_args(words))
+    configs = ["miniature_rounds", str(tmp_path / "own.yaml")]
+    found = rounds.read_rounds_settings(configs, {"rounds": 3})
     stages = STAGES | {"warmup": "miniature-teacher"}
     assert found == Settings(stages, "miniature", rounds=3, student_rows=8)
+
+
+def test_a_script_describes_rounds_as_a_config_does(tmp_path: Path) -> None:
+    stages = {"warmup": "miniature-teacher"}
+    runs = Rounds.from_configs(
+        "miniature_rounds", output_dir=tmp_path, rounds=1, student_from="previous", stages=stages
+    )
+    assert runs.settings == Settings(STAGES | stages, "miniature", rounds=1, student_from="previous")
+    assert runs.folder == tmp_path
+    with pytest.raises(rounds.InputError, match=r"but got student_row\. Did you mean student_rows"):
+        Rounds.from_configs("miniature_rounds", output_dir=tmp_path, student_row=3)
+    with pytest.raises(rounds.InputError, match=r"stages may name .* but names rl\."):
+        Rounds.from_configs("miniature_rounds", output_dir=tmp_path, stages={"rl": "fit --config quickstart"})
 
 
 def test_too_few_traces_for_the_first_student(tmp_path: Path) -> None:
@@ -226,7 +241,7 @@ def test_too_few_traces_for_the_first_student(tmp_path: Path) -> None:
         runs.run()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Path) -> None:
     whole = rlt(*TINY, f"--output_dir={tmp_path / 'whole'}")
@@ -238,8 +253,13 @@ def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Pa
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(1)  # its stage ends with it
-    again = rlt(*TINY, f"--output_dir={folder}", "--resume=true")
+    # The script of the page goes on with what the command has begun.
+    script = re.search(r"```python\n(.+?)```", (ROOT / "docs/rounds.md").read_text(), re.DOTALL)[1]
+    own = f"rounds=2, student_rows=16, patience=5, stages={TINY_STAGES}"
+    script = script.replace("rounds=1, student_rows=32", own).replace("runs/rounds", str(folder))
+    again = python(script, tmp_path)
     assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[-1] == f"round 0 is best; its figures are in {folder / 'rounds.json'}"
     one, other = (json.loads((place / "rounds.json").read_text()) for place in (tmp_path / "whole", folder))
 
     def drop(found: Any) -> Any:
