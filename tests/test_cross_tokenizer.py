@@ -546,5 +546,11 @@ def test_training_with_a_renumbered_student_is_the_same(
     assert own_view == [None] * len(own_view)
     assert None not in view
     torch.testing.assert_close(others, own, atol=1e-4, rtol=1e-4)
-    for name, weight in weights.items():
-        torch.testing.assert_close(other_weights[name], weight, atol=1e-4, rtol=1e-3)
+    # AdamW turns rounding in a gradient near zero into a step: so the movements are compared as a whole.
+    before = LlamaForCausalLM.from_pretrained(miniature).state_dict()
+    moved, other_moved = (
+        torch.cat([(end[name] - before[name]).flatten() for name in before])
+        for end in (weights, other_weights)
+    )
+    assert moved.norm() > 0.1
+    assert (other_moved - moved).norm() < 0.01 * moved.norm()
