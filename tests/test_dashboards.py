@@ -88,6 +88,7 @@ def csv_rows(folder: Path) -> dict[int, dict[str, float]]:
     return {int(row.pop("step")): row for row in rows}
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb_with_the_metrics_of_the_csv(
     resumed: Path, wandb_path: dict[str, str]
 ) -> None:

@@ -17,7 +17,7 @@ from ruled_run import run_ruled
     ("strategy", "method"),
     [
         ("zero3", "rlt"),
-        ("zero1", "sft"),
+        full("zero1", "sft"),
         full("zero3", "sft"),
         full("zero1", "rlt"),
         full("zero2", "rlt"),

@@ -336,6 +336,7 @@ def late(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return fit(tiny_model, tmp_path_factory.mktemp("late"), engine=Outside(), score_early=False)[0]
 
 
+@pytest.mark.full
 def test_groups_that_were_scored_early_are_dropped_too(
     tiny_model: str, tmp_path: Path, whole: Seen, late: Seen
 ) -> None:
@@ -432,6 +433,7 @@ def test_a_resumed_run_draws_the_same_problems(
     assert_same(stopped, resumed, whole=whole)
 
 
+@pytest.mark.full
 def test_a_kill_in_the_middle_of_a_refill_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
     def command(folder: Path, at: int, calls: Path) -> list[str]:
         return [

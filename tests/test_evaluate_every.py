@@ -124,6 +124,7 @@ def finished(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder, fit(miniature, folder, evaluations(), best)
 
 
+@pytest.mark.full
 def test_its_figures_are_those_of_the_exported_checkpoints(
     finished: tuple[Path, Losses], miniature: str, tmp_path: Path
 ) -> None:
@@ -262,6 +263,7 @@ def reinforce(
     return trained
 
 
+@pytest.mark.full
 def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_path: Path) -> None:
     run, without = tmp_path / "run", tmp_path / "without"
     callbacks = [evaluations(max_rows=5), Checkpoint(save_top_k=-1, monitor="eval/chains/pass_at_1")]

@@ -156,6 +156,7 @@ def test_completions_obey_the_curriculum(installed: Path, outside: Path, tiny_mo
         assert row["num_tokens"] <= 6 * row["step"]
 
 
+@pytest.mark.full
 def test_a_curriculum_wastes_no_completion_that_is_sampled_ahead_and_repeats_itself_when_resumed(
     outside: Path, tiny_model: str, tmp_path: Path
 ) -> None:

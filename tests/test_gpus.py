@@ -107,6 +107,7 @@ def test_devices_that_a_share_contradicts_are_refused(devices: Any) -> None:
         choose_trainer_devices("3+2", devices)
 
 
+@pytest.mark.full
 def test_a_plan_follows_the_share_and_refuses_other_devices(tiny_model: str) -> None:
     command = ["plan", "--config=configs/small_2gpu.yaml", "--config=configs/overlays/small_2gpu_vllm.yaml"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]

@@ -52,7 +52,7 @@ def interrupt(process: Running, is_paused: Callable[[], bool]) -> None:
     os.kill(process.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("ranks", [full("one process"), "two ranks"])
+@pytest.mark.parametrize("ranks", ["one process", full("two ranks")])
 def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     ranks: str, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Pa
     assert_equal(whole, stopped)
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, full(4)])
 def test_a_validation_that_a_kill_prevented_is_made_up_for(
     step: int, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def test_killed_and_resumed_equals_not_stopping(
     compare(tiny_model, tmp_path, strategy, kills, num_steps=8)
 
 
+@pytest.mark.full
 def test_killed_after_the_last_checkpoint_equals_not_stopping(tiny_model: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert fit(tiny_model, whole, "single", 2).wait() == 0, whole.with_suffix(".log").read_text()

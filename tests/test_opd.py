@@ -398,6 +398,7 @@ def test_two_processes_equal_one(strategy: str, teacher: str, tmp_path: Path) ->
             assert found[strategy][step][name] == pytest.approx(figures[name], rel=1e-4), (step, name)
 
 
+@pytest.mark.full
 def test_killed_and_resumed_equals_not_stopping(tmp_path: Path) -> None:
     # The averaged teacher must come back too.
     own = ["--model.teacher_weights=averaged", "--trainer.max_steps=8", "--data.view.kind=hint"]

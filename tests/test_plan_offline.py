@@ -106,6 +106,7 @@ def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
     assert max(map(len, plan["page"].splitlines())) <= 110, plan["page"]
 
 
+@pytest.mark.full
 def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
     lines = launches()
     unknown = ["--config=configs/quickstart.yaml", "--model.teacher=somebody/something"]

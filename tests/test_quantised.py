@@ -156,6 +156,7 @@ def test_a_teacher_is_reinforced_with_both(tiny_model: str, tmp_path: Path) -> N
     assert any(tensor.any() for name, tensor in trained(rlt.policy).items() if ".lora_B." in name)
 
 
+@pytest.mark.full
 @needs_bitsandbytes
 @pytest.mark.parametrize("strategy", ["single", full("ddp")])
 @pytest.mark.parametrize(

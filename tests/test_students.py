@@ -319,7 +319,7 @@ def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
     ("strategy", "options"),
     [
         full("zero3", {}),
-        ("zero3", {"early": True, "uneven": True}),
+        full("zero3", {"early": True, "uneven": True}),
         full("ddp", {"uneven": True}),
         full("fsdp2", {"uneven": True}),
         full("fsdp2", {"early": True, "uneven": True}),
@@ -361,6 +361,7 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.open()]
 
 
+@pytest.mark.full
 def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
     fits = [
         *("--config=tests/rlt.yaml", *SEVERAL, *SHORT, "--data.prompts_per_step=2", "--data.val_rows=2"),

@@ -414,6 +414,7 @@ print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
 """
 
 
+@pytest.mark.full
 def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(4000)])
     tokens = tmp_path / "tokens"

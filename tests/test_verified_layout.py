@@ -21,6 +21,7 @@ from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
 
+@pytest.mark.full
 def test_the_check_runs_in_the_precision_of_the_run(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

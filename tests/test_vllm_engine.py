@@ -703,6 +703,7 @@ def test_a_folder_that_cannot_be_written_is_an_engine_error(start: Any, tmp_path
         engine.update_weights(WEIGHTS, 0)
 
 
+@pytest.mark.full
 def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
     tiny_model: str, tmp_path: Path
 ) -> None:
@@ -1006,6 +1007,7 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.full
 def test_validation_takes_plain_servers_and_training_does_not(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model, dev_mode=False) as worker:
         options = ["--config=tests/rlt.yaml", "--config=configs/overlays/vllm.yaml"]
