@@ -195,6 +195,7 @@ class Step:
     # Prompts of each model that reads completions after another one than they were sampled from, the longest
     # and the mean: a student with its own tokens, or the teacher of on-policy distillation. None: the same.
     scoring_prompts: tuple[tuple[int, int] | None, ...] = ()
+    num_batches: int | None = None  # in an epoch; None: unknown
 
     def with_scoring_prompts(self, number: int) -> Step:
         """Return the step with a scoring model's prompts; its completions are as long as those sampled."""
@@ -318,6 +319,7 @@ class Setup:
     teacher: LanguageModel | None = None  # of on-policy distillation: it reads each row before the policy
     is_own_teacher: bool = False  # whether that is the policy itself, without further weights
     compares_words: bool = False  # whether the loss needs both models' logits at a time
+    num_steps: int | None = None  # of the whole run, or batches of one that does not train; None: unknown
 
     @property
     def num_processes(self) -> int:

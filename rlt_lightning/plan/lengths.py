@@ -56,6 +56,7 @@ class Lengths:
     spread: float = math.hypot(BETWEEN, WITHIN)  # of all sequences
     # Of each model that reads completions after other prompts (`Step.scoring_prompts`).
     scoring_prompts: tuple[tuple[int, int] | None, ...] = ()
+    num_batches: int | None = None  # of all rows that are used; None: the rows are not on this machine
 
 
 def read_step(
@@ -111,6 +112,7 @@ def read_step(
         spread_within=WITHIN if sampled else lengths.spread,
         balanced=sampled is not None,
         scoring_prompts=lengths.scoring_prompts,
+        num_batches=lengths.num_batches,
     )
 
 
@@ -190,23 +192,26 @@ def read_rows(
     data.output_dir = None
     data.tokenizer_name = folder(str(data.tokenizer_name))
     if isinstance(data, EvaluationDataModule):
+        num_batches = count_question_batches(data)
         data.max_rows = min(data.max_rows or FIRST_QUESTIONS, FIRST_QUESTIONS)
         data.setup("test")
         assert limit is not None
         asked = [len(problem.prompt) for problem in data.problems]
-        return Lengths(max(asked), rounded_mean(asked), limit, max(1, round(MEAN_FRAC * limit)), 0)
+        mean = max(1, round(MEAN_FRAC * limit))
+        return Lengths(max(asked), rounded_mean(asked), limit, mean, 0, num_batches=num_batches)
     if data.val_sources:
         # These rows may be on the hub, and val_rows counts them.
         data.val_sources, data.val_rows = [], 0
     data.student_names = tuple(map(folder, data.student_names))
     data.setup(verb)
     items = data.all_items
+    batches = len(data.step_loader()) if verb == "fit" else -(-len(items) // data.val_batch_size)
     if items.is_examples:
         prompts = data.items.sum_columns("num_prompt").tolist()
         rests = (data.items.sum_columns("token_ids") - prompts).tolist()
-        return Lengths(
-            max(prompts), rounded_mean(prompts), max(rests), rounded_mean(rests), 0, measure_spread(rests)
-        )
+        means = rounded_mean(prompts), rounded_mean(rests)
+        spread = measure_spread(rests)
+        return Lengths(max(prompts), means[0], max(rests), means[1], 0, spread, num_batches=batches)
     prompts = items.sum_columns("teacher_prefix", "think_prefix").tolist()
     solution = rounded_mean(items.sum_columns("solution_ids").tolist())
     if data.task == "student_opd":
@@ -221,9 +226,15 @@ def read_rows(
         )
     sizes = max(prompts), rounded_mean(prompts)
     if limit is not None:
-        return Lengths(*sizes, limit, max(1, round(MEAN_FRAC * limit)), solution, scoring_prompts=own)
+        mean = max(1, round(MEAN_FRAC * limit))
+        return Lengths(*sizes, limit, mean, solution, scoring_prompts=own, num_batches=batches)
     rests = items.sum_columns("completion_ids").tolist()
-    return Lengths(*sizes, max(rests), rounded_mean(rests), solution, measure_spread(rests), own)
+    return Lengths(*sizes, max(rests), rounded_mean(rests), solution, measure_spread(rests), own, batches)
+
+
+def count_question_batches(data: EvaluationDataModule) -> int | None:
+    """Return the batches of an evaluation, at most; None if only the files of its sets know."""
+    return None if data.max_rows is None else -(-data.max_rows * len(data.specs) // data.batch_size)
 
 
 def measure_spread(lengths: Sequence[int]) -> float:
@@ -264,6 +275,7 @@ def apply_options(found: Lengths, options: PlanOptions, samples: bool) -> Length
         mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
         spread=found.spread,
         scoring_prompts=found.scoring_prompts,
+        num_batches=found.num_batches,
     )
 
 

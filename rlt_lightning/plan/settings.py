@@ -27,7 +27,7 @@ from rlt_lightning.engines.slots import find_architecture_fault
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule
-from rlt_lightning.modules.base import PolicyModule, require_precision
+from rlt_lightning.modules.base import PolicyModule, count_steps, require_precision
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import GIB, flops, matmul_rate, resident_bytes
@@ -133,6 +133,7 @@ def build_setup(
         decode_rate=options.decode_tokens_per_s,
         notes=notes,
         verb=verb,
+        num_steps=count_run_steps(verb, trainer, step),
     )
     if isinstance(module, OnPolicyModule):
         worker = read_worker(rollouts.engine, policy, trainer.devices, options, notes)
@@ -144,6 +145,17 @@ def build_setup(
     if isinstance(module, OPDModule):
         setup = add_teacher(setup, module, processes, models)
     return replace(setup, notes=[*note_models(setup), *notes])
+
+
+def count_run_steps(verb: Verb, trainer: Any, step: Step) -> int | None:
+    """Return the steps of a whole fit, or the batches of another run; None if that needs rows not here."""
+    if verb != "fit":
+        return step.num_batches
+    if step.num_batches is None:
+        # The trainer ends with the first of both.
+        return trainer.max_steps if trainer.max_steps != -1 and trainer.max_epochs in (None, -1) else None
+    length = trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches
+    return None if length[:2] in ((-1, None), (-1, -1)) else count_steps(step.num_batches, *length)
 
 
 def drop_policy(setup: Setup) -> Setup:

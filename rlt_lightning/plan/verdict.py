@@ -52,6 +52,11 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
+    def run_seconds(self) -> float | None:
+        """Return the seconds of all steps or batches; None if their number is unknown."""
+        return None if self.setup.num_steps is None else self.setup.num_steps * self.time.total
+
+    @property
     def fits(self) -> bool:
         """Return whether everything fits."""
         return not self.problems()
@@ -329,7 +334,22 @@ def format_time(plan: Plan) -> list[str]:
     what = "A step" if plan.setup.trains else f"A batch of {plan.setup.step.prompts} problems"
     lines = [f"{what} takes about {total} s: estimates from stated rates, nothing of it was measured."]
     lines += [f"  {t.name:<9}{format_seconds(t.seconds):>10} s  {t.reason}" for t in plan.time.phases]
-    return [*lines, f"  {plan.time.order}"]
+    lines.append(f"  {plan.time.order}")
+    if plan.run_seconds is not None:
+        unit = "steps" if plan.setup.trains else "batches"
+        duration = format_duration(plan.run_seconds)
+        lines.append(
+            f"The whole run has {plan.setup.num_steps:,} {unit}: about {duration}, besides its start."
+        )
+    return lines
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in the unit that people would use."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{format_seconds(seconds)} s"
 
 
 def format_seconds(seconds: float) -> str:
@@ -368,6 +388,8 @@ def write_json(plan: Plan, path: str) -> None:
         "phases": {p.name: {"device": p.device, "host": p.host, "total": p.total} for p in plan.phases},
         "seconds": {timing.name: timing.seconds for timing in plan.time.phases},
         "step_seconds": plan.time.total,
+        "num_steps": plan.setup.num_steps,
+        "run_seconds": plan.run_seconds,
         "slowest_rank": 1.0 if plan.setup.step.balanced else plan.setup.step.slowest_rank,
         "splits": [split.figures() for split in plan.splits],
         "setup": asdict(plan.setup),
