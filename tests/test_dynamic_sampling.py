@@ -21,7 +21,7 @@ from parity import Parity
 from ranks import run
 from test_cli import assert_one_clear_line, explanation, metrics, weights
 from test_overlap import Outside
-from test_strategies import full, largest_difference
+from test_strategies import full, largest_difference, slow
 from test_strategies import weights as weights_of_ranks
 from test_turns import turns
 from torch import Tensor
@@ -252,7 +252,7 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return fit(tiny_model, tmp_path_factory.mktemp("whole"))[0]
 
 
-@pytest.mark.parametrize("rounds", [full(1), 2, full(5)])
+@pytest.mark.parametrize("rounds", [slow(1), 2, slow(5)])
 def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model: str, tmp_path: Path) -> None:
     # Two batches an epoch, so that rounds and batches cross the ends of epochs.
     seen, data = fit(tiny_model, tmp_path, rounds)
@@ -313,7 +313,7 @@ def test_epochs_of_a_run_count_steps(tiny_model: str, tmp_path: Path) -> None:
     assert len(seen.rows) == 2 * (ROWS // PROMPTS)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_answers_of_a_real_model_are_told_apart(miniature: str, tmp_path: Path) -> None:
     # The miniature solves some chains always, some never, others sometimes.
     options: dict[str, Any] = {"task": "student_rl", "source": "chains", "length": 72, "steps": 2, "rows": 64}
@@ -419,7 +419,7 @@ def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path:
 # Resuming, several processes
 
 
-@pytest.mark.parametrize("done", [full(1), 2, full(3)])
+@pytest.mark.parametrize("done", [slow(1), 2, slow(3)])
 def test_a_resumed_run_draws_the_same_problems(
     done: int, tiny_model: str, tmp_path: Path, whole: Seen
 ) -> None:
@@ -485,7 +485,7 @@ COUNTS = ("sampled_problems", "dropped_groups", "dropped_tokens", "refill_rounds
 
 @pytest.mark.parametrize(
     ("strategy", "early"),
-    [full("ddp", False), ("zero3", False), full("fsdp2", False), full("ddp", True), full("zero3", True)],
+    [full("ddp", False), ("zero3", False), full("fsdp2", False), slow("ddp", True), full("zero3", True)],
 )
 def test_two_processes_train_as_one(
     strategy: str, early: bool, single: Path, tiny_model: str, tmp_path: Path
@@ -500,8 +500,7 @@ def test_two_processes_train_as_one(
     assert any(number % 2 for number in refilled)  # so that ranks had parts of unlike size
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), full("zero3")])
 def test_two_processes_resume_exactly(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dynamic": 2, "prompts": 4, "rows": 11}
     run(tiny_model, tmp_path / "whole", strategy, **options)

@@ -14,7 +14,7 @@ from ranks import STEPS, run
 from safetensors.torch import load_file
 from test_strategies import STOP, full, largest_difference, weights
 
-HALF = ["fsdp2_bf16", full("zero1_bf16"), full("zero3_bf16")]
+HALF = ["fsdp2_bf16", slow("zero1_bf16"), full("zero3_bf16")]
 CHECKPOINT = f"checkpoints/step={STEPS:06d}.ckpt/weights/model.safetensors"
 
 
@@ -57,8 +57,9 @@ def test_offloading_changes_nothing(runs: dict[str, Path]) -> None:
     assert largest_difference(weights(runs["zero3_offload"]), weights(runs["zero3"])) < 1e-5
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["fsdp2_bf16", "zero1_bf16", "zero3_bf16", "zero3_offload"])
+@pytest.mark.parametrize(
+    "strategy", [full("fsdp2_bf16"), slow("zero1_bf16"), full("zero3_bf16"), slow("zero3_offload")]
+)
 def test_a_run_goes_on_as_if_it_had_not_stopped(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(
     assert largest_difference(weights(folder), weights(runs[strategy])) == 0
 
 
-@pytest.mark.parametrize("strategy", [full("zero1_bf16"), full("zero3")])
+@pytest.mark.parametrize("strategy", [slow("zero1_bf16"), full("zero3")])
 def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError, match="NonFiniteError: Every gradient must be finite, but after step 1"
@@ -80,8 +81,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: 
         run(tiny_model, tmp_path / "run", strategy, spoil=True)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", [full("fsdp2"), slow("zero3")])
 def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")

@@ -110,6 +110,7 @@ def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt, tmp_path: Path)
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["miniature_warmup", "miniature_grpo"])
 def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
     done = rlt("fit", "--config", config, *TINY["fit"])
