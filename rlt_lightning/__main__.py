@@ -19,7 +19,7 @@ from rlt_lightning.cli.help import (
     suggest_verb,
 )
 from rlt_lightning.demo.command import run_demo
-from rlt_lightning.rounds import run_rounds
+from rlt_lightning.rounds import plan_rounds, run_rounds
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
@@ -35,6 +35,8 @@ def main() -> None:
         print_verbs()
         return
     verb, words = arguments[0], arguments[1:]
+    if arguments[:2] == ["plan", "rounds"]:
+        sys.exit(plan_rounds(words[1:]))
     if verb in ("-h", "--help", "--help-all"):
         print_main_help()
         return

@@ -22,11 +22,13 @@ import json
 import math
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -34,7 +36,7 @@ import yaml
 from rlt_lightning.cli.help import VERBS as HELP
 from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.command import add_switch, open_folder, run_stages
-from rlt_lightning.demo.stages import Stages
+from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.run.shipped import find_config, suggest_names
 from rlt_lightning.types import InputError
@@ -49,6 +51,7 @@ STAGES = {
 }
 TRACES = "distillation.jsonl"
 RESULT = "rounds.json"
+ROWS = ("--data.source", "--data.num_embedded_rows")  # which rows a stage reads
 ENTRIES = re.compile(r"rounds\.(json|md|svg|tmp)|round\d+")  # all that rounds write into their folder
 OPTIONS: dict[str, tuple[type, str]] = {  # of the command line and of a config: kind and meaning
     "rounds": (int, "teachers that RLT trains, one after the other"),
@@ -476,6 +479,90 @@ def run_rounds(words: Sequence[str]) -> int:
         return 0
 
     return run_stages("rounds", words, options.output_dir, run_in)
+
+
+def plan_rounds(words: Sequence[str]) -> int:
+    """Run `rlt plan rounds` with these words and return the exit status: 1 if a stage does not fit."""
+    options = build_rounds_parser().parse_args(words)
+    try:
+        settings = read_rounds_settings(options.config, list_given(options))
+        with TemporaryDirectory(prefix="rlt-plan-") as scratch:
+            plans = plan_stages(settings, Stages(Path(scratch), single_thread=False))
+    except (InputError, StageError) as error:
+        print(f"rlt: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    print(build_plan_table(settings, plans))
+    return int(not all(plan["fits"] for plan in plans.values()))
+
+
+def plan_stages(settings: Settings, stages: Stages) -> dict[str, dict[str, Any]]:
+    """Return what `rlt plan --plan.json` says of every stage, by its name.
+
+    The models that earlier stages make are not there yet: a student is planned as the base, a teacher as what
+    the stage's config names. A student's rows are those that the teacher explains.
+    """
+    stages.start()
+    plans = {}
+    for name, line in settings.stages.items():
+        _, *words = shlex.split(line)
+        if not words:  # a warm-up that names a model
+            continue
+        if name != "warmup":
+            field = "model.student" if "model.student" in STAGES[name][1] else "model.pretrained"
+            words += [f"--{field}", settings.student_base]
+        if name == "student":
+            explained = pairwise(shlex.split(settings.stages["traces"]))
+            words += [word for pair in explained if pair[0] in ROWS for word in pair]
+        result = stages.folder / f"{name}.json"
+        try:
+            stages.run(["plan", *words, "--plan.json", str(result)], stages.folder / f"{name}.log")
+        except StageError:
+            if not result.exists():  # with it, the stage does not fit
+                raise
+        plans[name] = json.loads(result.read_text())
+    return plans
+
+
+def build_plan_table(settings: Settings, plans: dict[str, dict[str, Any]]) -> str:
+    """Return a table of all stages, how often each runs, its memory and its time, and the sum."""
+    from rlt_lightning.evaluation.results import render_table
+    from rlt_lightning.modules.phases import GIB
+    from rlt_lightning.plan.verdict import format_duration
+
+    rows = [("stage", "runs", "steps", "GiB", "fits", "each", "all")]
+    total = 0.0
+    for name, plan in plans.items():
+        number, seconds = count_runs(name, settings, plan), plan["run_seconds"]
+        known = seconds is not None
+        total += number * (seconds or 0.0)
+        rows.append(
+            (
+                name,
+                f"{number:.3g}",
+                f"{plan['num_steps']:,}" if known else "?",
+                f"{plan['peak_bytes'] / GIB:.1f}",
+                "yes" if plan["fits"] else "no",
+                format_duration(seconds) if known else "?",
+                format_duration(number * seconds) if known else "?",
+            )
+        )
+    unknown = [name for name, plan in plans.items() if plan["run_seconds"] is None]
+    lines = [f"All rounds take about {format_duration(total)}, besides the starts of their stages."]
+    if unknown:
+        lines += [f"Without {', '.join(unknown)}: their rows are not on this machine."]
+    lines += ["These are estimates from stated rates; `rlt plan` with a stage's own line shows more."]
+    return "\n".join([render_table(rows), *lines])
+
+
+def count_runs(name: str, settings: Settings, plan: dict[str, Any]) -> float:
+    """Return how often a stage runs in all rounds; of the first student's training, its part of the rows."""
+    rounds = settings.rounds
+    if name == "student":
+        step = plan["setup"]["step"]
+        rows = (step["num_batches"] or 0) * step["prompts"]
+        return rounds + (min(1.0, settings.student_rows / rows) if rows else 0.0)
+    first = int(settings.student_rows > 0)  # whether round 0 has a student of its own
+    return {"warmup": 1, "traces": 1 + rounds, "rlt": rounds, "evaluate": 1 + first + rounds}[name]
 
 
 def build_rounds_parser() -> argparse.ArgumentParser:

@@ -134,7 +134,8 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         build_demo_parser().parse_args(options)
         return
     options = [str(files / option) if (files / option).is_file() else option for option in options]
-    if verb == "rounds":
+    if verb == "rounds" or [verb, *options[:1]] == ["plan", "rounds"]:
+        options = options[verb == "plan" :]
         read = build_rounds_parser().parse_args(options)
         read_rounds_settings(read.config, list_given(read))
         return

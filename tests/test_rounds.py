@@ -272,6 +272,42 @@ def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Pa
     assert len(one["rounds"]) == 2
 
 
+# The plan
+
+
+def make_plan(steps: int | None, prompts: int = 64, seconds: float = 0.5) -> dict[str, Any]:
+    """What `rlt plan --plan.json` says of a stage."""
+    run_seconds = None if steps is None else steps * seconds
+    step = {"num_batches": None if steps is None else 8, "prompts": prompts}
+    found = {"num_steps": steps, "run_seconds": run_seconds, "peak_bytes": 2**30, "fits": True}
+    return found | {"setup": {"step": step}}
+
+
+def test_a_plan_of_rounds_counts_how_often_each_stage_runs() -> None:
+    plans = {name: make_plan(100) for name in STAGES}
+    # 8 batches of 64 problems: the first student learns from an eighth of 512 traces.
+    counts = {name: rounds.count_runs(name, SETTINGS, plan) for name, plan in plans.items()}
+    assert counts == {"warmup": 1, "rlt": 2, "traces": 3, "student": 2.125, "evaluate": 4}
+    table = rounds.build_plan_table(SETTINGS, plans)
+    assert "| student  | 2.12 | 100   | 1.0 | yes  | 50 s | 106 s   |" in table
+    assert "All rounds take about 10.1 min" in table  # 12.125 runs of 50 s
+    untrained = replace(SETTINGS, student_rows=0, rounds=1)
+    counts = {name: rounds.count_runs(name, untrained, plan) for name, plan in plans.items()}
+    assert counts == {"warmup": 1, "rlt": 1, "traces": 2, "student": 1, "evaluate": 2}
+    table = rounds.build_plan_table(SETTINGS, plans | {"rlt": make_plan(None)})
+    assert "Without rlt: their rows are not on this machine." in table
+
+
+@pytest.mark.full
+def test_a_plan_of_rounds_plans_every_stage(tmp_path: Path) -> None:
+    lines = (f"--stages.{name}={line}" for name, line in TINY_STAGES.items())
+    done = rlt("plan", "rounds", "--config=miniature_rounds", *lines, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = dict(re.findall(r"^\| (\w+) +\| [\d.]+ +\| ([\d?]+)", done.stdout, re.MULTILINE))
+    assert steps == {"warmup": "2", "rlt": "1", "traces": "1", "student": "1", "evaluate": "1"}
+    assert not [*tmp_path.iterdir()]
+
+
 # The arms of `make rounds`
 
 

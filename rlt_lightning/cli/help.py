@@ -112,7 +112,7 @@ VERBS: dict[str, Verb] = {
         ),
     ),
     "plan": Verb(
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
+        "[rounds] --config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Estimate the memory and the time that a run would need; nothing is loaded.",
         (
             "config",
