@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,20 @@ import pytest
 from cases import full
 from commands import rlt
 
-from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.scoring.check import (
+from rlt_lightning.callbacks.ranking import (
     VARIANTS,
-    CheckOptions,
     DrawnRow,
+    Phrases,
+    Ranking,
     build_variants,
-    describe_ranking,
-    grade,
+    choose_good_rows,
+    read_leap,
 )
-from rlt_lightning.tasks.stepwise import chain_rows
+from rlt_lightning.datamodules.rows import ParsedRow
+from rlt_lightning.demo.arms import Arms, Setting
+from rlt_lightning.demo.stages import Stages
+from rlt_lightning.scoring.check import CheckOptions, describe_ranking, grade
+from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, chain_rows
 from rlt_lightning.types import InputError
 
 FEW = ("--check.rows=4", "--check.completions=2")
@@ -68,7 +73,7 @@ def test_a_stage_with_a_reward_gets_all_checks(tmp_path: Path) -> None:
         "100 ± 0 % of the rows' traces end with the right answer (at least 10 %)",
     )
     assert "of 8 completions close the format" in found["closed"][1]
-    assert "of 16 pairs: " in found["ranking"][1]
+    assert found["ranking"][1].startswith("4 right traces earn ")
     assert " % over bad_trace" in found["ranking"][1]  # one's own worse traces
 
 
@@ -103,36 +108,148 @@ def test_answers_of_a_student_are_judged(config: str) -> None:
 def test_without_traces_it_says_what_cannot_be_checked(tmp_path: Path) -> None:
     rows = [{name: row[name] for name in ("question", "solution")} for row in chain_rows(512, seed=1)]
     found = read_checks(rlt("check", "--config=quickstart", write_rows(tmp_path / "bare.jsonl", rows), *FEW))
-    assert found["traces"] == ("cannot", "the 16 rows that were read have no reasoning_trace")
+    assert found["traces"] == ("cannot", "the 32 rows that were read have no reasoning_trace")
     assert found["ranking"][0] == "cannot"
     assert found["right"][0] != "cannot"
 
 
-def test_variants_of_a_trace_are_worse_ones() -> None:
-    first, second = (
-        DrawnRow(ParsedRow(name, "s", {"reasoning_trace": trace}, None, None), {})
-        for name, trace in (("a", "One. Two. Three. Four."), ("b", "Five, six."))
+def drawn(trace: str, solution: str = "\\boxed{7}") -> DrawnRow:
+    return DrawnRow(ParsedRow("q", solution, {"reasoning_trace": trace}, None, None), {})
+
+
+# Two traces leap, and two say nothing twice; "so it goes" stands in one trace only.
+MIXED = [
+    drawn("3 add 4 is 7."),
+    drawn("3 add 3 is 6, clearly it must be 7."),
+    drawn("one looks, one waits, clearly it must be 7."),
+    drawn("one looks, one waits, so it goes."),
+    drawn("3 add 3 is 6, 6 add 1 is 7."),
+]
+
+
+def test_leaps_and_filler_are_made_of_the_rows_own_sentences() -> None:
+    phrases = Phrases.find(MIXED)
+    assert set(phrases.filler) == {"one looks", "one waits"}
+    assert phrases.leap == ("clearly it must be ", "")
+    [variants] = build_variants([drawn("1 add 2 is 3, 3 times 3 is 9.", "\\boxed{9}")], phrases)
+    assert variants["leap"] == "clearly it must be 9."
+    assert variants["filler"] in ("one looks, one waits.", "one waits, one looks.")
+    assert variants["reasoning_trace"] == "1 add 2 is 3, 3 times 3 is 9."
+
+
+def test_where_rows_have_no_such_sentences_a_leap_is_the_last_one_and_filler_frequent_words() -> None:
+    row = drawn("3 add 3 is 6, 6 add 1 is 7.")
+    phrases = Phrases.find([row, row])
+    assert (phrases.filler, phrases.leap) == ((), None)
+    [variants] = build_variants([row], phrases)
+    assert variants["leap"] == "6 add 1 is 7."
+    first, second = variants["filler"].removesuffix(".").split(", ")
+    assert {*first.split(), *second.split()} <= {"add", "is"}
+    assert len(first.split()) == len(second.split()) == 5
+
+
+def test_right_traces_with_the_fewest_phrases_are_ranked() -> None:
+    right = [True, True, True, False, True]
+    good = choose_good_rows(MIXED, right, Phrases.find(MIXED))
+    # Of one sentence there is no leap.
+    assert [MIXED.index(row) for row in good] == [4, 1, 2]
+    unjudged = choose_good_rows(MIXED, [None] * 5, Phrases.find(MIXED))
+    assert [MIXED.index(row) for row in unjudged] == [4, 1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "solution", "expected"),
+    [
+        ("so it is 12", "\\boxed{12}", ("so it is ", "")),
+        ("4 times 3 is 12", "\\boxed{12}", None),  # a step
+        ("so it is 112", "\\boxed{12}", None),
+        ("hence \\boxed{x^2}", "\\boxed{x^2}", ("hence \\boxed{", "}")),
+        ("thus Paris it is", "\\boxed{Paris}", ("thus ", " it is")),
+        ("I do not know", "by the rule above", None),
+    ],
+)
+def test_a_leap_names_no_number_but_the_answer(
+    sentence: str, solution: str, expected: tuple[str, str] | None
+) -> None:
+    assert read_leap(sentence, {"solution": solution}) == expected
+
+
+def test_the_variant_that_wins_most_often_decides() -> None:
+    rewards = [{"reasoning_trace": -1.0, "leap": -2.0, "filler": filler} for filler in (-0.5, -0.6, -1.5)]
+    check = describe_ranking(Ranking(rewards, VARIANTS))
+    assert check.status == "fail"
+    assert check.figure == (
+        "3 right traces earn -1.00 nats on average, a leap to the answer -2.00 and filler -0.87: "
+        "right traces are ranked first in 100 ± 0 % over a leap to the answer and 33 ± 27 % over filler"
     )
-    own, other = build_variants([first, second])
-    assert {name: own[name] for name in VARIANTS} == {
-        "leap": "Four.",
-        "cut": "One. Two.",
-        "other": "Five, six.",
-    }
-    assert {name: other[name] for name in VARIANTS} == {
-        "leap": "six.",
-        "cut": "Five,",
-        "other": "One. Two. Three. Four.",
-    }
+    assert describe_ranking(Ranking(rewards[1:], VARIANTS)).status == "warn"
+    assert describe_ranking(Ranking(rewards[2:], VARIANTS)).status == "cannot"
 
 
-def test_the_error_of_ranking_is_that_of_problems() -> None:
-    # 3 of 3 and 0 of 3 pairs: mean 1/2; the std of (1, 0) is 1/sqrt(2), over sqrt(2) problems 1/2.
-    rows = [{"reasoning_trace": r, "leap": 1.0, "cut": 1.0, "other": 1.0} for r in (2.0, 0.0)]
-    check = describe_ranking(rows, VARIANTS)
-    assert "first in 50 ± 50 % of 6 pairs: 50 % over only its last step" in check.figure
-    assert check.status == "warn"
-    assert describe_ranking(rows[1:], VARIANTS).status == "cannot"
+def test_what_earns_more_by_chance_is_not_preferred() -> None:
+    # Leads of -1 ± 0.1 and of -0.1 ± 1.
+    sure = [{"reasoning_trace": 0.0, "leap": 1 + d, "filler": 0.1 + 10 * d} for d in (-0.2, -0.1, 0.1, 0.2)]
+    assert Ranking(sure, VARIANTS).list_preferred() == ["leap"]
+
+
+ALARM = "rlt: alarm: This student does not reward right traces. "
+
+
+def fit_once(*options: str) -> str:
+    """Take the first step of RLT, and return the line about right traces."""
+    result = rlt("fit", "--config=quickstart", "--trainer.max_steps=1", *options)
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if "right traces earn" in line]
+    assert re.search(r" \(\d+\.\d s\)\.", line)
+    return line
+
+
+def test_a_fit_warns_of_a_teacher_without_a_warm_up(tmp_path: Path) -> None:
+    options = ["--model.teacher=miniature", "--data.num_embedded_rows=256", f"--output_dir={tmp_path}"]
+    line = fit_once(*options, "--model.group_size=2")
+    assert line.startswith(ALARM)
+    assert "(rlt rounds)" in line
+
+
+@pytest.mark.full
+def test_a_teacher_of_nine_steps_rings_and_that_of_the_package_does_not(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "warmup.jsonl", chain_rows(150, seed=1))
+    done = rlt("fit", "--config=miniature_warmup", source, f"--output_dir={tmp_path / 'warmup'}")
+    assert done.returncode == 0, done.stderr
+    teacher = f"--model.teacher={tmp_path / 'warmup/model'}"
+    few = read_checks(rlt("check", "--config=quickstart", teacher))
+    assert {name for name, (status, _) in few.items() if status != "pass"} == {"ranking"}
+    assert few["ranking"][0] == "fail"
+    shipped = read_checks(rlt("check", "--config=quickstart"))
+    assert {status for status, _ in shipped.values()} == {"pass"}
+    # What is scored does not depend on the number of processes.
+    lines = [
+        fit_once(f"--output_dir={tmp_path / name}", *options)
+        for name, options in {"one": (), "two": ("--trainer.devices=2", "--trainer.strategy=ddp")}.items()
+    ]
+    assert not any(line.startswith(ALARM) for line in lines)
+    assert lines[0].partition(" (")[0] == lines[1].partition(" (")[0]
+    assert fit_once(f"--output_dir={tmp_path / 'few'}", teacher).startswith(ALARM)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_student_that_lacks_a_step_rings_until_it_has_learned_some_traces(tmp_path: Path) -> None:
+    stages = Stages(tmp_path)
+    stages.start()
+    one = Arms(stages, Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3), seed=0)
+    one.prepare()
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(one.traces("warmup").read_text().splitlines(keepends=True)[:64]))
+    options = {"data__source": few, "model__optimizer__lr": 5e-4, "trainer__max_epochs": 9}
+    student = stages("student", "fit", "miniature_student_sft", **options) / "model"
+    both = f"--model.teacher={one.teacher('warmup')}", f"--data.source={one.data('rlt')}"
+    for name, rings in (("miniature", True), (str(student), False)):
+        own = *both, f"--model.student={name}"
+        checks = read_checks(rlt("check", "--config=quickstart", *own))
+        assert checks["ranking"][0] == ("fail" if rings else "pass"), checks["ranking"]
+        line = fit_once(*own, f"--output_dir={tmp_path / f'rings {rings}'}")
+        assert line.startswith(ALARM) == rings, line
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_every_public_path_imports() -> None:
     ("module", "absent"),
     [
         ("rlt_lightning", "torch"),
+        ("rlt_lightning.rounds", "torch"),
         ("rlt_lightning.judging.answers", "torch"),
         ("rlt_lightning.judging.judge", "torch"),
         ("rlt_lightning.gloo", "lightning"),

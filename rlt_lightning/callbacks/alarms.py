@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm import tqdm
 from typing_extensions import override
 
+from rlt_lightning.callbacks.ranking import rank_traces
+from rlt_lightning.console import announce
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.result import ENTROPY_BELOW, GROUP_STD_BELOW, LENGTH_BELOW
 from rlt_lightning.run.wandb_logger import WandbLogger
@@ -25,6 +30,10 @@ WATCHED = (
 )
 # Attributes in a checkpoint, besides the latest values.
 SAVED = ("lowest_truncated", "longest", "reward_of_longest", "lowest_unjudged", "highest_closed", "sent_at")
+RANK_ADVICE = (
+    "RLT teaches what earns most: let the student learn some traces first (rlt rounds), or warm the teacher "
+    "up longer."
+)
 FORM_ADVICE = "No teacher judges an answer's tags and solution: lower the learning rate."
 
 
@@ -32,7 +41,9 @@ class Alarms(Callback):
     """Warn when a run goes wrong: by one line on the terminal, an alert in W&B and a text in TensorBoard.
 
     A figure must be bad for `patience` iterations in a row, and the same alarm comes again only after
-    `quiet_steps`. A figure that is not finite, and an error that ends the run, raise an alarm at once.
+    `quiet_steps`. A figure that is not finite, and an error that ends the run, raise an alarm at once. Before
+    the first step of RLT, teacher and students read right traces of the rows, leaps and filler once: if these
+    earn more than the traces, RLT would teach them.
 
     Args:
         enabled: Whether to raise alarms.
@@ -50,6 +61,7 @@ class Alarms(Callback):
         form_drift: Of on-policy distillation: how far `distill/unjudged_frac` may rise above its lowest mean
             over `patience` iterations, or `rollout/closed_frac` fall below its highest. No teacher judges an
             answer's tags and solution, so at too high a learning rate they drift.
+        ranked_rows: Right traces that are ranked before RLT, if the rows have traces; 0: none.
     """
 
     def __init__(
@@ -64,6 +76,7 @@ class Alarms(Callback):
         kl_below: float = -0.5,
         length_below: float = LENGTH_BELOW,
         form_drift: float = 0.2,
+        ranked_rows: int = 64,
     ) -> None:
         if patience < 1 or quiet_steps < 1:
             raise InputError(
@@ -80,6 +93,7 @@ class Alarms(Callback):
         self.kl_below = kl_below
         self.length_below = length_below
         self.form_drift = form_drift
+        self.ranked_rows = ranked_rows
         self.latest = {name: deque[float](maxlen=patience) for name in WATCHED}
         self.lowest_truncated = math.inf  # mean over `patience` iterations
         self.longest = 0.0  # largest mean over `patience` iterations, tokens
@@ -105,6 +119,16 @@ class Alarms(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = True
+        asks_students = isinstance(pl_module, RLTModule) and isinstance(pl_module.reward, RLTReward)
+        if self.enabled and self.ranked_rows and asks_students and trainer.global_step == 0:
+            began = time.monotonic()
+            ranking = rank_traces(trainer, cast(RLTModule, pl_module), self.ranked_rows)
+            if ranking is not None and trainer.is_global_zero:
+                text = f"{ranking.describe()} ({time.monotonic() - began:.1f} s)."
+                if ranking.list_preferred():
+                    send_alarm(trainer, "This student does not reward right traces", f"{text} {RANK_ADVICE}")
+                else:
+                    announce(text)
 
     @override
     def on_train_batch_end(

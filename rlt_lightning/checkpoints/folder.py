@@ -46,12 +46,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rlt_lightning.models.weights import NamedTensor, write_weights
 from rlt_lightning.types import InputError
+
+# Who only looks for checkpoints needs no PyTorch: the first line of `rlt demo` appears at once.
+if TYPE_CHECKING:
+    from rlt_lightning.models.weights import NamedTensor
 
 STATE, WEIGHTS, BEST = "state.pt", "weights", "best.json"
 
@@ -79,6 +80,10 @@ def write_checkpoint(
         tensors: Named tensors by sub-folder; they may be sharded.
         strategy: The strategy whose ranks write.
     """
+    import torch
+
+    from rlt_lightning.models.weights import write_weights
+
     with replace_folder(folder, strategy) as scratch:
         for name, named_tensors in tensors.items():
             (scratch / name).mkdir(exist_ok=True)
@@ -120,6 +125,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: If rlt did not write this checkpoint.
     """
+    import torch
+
     try:
         # torch.load would read another file by its old format.
         if zipfile.is_zipfile(folder / STATE):

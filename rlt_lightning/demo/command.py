@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -26,6 +25,7 @@ from rlt_lightning.demo.page import (
 from rlt_lightning.demo.picture import draw_picture
 from rlt_lightning.demo.run import CLOCK, make_folder, read_arms, read_seeds, run_arms
 from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.run.folder import clear_folder
 from rlt_lightning.types import InputError
 
 STAGES = {  # the folder of a stage -> what happens there
@@ -87,7 +87,7 @@ def build_demo_parser() -> argparse.ArgumentParser:
     parser = OneLineArguments(
         prog="rlt demo",
         allow_abbrev=False,
-        description="Show that a student learns more from a teacher that RLT has trained, in two or three "
+        description="Show that a student learns more from a teacher that RLT has trained, in one to two "
         "minutes on two idle CPU cores. It writes finding.json, a picture, a page, and every stage.",
     )
     parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/demo-<time> by default")
@@ -131,21 +131,8 @@ def open_folder(folder: Path, resume: bool, overwrite: bool, own: Pattern[str] =
         InputError: If it holds anything and neither was asked for, or files that no such run writes.
     """
     make_folder(folder)
-    entries = sorted(folder.iterdir())
-    if resume or not entries:
-        return
-    if not overwrite:
-        raise InputError(
-            f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace what is "
-            "there (--overwrite true), or resume it (--resume true)."
-        )
-    if strangers := [entry.name for entry in entries if not own.fullmatch(entry.name)]:
-        raise InputError(
-            f"--overwrite replaces a run and nothing else, but {folder} also holds "
-            f"{', '.join(strangers[:5])}. Choose another folder or move them away."
-        )
-    for entry in entries:
-        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    if not resume and any(folder.iterdir()):
+        clear_folder(folder, overwrite, own.fullmatch)
 
 
 def run(folder: Path, seeds: list[int], arms: list[str]) -> int:

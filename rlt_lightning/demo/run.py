@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlt_lightning.demo.arms import ARMS, SAMPLED_ARMS, TRAINED, Arms
 from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.run.folder import requiring_writable
 from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.types import InputError
 
@@ -100,13 +101,8 @@ def make_folder(folder: Path) -> Path:
         InputError: If it cannot be written.
     """
     folder = folder.expanduser().resolve()
-    try:
+    with requiring_writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). "
-            "Choose another."
-        ) from error
     return folder
 
 

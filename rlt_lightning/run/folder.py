@@ -15,8 +15,8 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
             process writes there, or if it cannot be written.
     """
     folder = choice.folder
-    try:
+    with requiring_writable(folder):
         made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder)
@@ -238,27 +238,54 @@ def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
         probe.unlink()
         if choice.resume:
             return
-        if not choice.overwrite:
-            if all(is_leftover(entry, given) for entry in folder.iterdir()):
-                return
-            raise InputError(
-                f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace "
-                "what is there (--overwrite true), or resume it (--resume true)."
-            )
-        if strangers := sorted({entry.name for entry in folder.iterdir()} - RUN_ENTRIES):
-            raise InputError(
-                f"--overwrite replaces a run and nothing else, but {folder} also holds "
-                f"{', '.join(strangers[:5])}. Choose another folder or move them away."
-            )
-        for entry in folder.iterdir():
-            if is_one_of(entry, given):
-                continue
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        if choice.overwrite or not all(is_leftover(entry, given) for entry in folder.iterdir()):
+            clear_folder(folder, choice.overwrite, RUN_ENTRIES.__contains__, given)
+
+
+@contextmanager
+def requiring_writable(folder: Path) -> Iterator[None]:
+    """Let an error of the disk inside the block say that the folder cannot be written.
+
+    Raises:
+        InputError: If there is one.
+    """
+    try:
+        yield
     except OSError as error:
         raise InputError(
             f"--output_dir must be a folder that can be written, but {folder} is not ({error.strerror}). "
             "Choose another."
         ) from error
+
+
+def clear_folder(
+    folder: Path, overwrite: bool, is_own: Callable[[str], object], given: Sequence[Path] = ()
+) -> None:
+    """Delete what a run has written into a folder.
+
+    Args:
+        folder: The folder.
+        overwrite: Whether that was asked for.
+        is_own: Tells by its name whether such a run writes an entry.
+        given: Configs of the command line, which stay.
+
+    Raises:
+        InputError: If it was not asked for, or the folder holds what no such run writes.
+    """
+    entries = sorted(folder.iterdir())
+    if not overwrite:
+        raise InputError(
+            f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace what is "
+            "there (--overwrite true), or resume it (--resume true)."
+        )
+    if strangers := [entry.name for entry in entries if not is_own(entry.name)]:
+        raise InputError(
+            f"--overwrite replaces a run and nothing else, but {folder} also holds "
+            f"{', '.join(strangers[:5])}. Choose another folder or move them away."
+        )
+    for entry in entries:
+        if not is_one_of(entry, given):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def is_leftover(entry: Path, given: Sequence[Path] = ()) -> bool:
