@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -91,6 +92,69 @@ def test_the_host_waits_once_per_token_and_never_per_row(group_size: int, tmp_pa
         _, step, _ = csv.DictReader(file)
     assert found.pop("engines/hf.py:read") == float(step["rollout/length_max"])
     assert found == WAITS
+
+
+# Two ranks: NCCL's rules hold, so every collective was the same on both ranks (collectives.py)
+
+STRATEGIES = ("ddp", "fsdp2", "zero3")
+JOBS: dict[str, dict[str, Any]] = {
+    "scored early, uneven": {"early": True, "uneven": True, "tokens": 100},
+    "dynamic sampling": {"early": True, "dynamic": 2, "prompts": 4, "rows": 11},
+    "two students": {"students": ["TINY", "miniature"], "uneven": True, "tokens": 280},
+    "LoRA, merged": {"lora": True, "adapter": "merged"},
+    "baseline": {"baseline": "empty"},
+    "OPD, uneven": {"opd": {"teacher": "TINY"}, "uneven": True, "tokens": 500},
+    "OPD of log-ratios": {"opd": {"teacher": "TINY", "estimator": "sampled"}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("job", JOBS)
+def test_two_ranks_meet_in_the_same_collectives(
+    job: str, strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    options = json.loads(json.dumps(JOBS[job]).replace("TINY", tiny_model))
+    ranks.run(tiny_model, tmp_path / "run", f"{strategy}_bf16", gpus=True, steps=2, **options)
+    first, second = (
+        [line[:2] for line in json.loads((tmp_path / f"run.collectives{rank}").read_text())]
+        for rank in (0, 1)
+    )
+    assert first == second
+    kinds = {what.split()[0] for what, _ in first}
+    assert kinds >= {"all_reduce", "barrier", "broadcast"}
+    assert (strategy == "ddp") is ("reduce_scatter_tensor" not in kinds)
+
+
+# By the command line, with the in-process engine and validation.
+TWO = ["--trainer.accelerator=gpu", "--trainer.devices=2", "--trainer.precision=bf16-mixed"]
+VALIDATED = ["--data.val_rows=2", "--data.val_batch_size=2", "--trainer.val_check_interval=1"]
+SMALL = ["--trainer.max_steps=2", "--data.num_embedded_rows=16", "--data.prompts_per_step=2"]
+RUNS = {
+    "sft": [
+        *("--config=configs/miniature_student_sft.yaml", "--config=configs/overlays/evaluate_every.yaml"),
+        *("--data.source=chains:right", "--trainer.callbacks.init_args.every_n_steps=1"),
+        "--trainer.callbacks.init_args.max_rows=3",
+    ],
+    "rlt": [
+        *("--config=configs/quickstart.yaml", "--model.group_size=4", "--model.head.compiled=false"),
+        "--rollouts.dynamic_sampling.max_rounds=1",
+    ],
+    "opd": ["--config=configs/miniature_opd.yaml", "--model.group_size=1"],  # an answer for each rank
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("run", RUNS)
+def test_two_ranks_sample_validate_and_evaluate(run: str, strategy: str, tmp_path: Path) -> None:
+    sharding = "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/overlays/{strategy}.yaml"
+    done = rlt("fit", *RUNS[run], sharding, *TWO, *SMALL, *VALIDATED, f"--output_dir={tmp_path}", gpus=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with (tmp_path / "metrics.csv").open() as file:
+        names = csv.DictReader(file).fieldnames or []
+    assert any("val_" in name for name in names)
+    assert any(name.startswith("eval/") for name in names) is (run == "sft")
 
 
 # What it finds

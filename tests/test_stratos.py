@@ -576,6 +576,16 @@ def test_held_out_rows_are_not_trained_on(make_data: MakeData):
     assert [p.row for batch in predicted for p in batch.problems] == list(range(1, 21))
 
 
+def test_a_process_without_a_row_to_score_is_refused(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StratosDataModule, "_world_size", lambda self: 2)
+    for rows, batch_size in ((1, 2), (2, 1)):
+        with pytest.raises(InputError, match=f"Each of the 2 processes needs a row to score.*are {rows} in"):
+            make_data(val_rows=rows, val_batch_size=batch_size, prompts_per_step=2)
+    assert make_data(val_rows=3, val_batch_size=2, prompts_per_step=2).val_items  # the last batch has one
+
+
 def test_held_out_rows_of_another_source(make_data: MakeData):
     data = make_data(val_source="arithmetic", val_rows=3)
     assert len(data.items) == 20

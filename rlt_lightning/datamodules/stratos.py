@@ -230,6 +230,7 @@ class StratosDataModule(LightningDataModule):
         if stage == "fit":
             # Fail now if there are too few rows, or if the processes cannot share a step evenly.
             self.step_loader()
+            self.val_dataloader()
         self._prepared_for = wanted
 
     def replace_rows(
@@ -387,7 +388,13 @@ class StratosDataModule(LightningDataModule):
     # Helpers
 
     def _ordered(self, items: Sequence[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
-        return OrderedLoader(items, self.val_batch_size, self.collate, self._rank(), self._world_size())
+        size, world_size = self.val_batch_size, self._world_size()
+        if items and min(len(items), size) < world_size:  # Lightning refuses a loader without batches
+            raise InputError(
+                f"Each of the {world_size} processes needs a row to score, but there are {len(items)} in "
+                f"batches of data.val_batch_size={size}. Raise both, or lower trainer.devices."
+            )
+        return OrderedLoader(items, size, self.collate, self._rank(), world_size)
 
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer else 0

@@ -554,6 +554,13 @@ struct PretendedNCCL final : c10d::Backend {
 
   PretendedNCCL(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size, py::object function)
       : Backend(rank, size), inner(std::move(backend)), on_collective(std::move(function)) {}
+  ~PretendedNCCL() override {
+    // The group may be destroyed by a thread without Python's lock, or after Python.
+    py::handle function = on_collective.release();
+    if (!Py_IsInitialized()) return;
+    py::gil_scoped_acquire gil;
+    function.dec_ref();
+  }
   const std::string getBackendName() const override { return "nccl"; }
   bool supportsSplitting() const override { return false; }
   void setSequenceNumberForGroup() override {}
