@@ -269,7 +269,14 @@ def run_job(
     )
     shared: dict[str, Any] = dict(
         group_size=4,
-        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, max_grad_norm=0.5, states=states),
+        optimizer=OptimizerConfig(
+            lr=1e-4,
+            weight_decay=0.01,
+            # Some of the runs that are resumed must have a schedule.
+            scheduler="linear" if lora else "constant",
+            max_grad_norm=0.5,
+            states=states,
+        ),
         micro_batch_tokens=tokens,
         lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )

@@ -15,6 +15,7 @@ from cases import full
 from commands import wait_until
 from fake_worker import FakeWorker, worker_of
 from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
@@ -26,6 +27,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.pretrained import load_model
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 
@@ -127,6 +129,9 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Witness:
         assert len(worker.bodies) == ASKED * STEPS  # each completion of each step once, none after the last
         assert len({(str(body["prompt"]), body["seed"]) for body in worker.bodies}) == ASKED * STEPS
         assert sorted(Counter(str(body["prompt"]) for body in worker.bodies).values()) == [2] * 6 + [4] * 2
+        assert worker.folder is not None
+        pushed = [name for file in worker.folder.glob("*.safetensors") for name in load_file(file)]
+        assert sorted(pushed) == sorted(name for name, _ in load_model(tiny_model).named_parameters())
     return witness
 
 

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import ROOT, wait_until
@@ -163,11 +165,12 @@ def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> N
         "36",
         "21 + 38 - 95",
         "95 - 38 - 21 - 0",
+        "95 - 38 - 21 + 21 - 21",
         "(95)(21)",
         "1 2",
     ]
     verdicts = judge.judge_all((f"\\boxed{{{answer}}}", COUNTDOWN) for answer in answers)
-    assert [verdict.correct for verdict in verdicts] == [True, True, *[False] * 6]
+    assert [verdict.correct for verdict in verdicts] == [True, True, *[False] * 7]
     large = COUNTDOWN | {"numbers": [1000, 1000, 1], "target": 1000001}
     nearly = judge.judge_all((f"\\boxed{{1000*1000{sign}1}}", large) for sign in "+-")
     assert [verdict.correct for verdict in nearly] == [True, False]
@@ -243,9 +246,22 @@ def test_idle_processes_that_something_else_kills_are_replaced() -> None:
         for worker in list(broken._pool_manager.worker_manager.workers):
             os.kill(worker, signal.SIGKILL)
         wait_until(lambda: not broken.active)
+        lost = iter([(broken, Future[Any]())])  # a task that was handed over just before
+        schedule = judge._schedule
+        judge._schedule = lambda *task: next(lost, None) or schedule(*task)  # type: ignore[method-assign]
         assert all(verdict.correct for verdict in judge.judge_all(right))
+        assert next(lost, None) is None
         assert [judge._submit(os._exit, 1)(None) for _ in range(3)] == [(None, True)] * 3  # dies at once
         assert judge.judge(*right[0]).correct
+
+
+def test_processes_that_end_as_soon_as_they_begin_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlt_lightning.judging.judge.enter_worker", os._exit)  # with status memory_gib
+    with (
+        Judge(num_workers=1, memory_gib=1) as judge,
+        pytest.raises(InputError, match=r"must start, but end at once\..* memory_gib=1"),
+    ):
+        judge.judge(r"\boxed{17}", {"answer": "17"})
 
 
 def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:

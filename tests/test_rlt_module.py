@@ -119,7 +119,7 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
                 parameter.add_(0.02 * torch.randn_like(parameter))
 
     witness = Witness()
-    rlt = module(tiny_model, micro_batch_tokens=700, head=HeadOptions(1))  # several micro-batches and blocks
+    rlt = module(tiny_model, micro_batch_tokens=300, head=HeadOptions(1))  # several micro-batches and blocks
     trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
         rlt, datamodule=data(tiny_model, tmp_path)
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
 from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -16,15 +18,21 @@ from rlt_lightning.types import InputError
 
 
 class LearningRates(Callback):
+    """Keeps the rate of each step, and writes a checkpoint after step 5."""
+
     def __init__(self) -> None:
         self.values: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: SFTModule, optimizer: object) -> None:
         self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
 
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "five.ckpt")
+
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine"])
-def test_learning_rate_rises_linearly_and_then_follows_its_schedule(
+def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a_resume(
     scheduler: str, tiny_model: str, tmp_path: Path
 ) -> None:
     # 8 steps, a quarter of them warm-up: 0, 1/2 of the peak, then six steps from the peak on.
@@ -33,22 +41,29 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule(
         "linear": [1 - i / 6 for i in range(6)],
         "cosine": [0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)],
     }
-    rates = LearningRates()
     optimizer = OptimizerConfig(lr=2e-3, scheduler=scheduler, warmup_frac=0.25)  # type: ignore[arg-type]
-    data = StratosDataModule(
-        task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2
-    )
-    Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[rates],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    ).fit(SFTModule(pretrained=tiny_model, optimizer=optimizer), datamodule=data)
-    expected = [0.0, 0.5, *after[scheduler]]
-    assert rates.values == pytest.approx([2e-3 * value for value in expected], rel=1e-6)
+
+    def fit(resume: Path | None) -> list[float]:
+        rates = LearningRates()
+        data = StratosDataModule(
+            task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2
+        )
+        trainer = Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            max_epochs=2,
+            callbacks=[rates],
+            plugins=[FolderCheckpointIO()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(SFTModule(pretrained=tiny_model, optimizer=optimizer), datamodule=data, ckpt_path=resume)
+        return rates.values
+
+    expected = [2e-3 * value for value in (0.0, 0.5, *after[scheduler])]
+    assert fit(None) == pytest.approx(expected, rel=1e-6)
+    assert fit(tmp_path / "five.ckpt") == pytest.approx(expected[5:], rel=1e-6)
 
 
 def test_a_run_without_length_is_refused(tiny_model: str, tmp_path: Path) -> None:

@@ -723,6 +723,9 @@ def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
         [folder] = (tmp_path / "pushed").iterdir()
         pushed = load_file(folder / "adapter_model.safetensors")
         assert pushed.keys() == dict(tensors).keys()
+        assert all(torch.equal(pushed[name], tensor) for name, tensor in tensors)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"]) == (2, 4.0)  # the worker scales by their ratio
 
 
 @pytest.mark.parametrize("push", [DiskPush, GlooPush])
