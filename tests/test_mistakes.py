@@ -5,6 +5,7 @@ A command line is read by the verb's real parser in this process. The last tests
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,16 @@ import pytest
 from commands import rlt
 from test_docs import parser_of
 
-from rlt_lightning import RLTModule, RolloutCallback, Sampling, StratosDataModule, Teacher, Trainer
+from rlt_lightning import (
+    OptimizerConfig,
+    RLTModule,
+    RolloutCallback,
+    Sampling,
+    SFTModule,
+    StratosDataModule,
+    Teacher,
+    Trainer,
+)
 from rlt_lightning import __main__ as program
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli.mistakes import describe_kind, find_place
@@ -192,6 +202,90 @@ IN_A_SCRIPT = {
 @pytest.mark.parametrize("text", IN_A_SCRIPT)
 def test_a_script_reads_of_its_arguments(text: str) -> None:
     assert name_arguments(text) == IN_A_SCRIPT[text]
+
+
+ROWS = [{"question": "1 + 1?", "solution": "2", "reasoning_trace": "1 + 1 is 2."}] * 4
+LR = OptimizerConfig(1e-4)
+
+
+def train(module: Any = None, data: Any = None, **options: Any) -> None:
+    options = {"max_steps": 1, "accelerator": "cpu", "overwrite": True} | options
+    Trainer("run", **options).fit(module or make_module(), data or make_data())
+
+
+def make_module(**options: Any) -> RLTModule:
+    return RLTModule(**{"teacher": "miniature", "student": "miniature", "group_size": 2} | options)
+
+
+def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
+    return StratosDataModule(source, prompts_per_step=2, tags="r1", **options)
+
+
+# A mistake in a script -> what its line says.
+SCRIPTS: dict[str, tuple[Callable[[], object], str]] = {
+    "strategy": (lambda: train(strategy="fsdp"), "strategy must be auto, ddp or an overlay's, but is fsdp."),
+    "accumulation": (lambda: train(accumulate_grad_batches=2), "so accumulate_grad_batches must be 1, but"),
+    "a callback's class": (
+        lambda: train(callbacks=[RolloutCallback]),
+        "one is the class RolloutCallback. Write RolloutCallback().",
+    ),
+    "two samplers": (
+        lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]),
+        "one RolloutCallback, but callbacks has 2.",
+    ),
+    "data first": (lambda: train(make_data(), make_module()), "Write fit(module, data)."),
+    "no data": (lambda: Trainer("run").fit(make_module()), "after the module, but got None. Give it Strat"),
+    "rows for data": (lambda: train(data=ROWS), "but got of type list. Give it StratosDataModule(rows)."),
+    "a rate": (
+        lambda: train(make_module(optimizer=1e-4)),
+        "OptimizerConfig(lr=1e-6), but is of type f",
+    ),
+    "a reward": (lambda: train(make_module(reward="RLTReward")), "such as RLTReward(), but is of type str."),
+    "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
+    "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist, but does"),
+    "a task of SFT": (lambda: train(data=make_data(task="student_sft")), "but task is student_sft, which is"),
+    "no task of SFT": (
+        lambda: train(SFTModule("miniature", LR), make_data()),
+        "task must be teacher_sft or student_sft for SFTModule, but is rlt.",
+    ),
+    "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
+    "a column": (
+        lambda: train(data=make_data([{"question": "1?", "answer": "2"}])),
+        "lacks solution and has answer, question.",
+    ),
+    "few rows": (lambda: train(data=make_data(ROWS[:1])), "at least prompts_per_step=2 usable rows, but has"),
+    "a number": (lambda: train(data=make_data([ROWS[0] | {"solution": 2}])), "1 of 1 rows of '1 rows in mem"),
+    "tags": (lambda: train(data=StratosDataModule(ROWS, tags="qwen")), "stratos or r1 or a mapping with the"),
+    "a checkpoint": (
+        lambda: Trainer("run").fit(make_module(), make_data(), ckpt_path="no.ckpt"),
+        "ckpt_path must be last, best or a checkpoint that exists, but is no.ckpt.",
+    ),
+    "nothing held out": (
+        lambda: Trainer("run", accelerator="cpu").validate(make_module(), make_data()),
+        "Trainer.validate needs held-out rows, but has none. Set val_rows or val_source.",
+    ),
+    "a full folder": (
+        lambda: Trainer("full").fit(make_module(), make_data()),
+        "output_dir must be empty or new, but full is not. Choose another folder, replace what is there "
+        "(overwrite=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_a_mistake_in_a_script_is_one_line_about_its_arguments(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    function, expected = SCRIPTS[case]
+    with pytest.raises(InputError) as raised:
+        function()
+    line = str(raised.value)
+    assert expected in line
+    assert "\n" not in line
+    assert not re.search(r"--(?!config)|\b(model|data|rollouts|trainer)\.[a-z]+_", line), line
 
 
 def test_a_script_with_a_mistake_gets_one_line_and_no_folder(

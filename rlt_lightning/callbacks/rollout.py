@@ -181,6 +181,11 @@ class RolloutCallback(Callback):
         data = get_stratos_data(trainer)
         if not isinstance(pl_module, OnPolicyModule):
             return
+        if data.items.is_examples:
+            raise InputError(
+                f"{type(pl_module).__name__} needs problems to sample, but data.task is {data.task}, which "
+                "is for SFTModule. Set data.task, for RLT to rlt."
+            )
         self.sampler.bind(trainer, pl_module)
         pl_module.sampler = self.sampler
         if stage == "predict" and data.task == "student_rl" and self.max_resamples:

@@ -74,6 +74,11 @@ class SFTModule(PolicyModule):
         data = get_stratos_data(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
         items = data.all_items
+        if len(items) and not items.is_examples:
+            raise InputError(
+                f"data.task must be teacher_sft or student_sft for {type(self).__name__}, but is "
+                f"{data.task}. Set it."
+            )
         lengths = items.sum_columns("token_ids") if items.is_examples else items.rows[:0]
         for place in np.flatnonzero(lengths > context)[:1]:
             raise InputError(

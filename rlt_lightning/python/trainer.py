@@ -47,9 +47,11 @@ from rlt_lightning.python.environment import (
     find_global_rank,
     naming_arguments,
     quiet_third_parties,
+    require_callbacks,
     require_known_strategy,
     require_models,
     require_one_batch_size,
+    require_parts,
 )
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -115,13 +117,15 @@ class Trainer(lightning.pytorch.Trainer):
         **options: Any,
     ) -> None:
         quiet_third_parties()
-        require_known_strategy(options.get("strategy", "auto"))
-        require_one_batch_size(options.get("accumulate_grad_batches", 1))
+        given = as_list(callbacks)
+        with nullcontext() if isinstance(output_dir, RunFolder) else naming_arguments():
+            require_known_strategy(options.get("strategy", "auto"))
+            require_one_batch_size(options.get("accumulate_grad_batches", 1))
+            require_callbacks(given)
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None
         self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
         self.resume, self.overwrite = resume, overwrite
         self._is_open = False
-        given = as_list(callbacks)
         self._training = complete_callbacks(TRAINING, given)
         self._testing = complete_callbacks(TESTING, given)
         if enable_checkpointing is False:
@@ -159,6 +163,8 @@ class Trainer(lightning.pytorch.Trainer):
             KeyboardInterrupt: After Ctrl-C, once the iteration is finished and its checkpoint written. A
                 second Ctrl-C ends the process.
         """
+        if self._opened is None:
+            require_parts(model, datamodule or train_dataloaders)
         try:
             with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path, model) as path:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
