@@ -57,9 +57,11 @@ TEACHER = ["--config=configs/teacher_rlt.yaml"]
 STUDENT = ["--config=configs/student_sft_32b.yaml"]
 OFFLOAD = "--config=configs/overlays/cpu_offload.yaml"
 PAGES: dict[str, list[str]] = {
-    "7B teacher, 4 train, 4 sample": [*TEACHER, "--config=configs/overlays/zero3_8gpu.yaml"],
+    "7B teacher, 4 train with ZeRO-3, 4 sample": [*TEACHER, "--config=configs/overlays/zero3_8gpu.yaml"],
+    "7B teacher, 4 train with FSDP2, 4 sample": [*TEACHER, "--config=configs/overlays/fsdp2_8gpu.yaml"],
     "7B teacher, 8 by turns": [*TEACHER, "--config=configs/overlays/zero3_8gpu_colocated.yaml"],
     "7B teacher, 8 by DDP": [*TEACHER, "--trainer.devices=8"],
+    "7B teacher, 1 with LoRA": [*TEACHER, "--config=configs/overlays/lora.yaml", "--trainer.devices=1"],
     "32B student, 8": STUDENT,
     "32B student, 8, no checkpointing": [*STUDENT, "--model.gradient_checkpointing=false"],
     "32B student, 8, states on the host": [
@@ -111,8 +113,8 @@ def measured(
 
 def pages() -> None:
     """Plan large set-ups from configurations that hold only shapes."""
-    print("| set-up | GiB per GPU | in | largest parts | host, GiB a process | fits | seconds a step |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("| set-up | start, GiB | peak, GiB | in | largest | host, GiB a process | fits | seconds a step |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     splits: list[dict] = []  # type: ignore[type-arg]
     with tempfile.TemporaryDirectory() as scratch:
         for title, arguments in PAGES.items():
@@ -128,7 +130,9 @@ def pages() -> None:
             host = max(sum(phase["host"].values()) for phase in plan["phases"].values())
             largest = sorted(device.items(), key=lambda item: -item[1])[:3]
             parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
-            cells = [title, f"{plan['peak_bytes'] / GIB:.1f}", plan["peak_phase"], parts, f"{host / GIB:.0f}"]
+            start = plan["phases"]["start"]["total"] / GIB
+            cells = [title, f"{start:.1f}", f"{plan['peak_bytes'] / GIB:.1f}", plan["peak_phase"], parts]
+            cells.append(f"{host / GIB:.0f}")
             cells += ["yes" if plan["fits"] else "no", f"{plan['step_seconds']:,.0f}"]
             print("|", " | ".join(cells), "|", flush=True)
             splits = splits or plan["splits"]

@@ -22,6 +22,7 @@ from threading import Event
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -32,6 +33,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rlt_lightning.gloo import build_broadcast_options, join_group
+from rlt_lightning.version import VLLM_MINORS, get_minor
+
+if get_minor(vllm.__version__) not in VLLM_MINORS:
+    raise ImportError(
+        f"rlt_lightning.vllm_worker must run in vLLM {' or '.join(VLLM_MINORS)}, but this is "
+        f"{vllm.__version__}. Install one of these."
+    )
 
 # As in models/weights.py, which needs packages that the worker's environment may lack.
 NamedTensor = tuple[str, Tensor]

@@ -72,6 +72,7 @@ class FakeWorker:
         dev_mode: Without it the routes of VLLM_SERVER_DEV_MODE are not there.
         raw_log_probs: As with --logprobs-mode raw_logprobs.
         dtype: Of its weights.
+        vllm_version: What it says that it is.
         frees: Whether it was started with --enable-sleep-mode.
         delay_s: Time that a completion takes.
         gate: Set when completions may come; until then sampling calls are in work. None: at once.
@@ -92,6 +93,7 @@ class FakeWorker:
         dev_mode: bool = True,
         raw_log_probs: bool = False,
         dtype: str = "float32",
+        vllm_version: str = "0.32.0",
         frees: bool = True,
         delay_s: float = 0.0,
         gate: Event | None = None,
@@ -107,7 +109,7 @@ class FakeWorker:
         self.model = model
         self.faults, self.always, self.broken = deque(faults), always, broken or {}
         self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
-        self.frees, self.asleep = frees, False
+        self.frees, self.asleep, self.vllm_version = frees, False, vllm_version
         self.slow, self.held = slow or {}, held or {}
         self.sleep_level = 0  # of the last time
         self.delay_s, self.gate = delay_s, gate
@@ -223,6 +225,8 @@ class FakeWorker:
                 return {"weight_version": self.version}
             case "/v1/models":
                 return {"data": [{"id": self.model, "max_model_len": 2048}]}
+            case "/version":
+                return {"version": self.vllm_version}
             case "/get_world_size":
                 return {"world_size": 1}
             case "/server_info":

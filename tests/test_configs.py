@@ -30,7 +30,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 # Settings of `rlt rounds`, whose stages have configs of their own: tests/test_rounds.py.
 ROUNDS = ROOT / "configs" / "miniature_rounds.yaml"
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
-EIGHT_GPUS = ("zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
+EIGHT_GPUS = ("fsdp2_8gpu", "zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
 
 

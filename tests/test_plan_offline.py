@@ -128,10 +128,10 @@ def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "verb", "phases"),
     [
-        ("miniature_generate", "predict", ["generate", "score"]),
-        full("miniature_rejection", "predict", ["generate"]),
-        full("score", "predict", ["score"]),
-        ("evaluate", "test", ["generate"]),
+        ("miniature_generate", "predict", ["start", "generate", "score"]),
+        full("miniature_rejection", "predict", ["start", "generate"]),
+        full("score", "predict", ["start", "score"]),
+        ("evaluate", "test", ["start", "generate"]),
     ],
 )
 def test_run_without_training_has_no_train_phase(
@@ -168,6 +168,32 @@ def test_memory_is_what_ten_measured_runs_needed(smollm2: str, tmp_path: Path) -
         }
         assert max(sums.values()) == pytest.approx(float(measured), rel=0.15), name
         assert max(sums.values()) == pytest.approx(float(predicted), rel=0.06), name
+
+
+@pytest.mark.full
+def test_start_of_the_released_recipe_by_hand(tmp_path: Path) -> None:
+    # Teacher, reference and student are of one shape: 7,615,616,512 weights, the largest 152064 x 3584.
+    weights, largest, runtime = 7_615_616_512, 152_064 * 3584, 2 * 2**30
+    # Rank 32 in all linear layers of 28 blocks: q and o, k and v, and the three of the MLP.
+    adapter = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944))
+    by_hand = {
+        # Shards of 8, in bfloat16, and one tensor whole.
+        "zero3": 3 * weights * 2 / 8 + largest * 2,
+        # Teacher and reference in fp32, the student in bfloat16.
+        "fsdp2": 2 * weights * 4 / 8 + weights * 2 / 8 + largest * 4,
+        # Whole; ReferenceSync moves the reference, so it is a copy of the teacher without its adapter.
+        "lora": (weights + adapter) * 4 + weights * 4 + weights * 2,
+    }
+    commands = []
+    for name in by_hand:
+        words = ["--config", "configs/teacher_rlt.yaml", "--config", f"configs/overlays/{name}.yaml"]
+        devices = 1 if name == "lora" else 8
+        commands.append([*words, f"--trainer.devices={devices}", f"--plan.json={tmp_path / name}.json"])
+    planned(commands, tmp_path)
+    for name, size in by_hand.items():
+        phases = json.loads((tmp_path / f"{name}.json").read_text())["phases"]
+        assert next(iter(phases)) == "start"
+        assert phases["start"]["total"] == pytest.approx(size + runtime, rel=1e-12), name
 
 
 @pytest.mark.full

@@ -157,6 +157,70 @@ def test_frozen_models_and_states_can_wait_on_the_host() -> None:
     assert memory.host_memory(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
 
 
+def test_models_are_loaded_whole_unless_they_are_sharded() -> None:
+    # 100 weights of the policy and the reference in 4 bytes, of the student in 2; the largest tensor has 20.
+    # FSDP2 and ZeRO-3 have shards of 4 processes and one tensor whole, ZeRO-3 in half precision.
+    def start(setup: Setup) -> memory.Sizes:
+        found = memory.start_parts(setup)
+        assert found is not None
+        return found
+
+    student = replace(MODEL, weight_bytes=2, product_bytes=2, loaded_bytes=2)
+    mixed = replace(SETUP, students=(student,))
+    deepspeed = replace(half(mixed), students=(student,))
+    for setup, weights, gathered in (
+        (mixed, (400, 400, 200), 0),
+        (on(mixed, "ddp"), (400, 400, 200), 0),
+        (on(mixed, "fsdp2"), (100, 100, 50), 80),
+        (on(deepspeed, "zero3"), (50, 50, 50), 40),
+        (replace(on(deepspeed, "zero3"), offload_parameters=True), (0, 0, 0), 40),
+        (replace(mixed, offload_frozen=True), (400, 0, 0), 0),
+        (replace(mixed, shares_base=True), (400, 0, 200), 0),
+    ):
+        found = start(setup)
+        names = ("policy weights", "reference weights", "student weights")
+        assert tuple(found[name] for name in names) == weights, setup.sharding
+        assert (found.get("gathered", 0), found["runtime"]) == (gathered, 50)
+    # ZeRO-2 loads in fp32: 400 + 400 + 200. Then the policy has 200 and a master of 4 * 100 / 4; ZeRO-1 also
+    # has its gradients and their buffer, 400 each, while the reference still has 400.
+    assert start(on(deepspeed, "zero2"))["policy weights"] == 400
+    zero1 = start(on(deepspeed, "zero1"))
+    assert [zero1[name] for name in names] == [200, 400, 200]
+    assert [zero1[name] for name in ("optimizer states", "gradients", "gradient buckets")] == [100, 400, 400]
+
+
+def test_four_bits_are_made_in_main_memory() -> None:
+    in_4_bits = replace(MODEL, nf4_numel=60, nf4_bytes=35, shape=replace(SHAPE, trained=10))
+    on_gpu = replace(SETUP, policy=in_4_bits, students=(), shares_base=True)
+    found = [memory.start_parts(replace(on_gpu, device=device)) for device in (GPU, CPU)]
+    # 30 weights in 4 bytes stay beside those in 4 bits, and 10 of the adapter.
+    assert [parts and parts["policy weights"] for parts in found] == [35 + 4 * 30 + 4 * 10, 400]
+
+
+def test_a_run_that_fits_but_for_its_start_says_so() -> None:
+    setup = on(replace(half(SETUP), hf_sequences=0), "zero2", 100)
+    steps = max(phase.total for phase in make_plan(setup).phases if phase.name != "start")
+    heavy = replace(setup, device=replace(GPU, memory=steps + 1))
+    students = tuple(replace(MODEL, weight_bytes=0, loaded_bytes=40) for _ in range(2))
+    [problem] = make_plan(replace(heavy, students=students)).problems()
+    assert "in start, while models are loaded, although the steps would fit" in problem
+    assert "although" not in str(make_plan(replace(heavy, device=replace(GPU, memory=100))).problems())
+
+
+def test_both_ways_to_shard_are_compared() -> None:
+    deepspeed = on(half(SETUP), "zero3")
+    plan = make_plan(deepspeed)
+    assert plan.by_sharding["zero3"].setup is plan.setup
+    fsdp2 = plan.by_sharding["fsdp2"].setup
+    assert fsdp2 == replace(deepspeed, sharding="fsdp2", policy=fsdp2.policy, students=fsdp2.students)
+    # As half() says it the other way around: 4 bytes as they were loaded.
+    assert {m.weight_bytes for m in (fsdp2.policy, *fsdp2.students)} == {4}
+    again = make_plan(fsdp2)
+    assert again.by_sharding["zero3"].peak == plan.peak
+    assert not make_plan(replace(deepspeed, offload_optimizer=True)).by_sharding
+    assert not make_plan(on(SETUP, "ddp")).by_sharding
+
+
 def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> None:
     model = meta_model(llama)
     before = Shape.from_model(model)
@@ -171,6 +235,8 @@ def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> 
     assert memory.optimizer_states(lora) == 2 * 4 * 10
     [train] = [phase for phase in memory.list_phases(lora) if phase.name == "train"]
     assert train.device["reference weights"] == 0
+    # A reference that moves is a model of its own, without the adapter's 10 weights.
+    assert memory.lasting_parts(replace(lora, shares_base=False))["reference weights"] == 4 * 90
     whole, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
     assert [memory.pushed_bytes(lora, worker) for worker in (whole, adapter)] == [400, 40]
 
@@ -297,6 +363,7 @@ DISTILLING = replace(SETUP, students=(), with_reference=False, teacher=TEACHER, 
 
 def test_a_teacher_reads_each_row_before_the_policy() -> None:
     assert [phase.name for phase in memory.list_phases(DISTILLING)] == [
+        "start",
         "generate",
         "train",
         "step",
@@ -332,7 +399,7 @@ def test_a_teacher_is_sharded_and_may_wait_on_the_host() -> None:
     assert parts["gathered"] == memory.gathered_bytes(sharded, MODEL, backward=True) + 160
     offloaded = replace(DISTILLING, offload_frozen=True)
     weights = {p.name: p.device["teacher weights"] for p in memory.list_phases(offloaded)}
-    assert weights == {"generate": 0, "train": 400, "step": 0, "checkpoint": 0}
+    assert weights == {"start": 0, "generate": 0, "train": 400, "step": 0, "checkpoint": 0}
     assert memory.host_memory(offloaded)["teacher weights"] == 400
     large = replace(DISTILLING, teacher=replace(TEACHER, shape=replace(SHAPE, weights=10**4)))
     [problem] = make_plan(large).problems()
@@ -385,7 +452,7 @@ def test_on_policy_distillation_is_planned_with_its_teacher(
     found = rlt("plan", "--config=miniature_opd", *options, f"--plan.json={file}")
     assert found.returncode == 0, found.stderr
     plan = json.loads(file.read_text())
-    assert list(plan["phases"]) == ["generate", "train", "step", "checkpoint"]
+    assert list(plan["phases"]) == ["start", "generate", "train", "step", "checkpoint"]
     weights = plan["phases"]["train"]["device"]["teacher weights"]
     assert weights == (0 if role is None else plan["phases"]["train"]["device"]["policy weights"])
     assert ("  teacher miniature" in found.stdout) == (role is not None)
@@ -404,7 +471,7 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     assert not plan.fits
     assert problem.startswith("does not fit: ")
     assert "--model.gradient_checkpointing true" in problem
-    assert "--config overlays/zero3" in problem
+    assert "--config overlays/fsdp2" in problem
     assert make_plan(replace(SETUP, device=replace(GPU, memory=20_000))).fits
 
 
@@ -412,11 +479,12 @@ def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
     workers = {sleeps: replace(WORKER, colocated=True, sleeps=sleeps) for sleeps in (False, True)}
     plans = {sleeps: make_plan(replace(SETUP, worker=worker)) for sleeps, worker in workers.items()}
     taken = {
-        sleeps: {phase.name: phase.device["vLLM worker"] for phase in plan.phases}
+        sleeps: {phase.name: phase.device.get("vLLM worker", 0.0) for phase in plan.phases}
         for sleeps, plan in plans.items()
     }
     assert taken[False]["train"] == taken[False]["push"] == taken[True]["push"] == 9000
     assert taken[True]["train"] == memory.ASLEEP
+    assert taken[True]["start"] == taken[False]["start"] == 0  # workers start when models are loaded
     assert "sleeping worker" not in plans[True].phases[0].host  # it drops its weights
     with_adapter = replace(workers[True], only_adapter=True)
     adapter = make_plan(replace(SETUP, worker=with_adapter))

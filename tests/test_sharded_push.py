@@ -197,7 +197,7 @@ def push_main(
     push.bucket_bytes = 2**17
     workers = [WorkerClient(url) for url in urls]
     for worker in workers:
-        worker.dtype = "float32"
+        worker.dtype, worker.version = "float32", "0.32.0"
     results = []
     for _ in range(num_pushes):
         record = Record([])
@@ -323,6 +323,14 @@ def test_a_worker_killed_within_a_push_ends_as_documented(
     assert here.version == VERSION
     for name, tensor in load_model(tiny_model).named_parameters():
         assert torch.equal(received["here"][name], tensor), name
+
+
+def test_an_nccl_push_needs_the_vllm_of_its_workers() -> None:
+    worker = WorkerClient("http://127.0.0.1:9")
+    with vllm_sender.installed(lambda event: None, 1.0):
+        worker.version = "0.33.0"
+        with pytest.raises(EngineError, match=r"worker's vLLM, 0\.33\.0, .* but that has 0\.32\.0"):
+            NCCLPush().prepare(worker)
 
 
 def test_an_nccl_push_that_hangs_ends_the_run_on_every_rank(tiny_model: str, tmp_path: Path) -> None:

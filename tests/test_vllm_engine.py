@@ -249,6 +249,15 @@ def test_a_server_that_answers_something_else_is_an_engine_error(start: Any, pat
         start(FakeWorker(broken={path: {"data": [{}]}}), recovery_timeout_s=0.6)
 
 
+def test_two_minors_of_vllm_are_taken_and_others_refused_by_name(start: Any) -> None:
+    for version in ("0.32.0+cpu", "0.33.1"):
+        [worker] = start(FakeWorker(vllm_version=version)).fleet.workers
+        assert worker.version == version
+    for version in ("0.31.0", "0.34.0", "0.3.2", "dev"):
+        with pytest.raises(EngineError, match=rf"must be vLLM 0\.32 or 0\.33, but is {version}: "):
+            start(FakeWorker(vllm_version=version), recovery_timeout_s=0.6)
+
+
 def test_another_served_model_is_refused_by_name(start: Any) -> None:
     with pytest.raises(EngineError, match="must serve the model 'mine', but serves teacher"):
         start(FakeWorker(), served_model="mine")
@@ -799,6 +808,7 @@ def test_workers_of_a_torn_nccl_push_sample_only_after_a_whole_one(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlt_lightning.engines.nccl.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     monkeypatch.setattr("rlt_lightning.engines.nccl.build_source", lambda bucket, dtype: list(bucket))
     stream = SimpleNamespace(synchronize=lambda: None)
     for name, value in (

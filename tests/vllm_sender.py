@@ -93,6 +93,7 @@ def installed(note: Callable[[str], None], timeout_s: float) -> Iterator[None]:
             return Sender(group.result(), client, source, note)
 
     modules = {name: ModuleType(name) for name in ("vllm", "vllm.distributed")}
+    modules["vllm"].__version__ = "0.32.0"  # type: ignore[attr-defined]
     modules["vllm.distributed.weight_transfer"] = package = ModuleType("weight_transfer")
     modules["vllm.distributed.weight_transfer.base"] = base = ModuleType("base")
     modules["vllm.distributed.weight_transfer.nccl_engine"] = engine = ModuleType("nccl_engine")

@@ -18,6 +18,7 @@ import httpx2
 
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.types import Completion, FinishReason, InputError
+from rlt_lightning.version import VLLM_MINORS, get_minor
 
 ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages show it
 JSON = dict[str, Any]
@@ -63,6 +64,7 @@ class WorkerClient:
         self.adapter: str | None = None  # name of the LoRA that it samples with, if any
         self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.num_ranks = 1  # model workers behind the server
+        self.version = ""  # of vLLM; known once it was described
         self.dtype = "float32"  # of its weights
         self.exact = (
             False  # whether a worker with weights of its own reports log-probs at the sampling temperature
@@ -189,6 +191,15 @@ class WorkerClient:
             self.dtype = "unknown"
             self.exact = await self.reports_sampled_log_probs(0, deadline_s)
             return
+        answer = await self.call("GET", "/version", None, deadline_s)
+        with self.require_form(answer, "its version"):
+            self.version = str(answer["version"])
+        if get_minor(self.version) not in VLLM_MINORS:
+            raise WorkerError(
+                f"vLLM worker {self.url} must be vLLM {' or '.join(VLLM_MINORS)}, but is {self.version}: our "
+                "extension uses parts of vLLM that change. Install one of these.",
+                retryable=False,
+            )
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
         with self.require_form(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
@@ -270,7 +281,7 @@ class WorkerClient:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise WorkerError(
                 f"vLLM worker {self.url} must send {expected}, but sent {json.dumps(answer):.200} "
-                f"({type(error).__name__}: {error}). Check that it is vLLM 0.32 or newer.",
+                f"({type(error).__name__}: {error}). Check that it is vLLM {' or '.join(VLLM_MINORS)}.",
                 retryable=True,
             ) from error
 
@@ -319,9 +330,8 @@ def build_refusal(place: str, response: httpx2.Response) -> WorkerError:
     if status in (401, 403):
         advice = "Put the server's key into the environment variable that the engine's api_key_env names."
     elif status == 404:
-        advice = (
-            "The worker must be vLLM 0.32 or newer, started with VLLM_SERVER_DEV_MODE=1 in its environment."
-        )
+        minors = " or ".join(VLLM_MINORS)
+        advice = f"The worker must be vLLM {minors}, started with VLLM_SERVER_DEV_MODE=1 in its environment."
     elif status >= 500:
         advice = "Look at the worker's log."
     return WorkerError(

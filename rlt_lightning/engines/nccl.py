@@ -29,6 +29,7 @@ from rlt_lightning.engines.push import (
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.weights import Deferred, gather_in_groups
+from rlt_lightning.version import get_minor
 
 T = TypeVar("T")
 
@@ -82,6 +83,16 @@ class NCCLPush(WeightPush):
             raise WorkerError(
                 "NCCLPush needs a GPU, and vLLM in the trainer's environment, but one of them is missing. "
                 "Install the vllm extra, or use GlooPush.",
+                retryable=False,
+            )
+        # vLLM 0.33 leaves out what it has sent before, which 0.32 would wait for.
+        import vllm
+
+        ours, theirs = vllm.__version__, worker.version
+        if get_minor(ours) != get_minor(theirs):
+            raise WorkerError(
+                f"NCCLPush needs the worker's vLLM, {theirs}, in the trainer's environment, but that has "
+                f"{ours}. Install the worker's, or use GlooPush.",
                 retryable=False,
             )
         super().prepare(worker)

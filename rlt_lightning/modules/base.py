@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -190,9 +191,12 @@ class PolicyModule(LightningModule):
             entry = self.sharding.fill(model, read)
             entry.read = read
             return entry
-        model = load_model(*options, role)
-        if lora is not None:
-            add_adapter(model, lora, self.seed)
+        # What becomes 4 bits never lies on a GPU whole: its codes are computed on the CPU anyway.
+        in_4_bits = lora is not None and lora.base == "4bit"
+        with torch.device("cpu") if in_4_bits else nullcontext():
+            model = load_model(*options, role)
+            if lora is not None:
+                add_adapter(model, lora, self.seed)
         return Entry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

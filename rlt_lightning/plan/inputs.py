@@ -137,6 +137,13 @@ class LanguageModel:
     nf4_whole: int = 0  # bytes of the largest of these layers while it computes
     kv_bytes: int = 4  # per number in the key-value cache of HFEngine
     uses_slots: bool = True  # whether that is the engine's own cache rather than transformers'
+    loaded_bytes: int = 4  # per number, as it is loaded: DeepSpeed casts whole weights later
+
+    @property
+    def frozen_weights(self) -> int:
+        """Return the weights of a copy that is not trained: without the adapter, if there is one."""
+        shape = self.shape
+        return shape.weights - (shape.trained if shape.trained < shape.weights else 0)
 
     @property
     def stored_bytes(self) -> float:

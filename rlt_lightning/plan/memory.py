@@ -45,7 +45,7 @@ def weights(setup: Setup, model: LanguageModel, frozen: bool) -> float:
     if (frozen and setup.offload_frozen and not setup.device.is_cpu) or setup.offload_parameters:
         return 0.0
     # A separate reference has whole weights, even beside a policy in 4 bits.
-    size = model.shape.weights * model.weight_bytes if frozen else model.stored_bytes
+    size = model.frozen_weights * model.weight_bytes if frozen else model.stored_bytes
     return size / setup.shards
 
 
@@ -175,6 +175,54 @@ def lasting_parts(setup: Setup) -> Sizes:
     if setup.worker and setup.worker.colocated and not setup.device.is_cpu:
         parts["vLLM worker"] = ASLEEP if setup.worker.sleeps else awake_worker(setup, setup.worker)
     return parts | {"gradients": gradients(setup) if keeps_gradients else 0.0}
+
+
+def start_parts(setup: Setup) -> Sizes | None:
+    """Return what lies on a device while models are loaded, at the worst moment; None if none is.
+
+    One process, DDP and DeepSpeed's stages 1 and 2 load whole models onto the device, in the types of the
+    settings: the trained one, students, then the reference or a teacher. Offloaded ones are loaded into main
+    memory, as is what becomes 4 bits on a GPU. DeepSpeed then casts the trained model's weights and makes its
+    fp32 ones, while frozen models still have the type in which they were loaded.
+
+    FSDP2 and stage 3 fill the shards of all models tensor by tensor, so one tensor is whole at a time.
+    """
+    frozen = {
+        "reference weights": [setup.policy] if setup.copies_reference else [],
+        "student weights": list(setup.students),
+        "teacher weights": [setup.copied_teacher] if setup.copied_teacher else [],
+    }
+    models = [*([setup.policy] if setup.loads_policy else []), *(one for m in frozen.values() for one in m)]
+    if not models:
+        return None
+    # DeepSpeed's stage 3 casts each tensor before it is divided.
+    size = {id(m): m.weight_bytes if setup.sharding == "zero3" else m.loaded_bytes for m in models}
+    on_host = setup.offload_parameters or (setup.offload_frozen and not setup.device.is_cpu)
+    parts = {"runtime": setup.device.reserved, "policy weights": 0.0}
+    if setup.loads_policy and not setup.offload_parameters:
+        whole = setup.policy.shape.weights * size[id(setup.policy)]
+        stays = setup.policy.nf4_numel and not setup.device.is_cpu
+        parts["policy weights"] = (setup.policy.stored_bytes if stays else whole) / setup.shards
+    for part, ones in frozen.items():
+        loaded = sum(one.frozen_weights * size[id(one)] for one in ones)
+        parts[part] = 0.0 if on_host else loaded / setup.shards
+    if setup.shards > 1:
+        return parts | {"gathered": float(max(m.shape.largest * size[id(m)] for m in models))}
+    if not setup.is_deepspeed or not setup.trains:
+        return parts
+    kept = setup.holds_gradients
+    engine = parts | {
+        "policy weights": weights(setup, setup.policy, frozen=False),
+        "optimizer states": 0.0 if setup.offload_optimizer else master_weights(setup),
+        "gradient buckets": buckets(setup) if kept else 0.0,
+        "gradients": gradients(setup) if kept else 0.0,
+    }
+    return max(parts, engine, key=lambda moment: sum(moment.values()))
+
+
+def master_weights(setup: Setup) -> float:
+    """Return the weights that DeepSpeed's stages 1 and 2 step."""
+    return setup.policy.shape.trained * setup.master_bytes / setup.state_shards
 
 
 def generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
@@ -348,11 +396,13 @@ PHASES: dict[str, Callable[[Setup, Sizes], Sizes | None]] = {
 
 
 def list_phases(setup: Setup) -> Iterator[Phase]:
-    """Yield every phase of a step from the second on, when moments and gradients exist.
+    """Yield the start, and every phase of a step from the second on, when moments and gradients exist.
 
     A run that does not train has no checkpoint. If no model computes anything either, only texts are judged.
     """
     lasting, host = lasting_parts(setup), host_memory(setup)
+    if (start := start_parts(setup)) is not None:
+        yield Phase("start", start, host)
     found = {name: parts_of(setup, lasting) for name, parts_of in PHASES.items()}
     computing = {name: parts for name, parts in found.items() if parts is not None}
     for name, parts in computing.items():
@@ -371,7 +421,7 @@ def list_phases(setup: Setup) -> Iterator[Phase]:
 def returned_weights(setup: Setup, model: LanguageModel) -> float:
     """Return the weights of an offloaded frozen model, which come back while it computes."""
     offloaded = setup.offload_frozen and not setup.device.is_cpu
-    return model.shape.weights * model.weight_bytes if offloaded else 0.0
+    return model.frozen_weights * model.weight_bytes if offloaded else 0.0
 
 
 def awake_worker(setup: Setup, worker: PlannedWorkers) -> float:
@@ -388,7 +438,7 @@ def host_memory(setup: Setup) -> Sizes:
         return parts
     if setup.offload_frozen:
         parts["student weights"] = float(sum(one.shape.weights * one.weight_bytes for one in students))
-        parts["reference weights"] = setup.copies_reference * policy.shape.weights * policy.weight_bytes
+        parts["reference weights"] = setup.copies_reference * policy.frozen_weights * policy.weight_bytes
         if (teacher := setup.copied_teacher) is not None:
             parts["teacher weights"] = float(teacher.shape.weights * teacher.weight_bytes)
     if setup.offload_parameters:

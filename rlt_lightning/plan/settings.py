@@ -528,6 +528,7 @@ def read_model(
         states_8bit=states_8bit_bytes(trained) if module.optimizer_config.states == "8bit" else None,
         kv_bytes=2 if processes.mixed and uses_slots else product_bytes,
         uses_slots=uses_slots,
+        loaded_bytes=weight_bytes,
     )
 
 

@@ -6,10 +6,10 @@ import json
 import textwrap
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlt_lightning.modules.phases import GIB
-from rlt_lightning.plan.inputs import Setup
+from rlt_lightning.plan.inputs import LanguageModel, Setup, Sharding
 from rlt_lightning.plan.memory import Phase, list_phases
 from rlt_lightning.plan.time import StepTime, estimate_step, kv_capacity, rows_at_once
 
@@ -45,6 +45,8 @@ class Plan:
     phases: list[Phase]
     time: StepTime
     splits: list[Split] = field(default_factory=list)
+    # The same run by who divides its weights, if they are in shards.
+    by_sharding: dict[Sharding, Plan] = field(default_factory=dict)
 
     @property
     def peak(self) -> Phase:
@@ -69,9 +71,12 @@ class Plan:
             parts = sorted(self.peak.device.items(), key=lambda item: -item[1])[:3]
             largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
             advice = [text for name, _ in parts for text in suggest_remedies(self.setup, name)]
+            steps = [phase.total for phase in self.phases if phase.name != "start"]
+            only = ", while models are loaded, although the steps would fit" * (max(steps) <= have)
             found.append(
-                f"does not fit: {self.peak.total / GIB:.1f} GiB of {have / GIB:.1f} in {self.peak.name}. "
-                f"Largest: {largest}. Try {'; '.join(dict.fromkeys(advice)) or 'more or larger devices'}."
+                f"does not fit: {self.peak.total / GIB:.1f} GiB of {have / GIB:.1f} in "
+                f"{self.peak.name}{only}. Largest: {largest}. "
+                f"Try {'; '.join(dict.fromkeys(advice)) or 'more or larger devices'}."
             )
         worker = self.setup.worker
         if worker and not self.setup.device.is_cpu and rows_at_once(self.setup, worker) < 1:
@@ -86,7 +91,44 @@ class Plan:
 
 def make_plan(setup: Setup) -> Plan:
     """Compute memory and time of a step."""
-    return Plan(setup, list(list_phases(setup)), estimate_step(setup), compare_splits(setup))
+    time = estimate_step(setup)
+    plan = Plan(setup, list(list_phases(setup)), time, compare_splits(setup))
+    both: list[Literal["fsdp2", "zero3"]] = ["fsdp2", "zero3"] if is_exchangeable(setup) else []
+    others = [divide_weights(setup, sharding) for sharding in both]
+    by_sharding = {other.sharding: Plan(other, list(list_phases(other)), time) for other in others}
+    return replace(plan, by_sharding=by_sharding)
+
+
+def is_exchangeable(setup: Setup) -> bool:
+    """Return whether FSDP2 and ZeRO-3 could both divide the weights; FSDP2 offloads nothing."""
+    return setup.trains and setup.shards > 1 and not (setup.offload_optimizer or setup.offload_parameters)
+
+
+def divide_weights(setup: Setup, sharding: Literal["fsdp2", "zero3"]) -> Setup:
+    """Return the setup with weights that FSDP2 or ZeRO-3 divides.
+
+    FSDP2 keeps weights in the type in which they are loaded, and their gradients and moments too. DeepSpeed
+    casts weights, and has gradients, moments and a second copy of the weights in fp32.
+    """
+    if sharding == setup.sharding:
+        return setup
+    deepspeed = sharding == "zero3"
+
+    def store(model: LanguageModel) -> LanguageModel:
+        return replace(model, weight_bytes=model.product_bytes if deepspeed else model.loaded_bytes)
+
+    policy, shape = store(setup.policy), setup.policy.shape
+    # The matrices of an adapter are in fp32.
+    size = 4 if deepspeed or shape.trained < shape.weights else policy.loaded_bytes
+    return replace(
+        setup,
+        sharding=sharding,
+        policy=policy,
+        students=tuple(map(store, setup.students)),
+        teacher=setup.teacher and (policy if setup.is_own_teacher else store(setup.teacher)),
+        master_bytes=size,
+        grad_bytes=size,
+    )
 
 
 def compare_splits(setup: Setup) -> list[Split]:
@@ -178,7 +220,7 @@ def suggest_remedies(setup: Setup, part: str) -> list[str]:
     """Return settings that make a part smaller and are not set yet."""
     whole = setup.sharding in ("whole", "ddp")
     # Traces, scores and responses are written by one process.
-    shard = "--config overlays/zero3"
+    shard = "--config overlays/fsdp2"
     if setup.num_processes == 1:
         shard += " on several devices"
     step = setup.step
@@ -239,6 +281,7 @@ def format_plan(plan: Plan) -> str:
         format_workers(setup),
         format_time(plan),
         format_splits(plan),
+        format_sharding(plan),
         ["Assumed:", *(line for note in notes for line in wrap_note(note))],
         [line for problem in plan.problems() or [verdict] for line in wrap_note(problem, "")],
     ]
@@ -377,6 +420,19 @@ def format_splits(plan: Plan) -> list[str]:
     return [*lines, "  * as configured"]
 
 
+def format_sharding(plan: Plan) -> list[str]:
+    """Return the peak of the same run by FSDP2 and by ZeRO-3; no line if its weights are not in shards."""
+    if not plan.by_sharding:
+        return []
+    names = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+    lines = ["The same run by who divides the weights, GiB at the peak:"]
+    for sharding, other in plan.by_sharding.items():
+        name = names[sharding] + " *" * (sharding == plan.setup.sharding)
+        fault = "" if other.fits else "  does not fit"
+        lines.append(f"  {name:<9}{other.peak.total / GIB:>7.1f} in {other.peak.name}{fault}")
+    return [*lines, "  * as configured"]
+
+
 def write_json(plan: Plan, path: str) -> None:
     """Write the plan's figures, in bytes and seconds, for other programs."""
     content = {
@@ -392,6 +448,7 @@ def write_json(plan: Plan, path: str) -> None:
         "run_seconds": plan.run_seconds,
         "slowest_rank": 1.0 if plan.setup.step.balanced else plan.setup.step.slowest_rank,
         "splits": [split.figures() for split in plan.splits],
+        "peak_bytes_by_sharding": {name: other.peak.total for name, other in plan.by_sharding.items()},
         "setup": asdict(plan.setup),
     }
     Path(path).write_text(json.dumps(content, indent=1))

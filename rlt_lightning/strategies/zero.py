@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -44,7 +45,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     """DeepSpeed ZeRO-1, 2 or 3, on GPUs and, by gloo, on CPUs.
 
     Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 weights too.
+        stage: 1 shards optimizer states, 2 gradients too, 3 weights too. 2 warns: it has had wrong gradients.
         logging_batch_size_per_gpu: The batch size in DeepSpeed's own reports, and nowhere else.
         kwargs: Options of Lightning's strategy, such as offload_optimizer and offload_parameters.
     """
@@ -57,6 +58,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             raise InputError(
                 f"offload_parameters is for stage 3, which has weights in shards, but stage is {stage}. Use "
                 "only offload_optimizer, or stage 3."
+            )
+        if stage == 2:
+            rank_zero_warn(
+                "DeepSpeed's ZeRO-2 has computed wrong gradients without an error "
+                "(https://github.com/deepspeedai/DeepSpeed/issues/8224, closed, and /issues/7718, "
+                "open). Use stage 1 or 3, or FSDP2; or compare policy/grad_norm with theirs."
             )
         super().__init__(stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, **kwargs)
 
@@ -82,7 +89,8 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]
         policy, read = self.lightning_module.policy, self.lightning_module.entry.read
         if read is None:
-            read = {name: parameter.data for name, parameter in trained_parameters(policy)}.__getitem__
+            # In main memory: on a GPU both they and DeepSpeed's copies would be there at a time.
+            read = {name: parameter.data.cpu() for name, parameter in trained_parameters(policy)}.__getitem__
         super().setup(trainer)
         if self.optimizers and "bf16" in self.config:
             self.start_from(read)
