@@ -74,7 +74,8 @@ prove: setup setup-vllm
 benchmarks: setup
 	scripts/benchmarks.sh
 
-# On a machine with a GPU: docs/gpu.md. Options: STEPS="1 2", OUT=DIR, KIT=DIR, PYTHON=FILE, REHEARSE=1 (on a CPU).
+# On a machine with a GPU: docs/gpu.md. Options: STEPS="1 2", OUT=DIR, KIT=DIR, PYTHON=FILE, REHEARSE=1 (on a CPU),
+# PRETEND=1 (on the tests' pretended GPU).
 gpu-ladder:
 	scripts/gpu_ladder.sh $(STEPS)
 

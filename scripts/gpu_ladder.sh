@@ -4,11 +4,12 @@
 #   scripts/gpu_ladder.sh [STEP ...]          in the project's own .venv (make setup), or PYTHON
 #   KIT=FOLDER scripts/gpu_ladder.sh          without a network, with a folder of gpu_kit.sh; PYTHON has PyTorch
 #   REHEARSE=1 scripts/gpu_ladder.sh          on a CPU at tiny size: shows that the steps run, and nothing else
+#   PRETEND=1 scripts/gpu_ladder.sh           the same of steps 2 and 4 to 9 on the tests' pretended GPU
 #
 #   1 versions     imports, driver, memory, allocator, rate of matrix products                  120 s at most
 #   2 numerics     log-probs, exact KL, attention with shared prefixes: CUDA against float64    180 s
 #   3 benchmark    benchmarks/gpu.py at 0.5B and 7B, 16k tokens: time, memory, MFU              480 s
-#   4 fit          5 iterations: fp32 on CPU and GPU, bf16-mixed, checkpointing and offload     570 s
+#   4 fit          5 iterations: fp32 on CPU and GPU, bf16-mixed, checkpointing, LoRA           720 s
 #   5 strategies   the same under FSDP2, DDP, ZeRO-3, ZeRO-1, offloaded ZeRO-3, one process     420 s
 #   6 tests        the tests that need a GPU                                                    150 s
 #   7 profile      where the optimise phase's time goes, by kind of kernel                      240 s
@@ -16,22 +17,31 @@
 #   9 engine       tokens a second of the in-process engine and of transformers                 240 s
 #   10 quantised   benchmark of 4-bit and 8-bit weights, if bitsandbytes is installed           300 s
 #
-# The default is 1 2 4 5 6 3 7 8 9 10, the most valuable first. OUT (runs/gpu_ladder) gets ladder.md, ladder.json with
-# every finding, ladder.log with all output, profiles.txt and the JSON of each benchmark. A call adds to what OUT has,
-# so the steps can run in pieces. LIMIT=seconds ends the whole in time. WORK holds what is installed and made.
+# The default is 1 2 4 5 6 3 7 8 9 10, the most valuable first. OUT (runs/gpu_ladder) gets three files: ladder.md,
+# ladder.json with every finding, and ladder.tar.gz with all output, the profiles and the JSON of each benchmark.
+# LIMIT=seconds ends the whole in time. WORK (runs/gpu_ladder_work) holds what is installed, made and found: a call
+# adds to it, so the steps can run in pieces.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 checkout=$PWD
 steps=("$@")
-[[ ${#steps[@]} -gt 0 ]] || steps=(1 2 4 5 6 3 7 8 9 10)
+pretend=${PRETEND:-}
+all=(1 2 4 5 6 3 7 8 9 10)
+[[ -z $pretend ]] || all=(2 4 5 6 7 8 9)
+[[ ${#steps[@]} -gt 0 ]] || steps=("${all[@]}")
 for step in "${steps[@]}"; do
     [[ $step =~ ^([1-9]|10)$ ]] || { echo "STEP must be 1 to 10, but is $step." >&2; exit 2; }
+    [[ -z $pretend || $step =~ ^[2456789]$ ]] || { echo "With PRETEND, STEP must be 2 or 4 to 9, but is $step." >&2; exit 2; }
 done
-OUT=$(mkdir -p "${OUT:-runs/gpu_ladder}" && realpath "${OUT:-runs/gpu_ladder}")
-WORK=$(mkdir -p "${WORK:-runs/gpu_ladder/work}" && realpath "${WORK:-runs/gpu_ladder/work}")
+bring_home=$(mkdir -p "${OUT:-runs/gpu_ladder}" && realpath "${OUT:-runs/gpu_ladder}")
+WORK=$(mkdir -p "${WORK:-runs/gpu_ladder_work}" && realpath "${WORK:-runs/gpu_ladder_work}")
+OUT=$WORK/found
+mkdir -p "$OUT"
 LIMIT=${LIMIT:-7200}
-rehearse=${REHEARSE:-}
-export OUT WORK REHEARSE=$rehearse PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
+rehearse=${REHEARSE:-$pretend}
+slower=1 # a pretended GPU is a CPU with more to do
+[[ -z $pretend ]] || slower=5
+export OUT WORK REHEARSE=$rehearse PRETEND=$pretend PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 [[ -z $rehearse ]] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 begin=$SECONDS
@@ -41,7 +51,7 @@ note() { # note CHECK PASSED SECONDS [JSON-FIELDS]
     printf '{"check": "%s", "passed": %s, "seconds": %s%s}\n' "$1" "$2" "$3" "${4:+, $4}" | tee -a "$OUT/results.jsonl"
 }
 check() { # check NAME SECONDS COMMAND...: run it with a time limit, keep its output, note how it ended
-    local name=$1 limit=$2 start=$SECONDS left=$((LIMIT - (SECONDS - begin))) reason
+    local name=$1 limit=$(($2 * slower)) start=$SECONDS left=$((LIMIT - (SECONDS - begin))) reason
     shift 2
     if ((left < 15)); then
         note "$name" null 0 '"why": "skipped: no time left"'
@@ -95,6 +105,12 @@ else
     py=${PYTHON:-.venv/bin/python}
     "$py" -c 'import torch' || { echo "$py must have this project's packages: make setup, or set PYTHON or KIT." >&2; exit 2; }
 fi
+if [[ -n $pretend ]]; then # every Python of the ladder, on one pretended GPU
+    export PYTHONPATH=$checkout/tests:$PYTHONPATH PRETENDED_GPUS=1
+    printf '#!/bin/sh\nexec "%s" -m pretended_gpu.python "$@"\n' "$(realpath -s "$(command -v "$py")")" > "$WORK/python"
+    chmod +x "$WORK/python"
+    py=$WORK/python
+fi
 if [[ -z $rehearse ]] && ! "$py" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "The ladder needs a GPU that PyTorch sees. To try the steps on a CPU: REHEARSE=1." >&2
     exit 2
@@ -102,9 +118,10 @@ fi
 
 ladder=benchmarks/ladder
 export PYTHONPATH=$checkout/benchmarks:$PYTHONPATH
-accelerator=gpu precision=bf16-mixed length=128 half=bfloat16 compiled=true prompts=4 iterations=5
+accelerator=gpu precision=bf16-mixed length=128 half=bfloat16 compiled=true prompts=4 iterations=5 plain=()
 if [[ -n $rehearse ]]; then
-    accelerator=cpu precision=32-true length=4 half=float32 compiled=false prompts=2 iterations=1
+    compiled=false length=4 prompts=2 iterations=1 plain=(--model.head.compiled false)
+    [[ -n $pretend ]] || accelerator=cpu precision=32-true half=float32
 fi
 fit() { # fit NAME SECONDS OPTION...: a few iterations, in a folder of its own
     local name=$1 limit=$2
@@ -144,22 +161,25 @@ for step in "${steps[@]}"; do
     4)
         models
         fit fp32_cpu 120 --trainer.accelerator cpu
-        fit fp32 60 --trainer.accelerator $accelerator &&
+        fit fp32 60 --trainer.accelerator $accelerator "${plain[@]}" &&
             check "4 GPU against CPU" 30 "$py" $ladder/compare.py "first step, fp32: CPU and GPU" \
                 "$WORK/runs/fp32_cpu" "$WORK/runs/fp32" 0.02
-        if [[ -n $rehearse ]]; then
+        if [[ $accelerator == cpu ]]; then
             note "fit, bf16" null 0 '"why": "skipped: needs a GPU"'
         else
-            fit bf16 60 --trainer.accelerator $accelerator --trainer.precision $precision --model.student_dtype $half &&
+            fit bf16 60 --trainer.accelerator $accelerator --trainer.precision $precision --model.student_dtype $half \
+                "${plain[@]}" &&
                 check "4 half against full" 30 "$py" $ladder/compare.py "first step: fp32 and bf16-mixed" \
                     "$WORK/runs/fp32" "$WORK/runs/bf16" 0.2
         fi
         fit options 150 --trainer.accelerator $accelerator --trainer.precision $precision \
             --model.gradient_checkpointing true --model.offload_frozen true --model.head.compiled $compiled
+        fit lora 150 --trainer.accelerator $accelerator --trainer.precision $precision "${plain[@]}" \
+            --config configs/overlays/lora.yaml --export.enabled true --export.adapter merged
         ;;
     5)
         models
-        options=(--trainer.accelerator $accelerator --trainer.precision $precision)
+        options=(--trainer.accelerator $accelerator --trainer.precision $precision "${plain[@]}")
         fit fsdp2 90 --config configs/overlays/fsdp2.yaml "${options[@]}"
         fit ddp 60 --trainer.strategy ddp "${options[@]}"
         fit zero3 90 --config configs/overlays/zero3.yaml "${options[@]}"
@@ -192,3 +212,8 @@ for step in "${steps[@]}"; do
     esac
 done
 "$py" $ladder/table.py
+status=$?
+cp "$OUT/ladder.md" "$OUT/ladder.json" "$bring_home"
+tar -C "$OUT" -czf "$bring_home/ladder.tar.gz" --exclude=ladder.md --exclude=ladder.json .
+echo "$bring_home: ladder.md, ladder.json, ladder.tar.gz"
+exit $status

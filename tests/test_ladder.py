@@ -27,7 +27,7 @@ from rlt_lightning.numerics.varlen import TorchKernel
 LADDER = ROOT / "benchmarks" / "ladder"
 STEPS = {"1 versions", "2 numerics", "7 profile", "8 kernels", "8 pinned buffers", "9 engine"}
 STEPS |= {"6 tests that need a GPU"}
-FITS = {"fp32_cpu", "fp32", "options", "fsdp2", "ddp", "zero3", "zero1", "offload"}
+FITS = {"fp32_cpu", "fp32", "options", "lora", "fsdp2", "ddp", "zero3", "zero1", "offload"}
 
 
 def script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -166,6 +166,12 @@ def test_a_script_refuses_what_it_does_not_know(name: str, arguments: list[str],
     assert message in done.stderr
 
 
+def test_a_pretended_gpu_has_not_all_steps() -> None:
+    done = script("gpu_ladder.sh", "3", PRETEND="1")
+    assert done.returncode == 2
+    assert "With PRETEND, STEP must be 2 or 4 to 9, but is 3." in done.stderr
+
+
 @pytest.mark.full
 def test_a_kit_has_the_versions_of_the_project(tmp_path: Path) -> None:
     done = script("gpu_kit.sh", str(tmp_path / "kit"), DRY="1", PYTHONPATH=str(ROOT))
@@ -207,5 +213,6 @@ def test_the_ladder_passes_at_tiny_size(tmp_path: Path) -> None:
     assert {name for name in passed if outcomes.get(name)} == passed
     assert {"HFEngine, tiny, 2 sequences", "transformers' generate, tiny, 2 sequences"} <= outcomes.keys()
     assert "benchmark, generate" not in outcomes
+    assert {path.name for path in out.iterdir()} == {"ladder.md", "ladder.json", "ladder.tar.gz"}
     rows = (out / "ladder.md").read_text().splitlines()[2:]
     assert len(rows) == len(written["checks"])

@@ -2,7 +2,7 @@
 
 A check is a script of this folder. It appends one line of JSON per finding to OUT/results.jsonl: `check`,
 `passed` (null for a measurement, and for what could not run, which says `why`), and its figures. REHEARSE=1
-lets it run at tiny size on a CPU.
+lets it run at tiny size on a CPU, PRETEND=1 on a pretended GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor
 from rlt_lightning.modules.phases import synchronise
 
 OUT = Path(os.environ.get("OUT", "runs/gpu_ladder"))
-TINY = bool(os.environ.get("REHEARSE")) and not torch.cuda.is_available()
-DEVICE = torch.device("cpu" if TINY else "cuda")
-HALF = torch.float32 if TINY else torch.bfloat16
+PRETENDED = bool(os.environ.get("PRETEND"))  # the GPU of tests/pretended_gpu
+TINY = PRETENDED or (bool(os.environ.get("REHEARSE")) and not torch.cuda.is_available())
+DEVICE = torch.device("cpu" if TINY and not PRETENDED else "cuda")
+HALF = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 Finding = tuple[bool | None, dict[str, Any]]
 
 

@@ -1,0 +1,13 @@
+"""Do what `python WORDS` does, on pretended GPUs: `python -m pretended_gpu.python WORDS`."""
+
+from __future__ import annotations
+
+import sys
+
+from commands import run_python
+
+import pretended_gpu.run as pretended  # before torch
+
+if __name__ == "__main__":
+    pretended.skip_measurements()
+    run_python(sys.argv[1:])
