@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from cases import full, slow
+from cases import slow
 from device_rules import Places, Refusing, rules_of
 from ruled_run import run_ruled
 
@@ -20,11 +20,11 @@ from ruled_run import run_ruled
         slow("zero1", "sft"),
         slow("zero3", "sft"),
         slow("zero1", "rlt"),
-        full("zero2", "rlt"),
+        slow("zero2", "rlt"),
         slow("zero3_offload", "rlt"),
-        full("fsdp2", "rlt"),
+        slow("fsdp2", "rlt"),
         slow("fsdp2", "sft"),
-        full("ddp", "rlt"),
+        slow("ddp", "rlt"),
         slow("ddp", "sft"),
     ],
 )
