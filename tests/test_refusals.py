@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a second batch size": (
         lambda: Trainer("unused", accumulate_grad_batches=4),
-        "trainer.accumulate_grad_batches must be 1, but is 4",
+        "so accumulate_grad_batches must be 1, but is 4",
     ),
     "greedy sampling": (
         lambda: train(Sampling(temperature=0)),
