@@ -21,7 +21,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-import rlt_lightning
 from rlt_lightning.cli.help import (
     MOST_LINES,
     VERBS,
@@ -158,7 +157,7 @@ def format_value(value: Any) -> str | None:
 def list_own_classes() -> dict[str, type]:
     """Return the classes that folders of this package export, by their paths."""
     found: dict[str, type] = {}
-    for module in pkgutil.iter_modules(rlt_lightning.__path__, OWN):
+    for module in pkgutil.iter_modules([str(Path(__file__).parents[1])], OWN):
         if module.ispkg and hasattr(package := import_module(module.name), "__all__"):
             values = {name: getattr(package, name) for name in package.__all__}
             found |= {f"{module.name}.{n}": value for n, value in values.items() if isinstance(value, type)}
