@@ -22,7 +22,7 @@ from tiny import TINY, generates, tiny_options
 from rlt_lightning.cli.configs import copy_config, read_launch_line
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
-from rlt_lightning.rounds import build_rounds_parser, read_rounds_settings
+from rlt_lightning.rounds import build_rounds_parser, list_given, read_rounds_settings
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
@@ -171,7 +171,8 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
 def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
     verb, *options = launch_words(config)
     if config == ROUNDS:
-        read_rounds_settings(build_rounds_parser().parse_args(options))
+        read = build_rounds_parser().parse_args(options)
+        read_rounds_settings(read.config, list_given(read))
     else:
         check_rlt([verb, *options], ROOT)
 
@@ -197,7 +198,7 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     settings = yaml.safe_load(base.read_text())
     options = [f"--config={base}", *([] if base == config else [f"--config={config}"])]
     options += [*tiny_options(verb, settings, tiny_model), f"--output_dir={tmp_path / 'run'}"]
-    if config.stem in ("vllm", "vllm_async", "small_2gpu_vllm", *EIGHT_GPUS, *PLAIN_WORKERS):
+    if config.stem in ("vllm", "vllm_async", "small_2gpu_vllm", "fsdp2_2gpu", *EIGHT_GPUS, *PLAIN_WORKERS):
         plain = config.stem in PLAIN_WORKERS
         worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
         overlay = OVERLAYS[0].with_name("vllm.yaml")

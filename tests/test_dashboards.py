@@ -48,6 +48,7 @@ OTHER_MODULES |= {
     name for m in list_metrics() if m.prefix == "distill" for name in (m.name, m.name.replace("/", "/val_"))
 }
 OTHER_MODULES |= {"reward/baseline", "reward/val_baseline"}  # of reward.baseline: empty
+OTHER_MODULES |= {"rollout/masked_frac"}  # of importance weights that mask
 OTHER_MODULES |= {"rollout/half_character_frac"}  # of a student with another tokenizer
 
 
