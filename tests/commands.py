@@ -311,6 +311,7 @@ def run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     if job.get("gpus"):
+        os.environ.pop("DS_ACCELERATOR", None)  # set by a run on CPUs in the process of the tests
         import pretended_gpu.device as device
 
         device.set_device_count(job["gpus"])

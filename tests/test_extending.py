@@ -577,7 +577,8 @@ class Served(HalfServed):
 
 
 def test_sharded_weights_need_an_engine_that_gathers() -> None:
-    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=SimpleNamespace(problems=[]))
+    data = SimpleNamespace(problems=[], items=SimpleNamespace(is_examples=False))
+    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=data)
     module = RLTModule()
     with pytest.raises(InputError, match="FourMethods does not write gather_weights"):
         RolloutCallback(FourMethods()).setup(sharded, module, "validate")  # type: ignore[arg-type]
