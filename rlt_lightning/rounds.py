@@ -22,7 +22,6 @@ import json
 import math
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -35,7 +34,7 @@ import yaml
 
 from rlt_lightning.cli.help import VERBS as HELP
 from rlt_lightning.cli.mistakes import OneLineArguments
-from rlt_lightning.demo.command import add_switch, open_folder, run_stages
+from rlt_lightning.demo.command import add_switch, end_with_line, open_folder, run_stages
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.run.shipped import find_config, suggest_names
@@ -489,8 +488,7 @@ def plan_rounds(words: Sequence[str]) -> int:
         with TemporaryDirectory(prefix="rlt-plan-") as scratch:
             plans = plan_stages(settings, Stages(Path(scratch), single_thread=False))
     except (InputError, StageError) as error:
-        print(f"rlt: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        return end_with_line(error)
     print(build_plan_table(settings, plans))
     return int(not all(plan["fits"] for plan in plans.values()))
 

@@ -7,14 +7,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.callbacks.ranking import rank_traces
+from rlt_lightning.callbacks.ranking import ADVICE, rank_traces
 from rlt_lightning.console import announce
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import RLTReward
@@ -30,10 +30,6 @@ WATCHED = (
 )
 # Attributes in a checkpoint, besides the latest values.
 SAVED = ("lowest_truncated", "longest", "reward_of_longest", "lowest_unjudged", "highest_closed", "sent_at")
-RANK_ADVICE = (
-    "RLT teaches what earns most: let the student learn some traces first (rlt rounds), or warm the teacher "
-    "up longer."
-)
 FORM_ADVICE = "No teacher judges an answer's tags and solution: lower the learning rate."
 
 
@@ -119,16 +115,21 @@ class Alarms(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = True
-        asks_students = isinstance(pl_module, RLTModule) and isinstance(pl_module.reward, RLTReward)
-        if self.enabled and self.ranked_rows and asks_students and trainer.global_step == 0:
-            began = time.monotonic()
-            ranking = rank_traces(trainer, cast(RLTModule, pl_module), self.ranked_rows)
-            if ranking is not None and trainer.is_global_zero:
-                text = f"{ranking.describe()} ({time.monotonic() - began:.1f} s)."
-                if ranking.list_preferred():
-                    send_alarm(trainer, "This student does not reward right traces", f"{text} {RANK_ADVICE}")
-                else:
-                    announce(text)
+        asked = self.enabled and self.ranked_rows and trainer.global_step == 0
+        if asked and isinstance(pl_module, RLTModule) and isinstance(pl_module.reward, RLTReward):
+            self.rank_rows(trainer, pl_module)
+
+    def rank_rows(self, trainer: Trainer, module: RLTModule) -> None:
+        """Say what right traces, leaps and filler earn, as an alarm if RLT would teach the worse ones."""
+        began = time.monotonic()
+        ranking = rank_traces(trainer, module, self.ranked_rows)
+        if ranking is None or not trainer.is_global_zero:
+            return
+        text = f"{ranking.describe()} ({time.monotonic() - began:.1f} s)."
+        if ranking.list_preferred():
+            send_alarm(trainer, "This student does not reward right traces", f"{text} {ADVICE}")
+        else:
+            announce(text)
 
     @override
     def on_train_batch_end(

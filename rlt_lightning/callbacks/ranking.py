@@ -38,6 +38,10 @@ REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers 
 SENTENCE = re.compile(r"(?<=[.,;!?\n])\s+")
 MARKS = " .,;:!?"  # what may follow a sentence
 WORD = re.compile(r"[^\W\d_]+")
+ADVICE = (
+    "RLT teaches what earns most: let the student learn some traces first (rlt rounds), or warm the teacher "
+    "up longer."
+)
 VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
 JUDGED = 8  # rows that are judged, for each that is ranked
 NUM_PHRASES = 16  # the most sentences of filler, and words

@@ -74,12 +74,17 @@ def run_stages(verb: str, words: Sequence[str], output_dir: str | None, run_in: 
     try:
         return run_in(folder)
     except (InputError, StageError) as error:
-        print(f"rlt: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        return end_with_line(error)
     except KeyboardInterrupt:
         resume = shlex.join(["rlt", verb, *drop_switches(words, folder), "--resume", "true"])
         print(f"\nrlt: interrupted. Finished stages are kept. To resume: {resume}", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def end_with_line(error: InputError | StageError) -> int:
+    """Print what went wrong as a line, and return the exit status."""
+    print(f"rlt: error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, InputError) else 1
 
 
 def build_demo_parser() -> argparse.ArgumentParser:

@@ -342,7 +342,7 @@ class PolicyModule(LightningModule):
         planned = micro_batches(extents, self.micro_batch_tokens, self.layout)
         if not meeting:
             return [(micro_batch, 1.0) for micro_batch in planned]
-        most = int(*self.max_over_ranks(len(planned)))
+        [most] = map(int, self.max_over_ranks(len(planned)))
         planned = split_to(planned, most, extents)
         return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 

@@ -18,6 +18,7 @@ from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from rlt_lightning.callbacks.ranking import (
+    ADVICE,
     JUDGED,
     VARIANTS,
     DrawnRow,
@@ -363,8 +364,7 @@ def describe_ranking(ranking: Ranking) -> Check:
         grade(min(won.values()), RANKED),
         f"{ranking.describe()}: right traces are ranked first in {' and '.join(shares)}",
         f"each at least {100 * RANKED[1]:g} %",
-        "RLT teaches what earns most: let the student learn some traces first (rlt rounds), or warm the "
-        "teacher up longer. rlt explain shows one",
+        f"{ADVICE} rlt explain shows one",
     )
 
 
