@@ -68,7 +68,7 @@ test-benchmarks: setup
 
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout 5400
 
 # Runs the benchmarks and puts their figures into docs/: an hour on an idle machine with 24 GB.
 benchmarks: setup
