@@ -30,6 +30,7 @@ import torch
 
 SHARED = Path(__file__).parents[2] / "shared"
 FIGURE = "figure: "  # begins a printed line that the summary repeats
+LAST_LINES = 25  # of a failure, printed when it happens
 LEFT = pytest.StashKey[Counter[str]]()
 SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
 SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_devices", "test_opd_runs")
@@ -52,8 +53,29 @@ ABOUT_DOCS += ("test_setup_gpu", "test_site")
 # What is run, and what is left
 
 
+class Failures:
+    """Print each failure when it happens: a run that is stopped before its summary has told what it found."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            lines = report.longreprtext.splitlines()
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)")
+            for line in lines[-LAST_LINES:]:
+                self.terminal.write_line(f"    {line}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT] = Counter()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    if terminal := plugins.get_plugin("terminalreporter"):  # processes of xdist have none
+        plugins.register(Failures(terminal))
 
 
 def group_of(nodeid: str) -> str:

@@ -57,13 +57,8 @@ class Opened:
     def draw_all(self) -> None:
         """Open what is folded and wait until every chart is drawn."""
         self.page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
-        self.page.evaluate(
-            """async () => {
-              for (const plot of document.querySelectorAll('.plot')) {
-                while (!Chart.getChart(plot.firstChild)) await new Promise(requestAnimationFrame);
-              }
-            }"""
-        )
+        drawn = "[...document.querySelectorAll('.plot')].every((plot) => Chart.getChart(plot.firstChild))"
+        self.page.wait_for_function(drawn)  # which ends after 30 seconds: an awaited `evaluate` never does
 
     def painted(self, plot: Any, css_color: str) -> float:
         """The fraction of a chart's pixels that have a colour of the page, or nearly."""
