@@ -7,16 +7,21 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cases import full
-from commands import Running, rlt, start, wait_until
+from commands import ROOT, Running, rlt, start, wait_until
 from test_cli import explanation, metrics, small_fit, weights
+from test_rank_failures import TORCHRUN
 
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
-RANKS = {"one process": [], "two ranks": ["--trainer.devices=2", "--trainer.strategy=ddp"]}
+TWO = ["--trainer.devices=2"]
+RANKS = {"one process": [], "two ranks": [*TWO, "--trainer.strategy=ddp"]}
+RANKS["FSDP2"] = [*TWO, "--config=configs/overlays/fsdp2.yaml"]
 VALIDATED = ["--data.val_rows=2", "--trainer.val_check_interval=2", "--trainer.check_val_every_n_epoch=null"]
 
 
@@ -46,13 +51,13 @@ def assert_equal(whole: Path, resumed: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def interrupt(process: Running, is_paused: Callable[[], bool]) -> None:
-    """Send one Ctrl-C to rank 0 in the middle of an iteration."""
+def interrupt(process: Running, is_paused: Callable[[], bool], *, everyone: bool = False) -> None:
+    """Send one Ctrl-C in the middle of an iteration: to rank 0, or to all processes as a terminal does."""
     wait_until(is_paused, 120)
-    os.kill(process.pid, signal.SIGINT)
+    (os.killpg if everyone else os.kill)(process.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("ranks", ["one process", full("two ranks")])
+@pytest.mark.parametrize("ranks", ["one process", full("two ranks"), full("FSDP2")])
 def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     ranks: str, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -61,7 +66,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     run(*command(tiny_model, whole, *options))
     # In iteration 2, after which a validation is due and no checkpoint.
     process = start(*command(tiny_model, stopped, *options, fault("on_after_backward", "pause", 1)), log=log)
-    interrupt(process, lambda: "--- made at" in log.read_text())
+    interrupt(process, lambda: "--- made at" in log.read_text(), everyone=ranks == "FSDP2")
     assert process.wait(120) == 130, log.read_text()[-3000:]
     lines = log.read_text().splitlines()
     assert (
@@ -77,6 +82,32 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     resume = shlex.split(told.partition("To resume: ")[2])
     assert Path(resume[0]).name == "rlt"
     run(*(word for word in resume[1:] if "faults.Fault" not in word))
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.full
+def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str, tmp_path: Path) -> None:
+    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
+    run(*command(tiny_model, whole, *RANKS["two ranks"]))
+    pause = fault("on_after_backward", "pause", 1)
+    words = command(tiny_model, stopped, *RANKS["two ranks"], pause)
+    with log.open("w") as file:  # its ranks are in sessions of their own: a terminal reaches torchrun alone
+        agent = subprocess.Popen(
+            [sys.executable, *TORCHRUN, "-m", "rlt_lightning", *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])},
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        wait_until(lambda: "--- made at" in log.read_text(), 120)
+        agent.send_signal(signal.SIGINT)
+        assert agent.wait(60) != 0
+    finally:
+        agent.kill()
+    assert "The run stopped after iteration 2. The newest checkpoint is " in log.read_text()
+    assert (stopped / "checkpoints" / "step=000002.ckpt").is_dir()
+    run(*command(tiny_model, stopped, *RANKS["two ranks"], "--resume=true"))
     assert_equal(whole, stopped)
 
 
