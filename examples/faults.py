@@ -50,6 +50,7 @@ from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import InputError
+from rlt_lightning.version import VLLM_MINORS
 
 JSON = dict[str, Any]
 
@@ -114,7 +115,9 @@ class Run:
         engine = None
         if self.url is not None:
             push = DiskPush(timeout_s=2.0)
-            engine = VLLMEngine([self.url], push=push, call_timeout_s=2.0, max_restarts=1)
+            engine = VLLMEngine(
+                [self.url], push=push, call_timeout_s=2.0, max_restarts=1, recovery_timeout_s=30.0
+            )
         printed, trainer, error = io.StringIO(), None, None
         logged = logging.StreamHandler(printed)
         logging.getLogger("rlt_lightning").addHandler(logged)
@@ -210,6 +213,8 @@ class Worker:
                 return {"is_paused": False}
             case "/v1/models":
                 return {"data": [{"id": "miniature"}]}
+            case "/version":
+                return {"version": VLLM_MINORS[0]}
             case "/get_world_size":
                 return {"world_size": 1}
             case "/server_info":
