@@ -67,9 +67,11 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to the files into links to their pages; the search lists the reference after the guides."""
+    """Turn links to the files into links to their pages; the search begins with index.md, ends with api/."""
     if page.file.src_uri.startswith("api/"):
-        page.meta["search"] = {"boost": 0.1}
+        page.meta["search"] = {"boost": 0.02}
+    if page.file.src_uri == "index.md":
+        page.meta["search"] = {"boost": 4}
     if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
         return markdown
     return LINK.sub(r"](source/\1.md)", markdown)
