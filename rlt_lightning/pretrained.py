@@ -25,7 +25,7 @@ from rlt_lightning.models.embedded import (
 )
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
 from rlt_lightning.models.weights import Read, WeightFiles
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, first_line
 
 # Tokenizer classes that are described completely by tokenizer.json.
 PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -257,9 +257,8 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"The {kind} '{name}' could not be loaded ({reason}). Use {MODEL_CHOICES}."
+            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). Use {MODEL_CHOICES}."
         ) from error
 
 

@@ -44,6 +44,12 @@ class InputError(ValueError):
     """Something the user controls is wrong. `rlt` prints its message on one line, without a traceback."""
 
 
+def first_line(error: BaseException, length: int = 150) -> str:
+    """Return the first line of an error's message that is not empty, or the error's kind if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:length] if lines else type(error).__name__
+
+
 def missing_package(what: str, package: str, extra: str, instead: str) -> InputError:
     """Return the error of a package that is not installed, since only an extra brings it.
 

@@ -178,15 +178,22 @@ def rlt(
 
 
 def python(
-    code: str, cwd: Path, fresh: bool = False, gpus: int = 0, **environment: str
+    code: str, cwd: Path, fresh: bool = False, gpus: int = 0, text: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, in a process that has the package imported."""
     if fresh:
         command, own = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)} | os.environ | environment
         return subprocess.run(
-            command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300, start_new_session=True
+            command,
+            cwd=cwd,
+            env=own,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            start_new_session=True,
         )
-    process = Running((), None, cwd, "", environment, code, gpus)
+    process = Running((), None, cwd, text, environment, code, gpus)
     return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
 
 

@@ -40,6 +40,7 @@ LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks",
 LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_docs", "test_install")
 LONGEST += ("test_the_ladder_passes_at_tiny_size",)
 LONGEST += ("test_killed_and_restarted_by_torchrun_equals_not_stopping",)
+LONGEST += ("test_pretended_verbs", "test_pretended_gpu")
 LONGEST += ("test_vllm_engine", "test_cli", "test_rank_failures", "test_hub", "test_async_rollouts")
 LONGEST += ("test_cross_tokenizer", "test_configs", "test_evaluation", "test_dashboards", "test_python")
 LONGEST += ("test_plan_offline", "test_budget", "test_ways", "test_teach", "test_model_format")
@@ -158,6 +159,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 # Models, and runs that tests share
+
+
+@pytest.fixture(scope="session")
+def pretended_gpus() -> None:
+    """The library of tests/pretended_gpu, built before the first test that needs it, or a reason to skip."""
+    from pretended_gpu.build import CannotBuild, library
+
+    try:
+        library()
+    except CannotBuild as error:
+        if "needs g++" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(scope="session")

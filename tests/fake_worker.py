@@ -336,25 +336,36 @@ class FakeWorker:
 GROUPS: dict[str, Any] = {}  # worker's name -> gloo group of this process
 
 
-def worker_of(model: str, **options: Any) -> FakeWorker:
-    """A fake worker that scores texts with the weights pushed to it; a plain one with those of the model."""
+def worker_of(model: str, gloo: bool = False, dtype: str = "float32", **options: Any) -> FakeWorker:
+    """A fake worker that scores texts with the weights pushed to it; a plain one with those of the model.
+
+    Args:
+        model: Folder of the weights of its start.
+        gloo: Whether weights come over gloo instead of in files.
+        dtype: Of its weights.
+        options: Further options of the worker.
+    """
     import torch
     from safetensors.torch import load_file
 
     from rlt_lightning.pretrained import load_model
 
-    copy = load_model(model)
+    copy = load_model(model, dtype)
 
     def score(token_ids: list[int]) -> list[float]:
-        if worker.dev_mode:
+        if worker.dev_mode and not gloo:
             assert worker.folder is not None
             for file in worker.folder.glob("*.safetensors"):
                 copy.load_state_dict(load_file(file), strict=False)
         with torch.no_grad():
-            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
         return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
 
-    worker = FakeWorker(**{"endings": ("length",), "score": score} | options)
+    if gloo:
+        name = f"of {id(copy)}"
+        options["on_init"] = lambda info: join_gloo(name, info)
+        options["on_update"] = lambda info: copy.load_state_dict(receive_gloo(name, info), strict=False)
+    worker = FakeWorker(**{"endings": ("length",), "score": score, "dtype": dtype} | options)
     return worker
 
 

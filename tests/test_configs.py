@@ -17,19 +17,17 @@ import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 from test_docs import check_rlt
-from tiny import TINY, generates, tiny_options
+from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
 
-from rlt_lightning.cli.configs import copy_config, read_launch_line
+from rlt_lightning.cli.configs import copy_config
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
 from rlt_lightning.rounds import build_rounds_parser, list_given, read_rounds_settings
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 # Settings of `rlt rounds`, whose stages have configs of their own: tests/test_rounds.py.
 ROUNDS = ROOT / "configs" / "miniature_rounds.yaml"
-OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
 EIGHT_GPUS = ("fsdp2_8gpu", "zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
 
@@ -61,18 +59,6 @@ def test_where_sampler_and_trainer_differ_tokens_are_weighed() -> None:
             assert options["importance_sampling"] == weights, path
         else:
             assert "importance_sampling" not in options, path  # the default chooses by the engine
-
-
-def name_of(config: Path) -> str:
-    return config.relative_to(ROOT / "configs").with_suffix("").as_posix()
-
-
-def launch_words(config: Path) -> list[str]:
-    """The launch line on top of every config: verb, configs and options."""
-    program, *words = read_launch_line(config.read_text())
-    assert program == "rlt"
-    assert name_of(config) in words
-    return words
 
 
 def test_every_config_is_found_by_its_name() -> None:
@@ -192,17 +178,11 @@ TO_RUN = [
 def test_a_shipped_config_builds_and_runs_at_tiny_size(
     config: Path, tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    verb, _, first, *_ = launch_words(config)
-    of_teacher = config in OVERLAYS and verb == "fit" and config.stem != "evaluate_every"
-    base = find_config("quickstart" if of_teacher else first)
-    settings = yaml.safe_load(base.read_text())
-    options = [f"--config={base}", *([] if base == config else [f"--config={config}"])]
-    options += [*tiny_options(verb, settings, tiny_model), f"--output_dir={tmp_path / 'run'}"]
-    if config.stem in ("vllm", "vllm_async", "small_2gpu_vllm", "fsdp2_2gpu", *EIGHT_GPUS, *PLAIN_WORKERS):
+    verb, options, settings = tiny_run(config, tiny_model)
+    options += [f"--output_dir={tmp_path / 'run'}"]
+    if uses_workers(config):
         plain = config.stem in PLAIN_WORKERS
         worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
-        overlay = OVERLAYS[0].with_name("vllm.yaml")
-        options[1:1] = [f"--config={overlay}"] if config.stem == "vllm_async" else []
         options += ["--rollouts.engine.init_args.launch=null"] if "gpu" in config.stem else []
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         if not plain:

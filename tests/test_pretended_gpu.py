@@ -11,21 +11,10 @@ import pytest
 import ranks
 import torch
 from commands import ROOT, python, rlt
-from pretended_gpu.build import CannotBuild, library
 from pretended_gpu.faults import ON_ONE_RANK, ON_TWO_RANKS
 from safetensors.torch import load_file
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The library, built before the first test, or a reason to skip all of them."""
-    try:
-        library()
-    except CannotBuild as error:
-        if "needs g++" in str(error):
-            pytest.skip(str(error))
-        raise
-
+pytestmark = pytest.mark.usefixtures("pretended_gpus")
 
 OPTIONS = [
     *("fit", "--config=tests/rlt.yaml", "--trainer.accelerator=gpu", "--trainer.devices=1"),

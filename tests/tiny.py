@@ -1,13 +1,21 @@
-"""Options that let any experiment run here: tiny models, few rows, one step, on a CPU."""
+"""Options that let any experiment run here: tiny models, few rows, one step, on a CPU or a pretended GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import yaml
+from commands import ROOT
 from torch import Tensor
 
+from rlt_lightning.cli.configs import read_launch_line
+from rlt_lightning.run.shipped import find_config
 from rlt_lightning.strategies.sharding import Entry
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
 
 TINY = [
     "--data.source=arithmetic",
@@ -72,10 +80,43 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
         # The model must be able to answer: random weights are never right.
         options += ["--model.teacher=miniature", "--data.source=chains", "--data.student_system_prompt="]
         options += ["--data.tags=r1", "--data.num_embedded_rows=16"]
-        options += ["--rollouts.sampling.max_completion_length=72"]
+        options += ["--rollouts.sampling.max_completion_length=72", "--rollouts.num_traces=2"]
     if "scores" in settings:
         options += ["--scores.rank_groups=2"]
     return options
+
+
+def name_of(config: Path) -> str:
+    """Return what a config is called on a command line."""
+    return config.relative_to(ROOT / "configs").with_suffix("").as_posix()
+
+
+def launch_words(config: Path) -> list[str]:
+    """Return the launch line on top of every config: verb, configs and options."""
+    program, *words = read_launch_line(config.read_text())
+    assert program == "rlt"
+    assert name_of(config) in words
+    return words
+
+
+def tiny_run(config: Path, model: str) -> tuple[str, list[str], dict[str, Any]]:
+    """Return verb and options that run a config or an overlay at tiny size, and the settings of the config.
+
+    An overlay is put on what its launch line has first, but one of a teacher on the quickstart.
+    """
+    verb, _, first, *_ = launch_words(config)
+    of_teacher = config in OVERLAYS and verb == "fit" and config.stem != "evaluate_every"
+    base = find_config("quickstart" if of_teacher else first)
+    settings = yaml.safe_load(base.read_text())
+    options = [f"--config={base}", *([] if base == config else [f"--config={config}"])]
+    if config.stem == "vllm_async":
+        options.insert(1, f"--config={config.with_name('vllm.yaml')}")
+    return verb, [*options, *tiny_options(verb, settings, model)], settings
+
+
+def uses_workers(config: Path) -> bool:
+    """Return whether completions of an overlay come from vLLM workers."""
+    return config in OVERLAYS and ("VLLMEngine" in config.read_text() or config.stem == "vllm_async")
 
 
 class StrictEntry(Entry):

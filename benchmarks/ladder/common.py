@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.modules.phases import synchronise
+from rlt_lightning.types import first_line
 
 OUT = Path(os.environ.get("OUT", "runs/gpu_ladder"))
 PRETENDED = bool(os.environ.get("PRETEND"))  # the GPU of tests/pretended_gpu
 TINY = PRETENDED or (bool(os.environ.get("REHEARSE")) and not torch.cuda.is_available())
-DEVICE = torch.device("cpu" if TINY and not PRETENDED else "cuda")
-HALF = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+ON_CPU = TINY and not PRETENDED
+DEVICE = torch.device("cpu" if ON_CPU else "cuda")
+HALF = torch.float32 if ON_CPU else torch.bfloat16
 Finding = tuple[bool | None, dict[str, Any]]
 
 
@@ -47,11 +49,6 @@ def attempt(check: str, function: Callable[[], Finding]) -> bool:
         passed, fields = False, {"why": f"{type(error).__name__}: {first_line(error)}"}
     note(check, passed, **fields)
     return passed is not False
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened."""
-    return (str(error).splitlines() or [""])[0][:200]
 
 
 def median_seconds(function: Callable[[], Any], rounds: int = 5, warm_up: int = 2) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import gpu
 import torch
-from common import DEVICE, HALF, PRETENDED, TINY, Finding, attempt, distance, first_line, median_seconds, note
+from common import DEVICE, HALF, ON_CPU, PRETENDED, TINY, Finding, attempt, distance, median_seconds, note
 from numerics import LAYOUTS
 from numerics import attention as exact_attention
 from torch import Tensor
@@ -42,6 +42,7 @@ from rlt_lightning.numerics.attention import (
     segment_attention,
 )
 from rlt_lightning.numerics.head import LogitScale
+from rlt_lightning.types import first_line
 
 TOKENS, WORDS = (256, 2000) if TINY else (16384, 151936)
 
@@ -50,13 +51,13 @@ def timed(label: str, step: Callable[[], Any], flops: float) -> None:
     """Note time, rate and peak memory of a step, or why it could not run."""
     try:
         step()
-        if not TINY:
+        if not ON_CPU:
             torch.cuda.reset_peak_memory_stats()
         taken = median_seconds(step, rounds=3, warm_up=1)
     except Exception as error:  # a kernel that this card lacks must not hide the others
         note(label, False, why=f"{type(error).__name__}: {first_line(error)}")
         return
-    gib = 0.0 if TINY else torch.cuda.max_memory_allocated() / 2**30
+    gib = 0.0 if ON_CPU else torch.cuda.max_memory_allocated() / 2**30
     note(label, ms=taken * 1e3, tflops=flops / taken / 1e12, peak_gib=gib)
 
 
@@ -178,11 +179,11 @@ class AttentionCase:
         """Time our attention: a loop over PyTorch's public attention, and each kernel that is right."""
         self.time_layouts("loop over sdpa", partial(looped_attention, scale=self.size**-0.5))
         merged = partial(segment_attention, scale=self.size**-0.5)
-        if TINY:
+        if ON_CPU:
             self.time_layouts(KERNELS["cpu"].name, merged)
         for kernel in reversed(ATTENTION_KERNELS):
             label = f"{self.name}, ours by {kernel}"
-            if reason := "needs a GPU" if TINY else missing(kernel, DEVICE):
+            if reason := "needs a GPU" if ON_CPU else missing(kernel, DEVICE):
                 note(label, why=f"skipped: {reason}")
                 continue
             if not attempt(label, partial(use_kernel, kernel)):
@@ -192,7 +193,7 @@ class AttentionCase:
             right = [attempt(f"{exact}, {name}", partial(check, HALF)) for name, check in checks.items()]
             if all(right):
                 self.time_layouts(f"ours by {kernel}", merged)
-        if not TINY:
+        if not ON_CPU:
             KERNELS["cuda"] = attention_kernel("torch")
 
     def libraries(self) -> None:
@@ -271,7 +272,7 @@ class BlockCase:
         ])  # fmt: skip
         off, norm = torch.stack([squares[0], squares[1:].sum(0)]).sqrt().unbind(1)
         errors = dict(zip(("states", "gradients"), (off / norm).tolist(), strict=True))
-        bound = 1e-3 if TINY else 0.05
+        bound = 1e-3 if ON_CPU else 0.05
         return max(errors.values()) < bound, errors | {"bound": bound}
 
 
@@ -321,7 +322,7 @@ def main() -> None:
 
 def free() -> None:
     """Return the memory of what was measured."""
-    if not TINY:
+    if not ON_CPU:
         torch.cuda.empty_cache()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import DEVICE, HALF, TINY, Finding, attempt, distance
+from common import DEVICE, HALF, ON_CPU, TINY, Finding, attempt, distance
 from torch import Tensor
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
@@ -196,6 +196,7 @@ def main() -> None:
         checks["log-probs, several tiles"] = partial(log_probs, HALF, 2048, 151936)
         checks["log-probs, fp32, compiled"] = partial(log_probs, torch.float32, compiled=True)
         checks["log-probs, half, compiled"] = partial(log_probs, HALF, compiled=True)
+    if not ON_CPU:
         checks["log-probs under autocast"] = partial(log_probs, torch.float32, autocast=True)
         checks["model, fp32 under autocast"] = partial(whole_model, torch.float32, True)
     results = [attempt(name, function) for name, function in checks.items()]

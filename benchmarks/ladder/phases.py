@@ -7,7 +7,7 @@ from collections import Counter
 
 import gpu
 import torch
-from common import DEVICE, OUT, TINY, median_seconds, note
+from common import DEVICE, ON_CPU, OUT, TINY, median_seconds, note
 from torch.profiler import ProfilerActivity
 
 from rlt_lightning.models.kernels import Kernels
@@ -64,12 +64,12 @@ def profile(shape: str, side: str, peak: float) -> None:
 
 
 def main() -> None:
-    peak = matmul_rate(DEVICE, torch.float32 if TINY else torch.bfloat16)
+    peak = matmul_rate(DEVICE, torch.float32 if ON_CPU else torch.bfloat16)
     # Liger's rotation, once chosen, is that of all models of the process: the plain side comes first.
     for side in SIDES:
         for shape in ("tiny",) if TINY else ("qwen2.5-0.5b", "7b"):
             profile(shape, side, peak)
-            if not TINY:
+            if not ON_CPU:
                 torch.cuda.empty_cache()
 
 

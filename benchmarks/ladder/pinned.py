@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import DEVICE, TINY, Finding, attempt, median_seconds, note
+from common import DEVICE, ON_CPU, TINY, Finding, attempt, median_seconds, note
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -58,7 +58,7 @@ def buffers(source: torch.dtype, dtype: torch.dtype) -> Finding:
     tensor = torch.randn(NUMBERS, device=DEVICE).mul_(3).to(source)
     found = through(staging, tensor, dtype)
     right, pinned = torch.equal(found, tensor.to(dtype).cpu()), is_pinned(staging)
-    return right and (TINY or pinned), {"equal": right, "pinned": pinned}
+    return right and (ON_CPU or pinned), {"equal": right, "pinned": pinned}
 
 
 def is_pinned(staging: Staging) -> bool:
@@ -103,13 +103,13 @@ def push() -> Finding:
         finally:
             engine.close()
     wrong = [name for name, tensor in weights if not torch.equal(received[name], tensor.cpu().bfloat16())]
-    passed = not wrong and version == 1 and (TINY or pinned)
+    passed = not wrong and version == 1 and (ON_CPU or pinned)
     rate = sum(tensor.nbytes for tensor in received.values()) / seconds / 1e9
     return passed, {"wrong": wrong, "gb_per_s": rate, "pinned": pinned}
 
 
 def main() -> None:
-    if TINY:
+    if ON_CPU:
         note("pinned memory", why="skipped: needs a GPU; the checks below use buffers that are not pinned")
     results = []
     for source, dtype in (
@@ -120,7 +120,7 @@ def main() -> None:
         label = f"buffers, {str(source)[6:]} as {str(dtype)[6:]}"
         results.append(attempt(label, partial(buffers, source, dtype)))
     results.append(attempt("a push by gloo through buffers", push))
-    if not TINY:
+    if not ON_CPU:
         rates()
     sys.exit(not all(results))
 

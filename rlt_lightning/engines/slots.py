@@ -29,6 +29,7 @@ from rlt_lightning.models.attention import PackedRow
 from rlt_lightning.models.packed import FORWARD_ERRORS, known_fault
 from rlt_lightning.numerics.attention import Segments, merge_
 from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.types import first_line
 
 # Runs the model with these keyword arguments.
 Call = Callable[..., Any]
@@ -189,7 +190,7 @@ def find_slot_fault(model: Any, call: Call) -> str | None:
             decoder.add_row(slot)
         logits += [decoder.step(torch.tensor(tokens, device=device)) for tokens in zip(*rests, strict=True)]
     except FORWARD_ERRORS as error:
-        return f"its forward fails with it ({str(error).splitlines()[0][:120]})"
+        return f"its forward fails with it ({first_line(error)})"
     difference = (torch.stack(logits, dim=1).float().log_softmax(-1) - own.log_softmax(-1)).abs()
     exact = computes_exactly(model, device)
     size, bound = (difference.max().item(), 1e-3) if exact else (difference.mean().item(), 0.05)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlt_lightning.models.quantised import dequantised_weights, quantise
 from rlt_lightning.models.weights import Deferred, NamedTensor, Read, full_shape, whole_tensors
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, first_line
 
 # peft's name for an adapter that is the only one.
 ADAPTER = "default"
@@ -120,7 +120,7 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
     except ValueError as error:
         raise InputError(
             "model.lora.targets must be all-linear or names of linear layers of the model, but is "
-            f"{lora.targets} ({str(error).splitlines()[0][:150]}). Correct it."
+            f"{lora.targets} ({first_line(error)}). Correct it."
         ) from error
     if isinstance(model.get_output_embeddings(), adapted_layer_class()):
         raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")

@@ -17,7 +17,7 @@ from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import Layout, PackedSequences, ScoredSequence
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, first_line
 
 # From best to worst. "auto" and "shared_prefix" need our attention, "packed" needs the architecture to see
 # where sequences end, "single" works for every model.
@@ -308,7 +308,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         beside_others = packed if layout == "single" else ours(together, of=others)
     except FORWARD_ERRORS as error:
         # The model takes no positions, segments or 4-D mask, or lacks something.
-        return f"its forward fails ({str(error).splitlines()[0][:120]})"
+        return f"its forward fails ({first_line(error)})"
     differences = Differences(
         later=theirs[0][:-1] - changed[:-1],
         own=singly - torch.cat(theirs),

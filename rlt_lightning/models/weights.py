@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, first_line
 
 # A parameter's name, and the parameter, which may be sharded over ranks.
 NamedTensor = tuple[str, Tensor]
@@ -222,7 +222,7 @@ class WeightFiles:
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"The weights of '{name}' must be whole safetensors files, but cannot be read "
-                f"({str(error).splitlines()[0][:150]}). Choose another model or checkpoint."
+                f"({first_line(error)}). Choose another model or checkpoint."
             ) from error
 
     def __call__(self, key: str) -> Tensor:
