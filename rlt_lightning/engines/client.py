@@ -192,7 +192,7 @@ class WorkerClient:
             self.exact = await self.reports_sampled_log_probs(0, deadline_s)
             return
         answer = await self.call("GET", "/version", None, deadline_s)
-        with self.require_form(answer, "its version"):
+        with self.require_form(answer, "its version", retryable=False):
             self.version = str(answer["version"])
         if get_minor(self.version) not in VLLM_MINORS:
             raise WorkerError(
@@ -274,7 +274,7 @@ class WorkerClient:
         return scores
 
     @contextmanager
-    def require_form(self, answer: JSON, expected: str) -> Iterator[None]:
+    def require_form(self, answer: JSON, expected: str, retryable: bool = True) -> Iterator[None]:
         """Turn what goes wrong in reading an answer into a WorkerError that shows it."""
         try:
             yield
@@ -282,7 +282,7 @@ class WorkerClient:
             raise WorkerError(
                 f"vLLM worker {self.url} must send {expected}, but sent {json.dumps(answer):.200} "
                 f"({type(error).__name__}: {error}). Check that it is vLLM {' or '.join(VLLM_MINORS)}.",
-                retryable=True,
+                retryable=retryable,
             ) from error
 
 
