@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
     from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
     from rlt_lightning.engines import Sampling
-    from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
+    from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
     from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
@@ -26,6 +26,7 @@ __all__ = [
     "EvaluationDataModule",
     "EvaluationModule",
     "Explanation",
+    "LikelihoodModule",
     "OPDModule",
     "OptimizerConfig",
     "RLTModule",
@@ -51,7 +52,7 @@ PLACES = {
     "callbacks": ("ResponseCallback", "RolloutCallback"),
     "datamodules": ("EvaluationDataModule", "StratosDataModule"),
     "engines": ("Sampling",),
-    "modules": ("EvaluationModule", "OPDModule", "RLTModule", "SFTModule"),
+    "modules": ("EvaluationModule", "LikelihoodModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),
     "numerics": ("RLTReward",),
     "python": ("Explanation", "Score", "Teacher", "Trainer", "score"),

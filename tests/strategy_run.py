@@ -34,10 +34,11 @@ from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
-from rlt_lightning.modules import OPDModule, RLTModule
+from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Scorer, TokenScores
+from rlt_lightning.numerics.likelihood import LogProbReward
 from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
@@ -157,6 +158,10 @@ class Distilling(Counted, OPDModule):
     """On-policy distillation, counted."""
 
 
+class Thinking(Counted, LikelihoodModule):
+    """Likelihood rewards, counted."""
+
+
 class Keep(Callback):
     """The metrics of every step, and the final weights."""
 
@@ -207,6 +212,7 @@ def run_job(
     baseline: Literal["none", "empty"] = "none",
     students: list[str] | None = None,
     opd: dict[str, Any] | None = None,
+    likelihood: bool = False,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -233,6 +239,7 @@ def run_job(
         baseline: Of the reward.
         students: In place of the one student; then the problems are short.
         opd: Settings of on-policy distillation, with a hint, in place of RLT.
+        likelihood: Log-probs of the policy as rewards, with the answer term, in place of RLT.
     """
     folder = Path(output)
     Counted.counts.clear()
@@ -281,7 +288,9 @@ def run_job(
         lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )
     module: Counted
-    if opd is None:
+    if likelihood:
+        module = Thinking(model, reward=LogProbReward(reduction="mean"), **shared)
+    elif opd is None:
         reward = Parity() if dynamic else RLTReward(baseline=baseline)
         student = None if students else model
         module = Counting(teacher=model, student=student, students=students, reward=reward, **shared)
@@ -290,6 +299,7 @@ def run_job(
     # A miniature has no room for long prompts.
     short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if students else {}
     task: dict[str, Any] = {"task": "student_opd", "view": ViewOptions("hint")} if opd is not None else {}
+    task |= {"task": "student_likelihood"} if likelihood else {}
     data = StratosDataModule(
         source="chains" if students else "arithmetic",
         num_embedded_rows=rows,

@@ -151,7 +151,7 @@ def test_entries_that_rlt_did_not_write_are_refused(text: str, tmp_path: Path) -
 
 def test_the_tables_of_the_page_are_those_of_the_catalogue() -> None:
     assert metrics_page.write_tables(PAGE) == PAGE, "run `python scripts/metrics_page.py`"
-    assert PAGE.count("<!-- catalogue: ") == 13
+    assert PAGE.count("<!-- catalogue: ") == 14
     with pytest.raises(ValueError, match="has none for 'nothing'"):
         metrics_page.write_tables("<!-- catalogue: nothing -->\n<!-- end -->")
 

@@ -21,8 +21,20 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule, SFTModule
-from rlt_lightning.numerics import RLTReward, TruncatedImportanceSampling
+from rlt_lightning.modules import (
+    CorrectnessReward,
+    EvaluationModule,
+    LikelihoodModule,
+    OPDModule,
+    RLTModule,
+    SFTModule,
+)
+from rlt_lightning.numerics import (
+    LogProbReward,
+    NOVERReward,
+    RLTReward,
+    TruncatedImportanceSampling,
+)
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
@@ -72,6 +84,7 @@ def first_row(path: Path) -> dict[str, object]:
 
 def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Path) -> None:
     rlt, sft, opd, answers, other = (tmp_path / name for name in ("rlt", "sft", "opd", "answers", "other"))
+    thinking_runs = [tmp_path / "log_prob", tmp_path / "nover"]
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
     reward = RLTReward(baseline="empty")
     masks = TruncatedImportanceSampling(mode="mask")
@@ -82,6 +95,17 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     trainer(other, rollouts).fit(of_other, StratosDataModule("chains", num_embedded_rows=6, **short))  # type: ignore[arg-type]
     distilled = StratosDataModule("chains", task="student_opd", num_embedded_rows=6, val_rows=1, **short)  # type: ignore[arg-type]
     trainer(opd, rollouts, RolloutRecorder()).fit(OPDModule("miniature"), distilled)
+    thinking = StratosDataModule(
+        "chains",
+        task="student_likelihood",
+        num_embedded_rows=6,
+        val_rows=1,
+        **short,  # type: ignore[arg-type]
+    )
+    pairs = RolloutCallback(sampling=rollouts.sampling, val_completions=2)
+    for run, reward in zip(thinking_runs, (LogProbReward(), NOVERReward()), strict=True):
+        likelihood = LikelihoodModule("miniature", reward=reward, group_size=2)
+        trainer(run, pairs, RolloutRecorder()).fit(likelihood, thinking)
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
     own_answers = data(tiny_model, task="student_rl", val_rows=1)
     questions = EvaluateEvery(1, {"arithmetic": None}, rollouts.sampling, max_rows=2)
@@ -101,13 +125,15 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
         "eval/",
     )
     found = logged(rlt) | logged(other) | logged(answers) | logged(sft) | logged(opd)
+    found |= set().union(*map(logged, thinking_runs))
     named = names_of(*sections)
     found = {name.replace("eval/arithmetic", "eval/SET") for name in found}
     assert found - named == set(), "logged, but not in docs/metrics.md"
     assert named - found == set(), "in docs/metrics.md, but not logged"
     for prefix in sections[1:]:
         assert all(name.startswith(prefix) for name in names_of(prefix)), prefix
-    rows = [json.loads(line) for run in (rlt, answers, opd) for line in (run / "rollouts.jsonl").open()]
+    recorded = [run / "rollouts.jsonl" for run in (rlt, answers, opd, *thinking_runs)]
+    rows = [json.loads(line) for path in recorded for line in path.open()]
     written = {name for row in rows for name in row}
     assert written == names_of("rollouts.jsonl")
 

@@ -462,6 +462,34 @@ def test_on_policy_distillation_is_planned_with_its_teacher(
     assert longest > plan["setup"]["step"]["prompt_length"]
 
 
+@pytest.mark.parametrize(
+    ("scorer", "part"),
+    [
+        ("policy", None),
+        full("reference", "reference weights"),
+        full("miniature-teacher", "student weights"),
+    ],
+)
+def test_likelihood_rewards_are_planned_with_their_scorer(
+    scorer: str, part: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    options = [f"--model.scorer={scorer}", "--data.force_format=true", f"--plan.json={file}"]
+    found = rlt("plan", "--config=miniature_likelihood", *options)
+    assert found.returncode == 0, found.stderr
+    plan = json.loads(file.read_text())
+    assert {"generate", "score", "train"} <= set(plan["phases"])
+    device = plan["phases"]["score"]["device"]
+    for name in ("reference weights", "student weights"):
+        assert device.get(name, 0) == (device["policy weights"] if name == part else 0), name
+    # The solution comes behind the thought: the policy's prompt does not hold it.
+    [[longest, _]] = plan["setup"]["step"]["scoring_prompts"]
+    assert longest > plan["setup"]["step"]["prompt_length"]
+    trains = scorer == "policy"
+    assert plan["setup"]["trains_solutions"] == trains
+    assert ("and as many with the solutions" in found.stdout) == trains
+
+
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     tuning = replace(
         SETUP, students=(), with_reference=False, hf_sequences=0, device=replace(GPU, memory=2000)

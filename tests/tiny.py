@@ -66,7 +66,8 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
         return [*TINY_EVALUATION, f"--model.pretrained={model}"]
     if "pretrained" in arguments:
         options = [*TINY, f"--model.pretrained={model}"]
-        options += [] if is_sft else [f"--model.teacher={model}"]
+        has_teacher = settings["model"]["class_path"].endswith("OPDModule")
+        options += [f"--model.teacher={model}"] if has_teacher else []
     else:
         options = [*TINY, f"--model.teacher={model}"]
         options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []

@@ -155,7 +155,7 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         whom = "for students" if len(lines) == 1 else "for each student"
         return "\n  ".join([f"write data {whom} (docs/generating.md{which}):", *lines])
-    if data.task in ("student_rl", "student_sft", "student_opd"):
+    if data.task in ("student_rl", "student_sft", "student_opd", "student_likelihood"):
         name = choose_config("evaluate", on_cpu, config)
         samples = data.task != "student_sft"
         sampling = copy_sampling(config) if samples else fit_completion_length(config, name, model, examples)

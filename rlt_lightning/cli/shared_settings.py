@@ -382,7 +382,7 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} must be the config.yaml of a run of rlt fit, but is not. Name a model folder instead."
         ) from error
-    if task in ("student_sft", "student_rl", "student_opd"):
+    if task in ("student_sft", "student_rl", "student_opd", "student_likelihood"):
         raise InputError(
             f"{folder} has trained a student, which explains nothing (data.task {task}). Ask it: rlt chat "
             f"--model.path {folder / 'model'}"

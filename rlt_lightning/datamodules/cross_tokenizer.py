@@ -65,6 +65,7 @@ class CrossTokenizerFormat(ChatFormat):
         teacher_system_prompt: None for our own.
         student_system_prompt: None for our own.
         student_tags: None: the same as the teacher's.
+        thinks: See `ChatFormat`: the "teacher" is then the model that thinks, the "student" one that reads.
 
     Raises:
         InputError: If the bytes of either tokenizer's tokens cannot be known, a ChatFormat of either cannot
@@ -79,9 +80,10 @@ class CrossTokenizerFormat(ChatFormat):
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
         student_tags: str | TagStyle | None = None,
+        thinks: bool = False,
     ) -> None:
         prompts = teacher_system_prompt, student_system_prompt
-        super().__init__(tokenizer, tags, *prompts, student_tags, fills=False)
+        super().__init__(tokenizer, tags, *prompts, student_tags, fills=False, thinks=thinks)
         # Never asked for a teacher's chat, which its template may not know.
         self.student = ChatFormat(
             student_tokenizer, tags, "", self.student_system_prompt, student_tags, fills=False

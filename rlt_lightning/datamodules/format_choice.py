@@ -99,6 +99,7 @@ class ChosenFormat:
         recorded: The format in which the student was trained; None if that is unknown.
         learner: Name of the student if it is fine-tuned.
         guessed: The models of unknown format, by role, that are asked under our prompt for want of another.
+        thinks: See `ChatFormat`.
     """
 
     options: FormatOptions
@@ -110,14 +111,17 @@ class ChosenFormat:
     recorded: ModelFormat | None
     learner: str | None
     guessed: dict[Role, str]
+    thinks: bool = False
 
     def build_format(self, tokenizer: Any, student_tokenizer: Any = None) -> ChatFormat:
         """Return the format for a tokenizer, and for the student's if that is another one."""
         prompts = (self.teacher_system_prompt, self.student_system_prompt)
         if student_tokenizer is not None:
-            return CrossTokenizerFormat(tokenizer, student_tokenizer, self.tags, *prompts, self.student_tags)
+            both = tokenizer, student_tokenizer
+            return CrossTokenizerFormat(*both, self.tags, *prompts, self.student_tags, self.thinks)
         # What the user wrote is filled already. What a model records stays as rows have shown it.
-        return ChatFormat(tokenizer, self.tags, *prompts, self.student_tags, fills=False)
+        own = tokenizer, self.tags, *prompts, self.student_tags
+        return ChatFormat(*own, fills=False, thinks=self.thinks)
 
     def check_rows(self, prompts: Counter[str]) -> None:
         """Compare the system prompts under which the student sees the rows, counted, with its training.
@@ -169,6 +173,29 @@ def choose_formats(
     options = replace(options, written=first.tags)
     further = [choose_format(options, teacher, name, learns) for name in students[1:]]
     return [first, *(replace(one, guessed=drop_teacher(one.guessed)) for one in further)]
+
+
+def choose_thinking_format(options: FormatOptions, student: str, scorers: Sequence[str]) -> ChosenFormat:
+    """Choose the format in which a student thinks, and in which a model reads the solution after its thought.
+
+    Raises:
+        InputError: See `choose_format`; or if a scorer was trained in another format.
+    """
+    chosen = choose_format(options, None, student)
+    for name in scorers:
+        recorded = None if name == student else load_recorded_format(name, "student", options, False)
+        if recorded is None or options.force_format:
+            continue
+        prompt = fill_prompt(chosen.student_system_prompt, STUDENT_SYSTEM_PROMPT, chosen.student_tags, False)
+        asked_alike = chosen.keeps_row_prompts or recorded.share < 1 or recorded.system_prompt == prompt
+        if recorded.tags != chosen.tags or not asked_alike:
+            raise InputError(
+                f"The scorer reads in the format of the student that thinks, {student}: tags "
+                f"{describe_tags(chosen.tags)}, {describe_prompt(prompt)}. But {name} was trained with tags "
+                f"{describe_tags(recorded.tags)}, {describe_prompt(recorded.system_prompt)}. Name another "
+                f"model.scorer, or add {options.name('force_format')} true."
+            )
+    return replace(chosen, thinks=True)
 
 
 def drop_teacher(guessed: dict[Role, str]) -> dict[Role, str]:

@@ -68,6 +68,8 @@ class ChatFormat:
     Teacher: chat(system, question) + <solution> + <explanation> … </explanation>
     Student: chat(system, question) + <thought> … </thought> + <solution>
 
+    With `thinks` there is no teacher: the student's own thought stands where an explanation does.
+
     The chat template renders only system, user and generation prompt. The assistant's text is appended
     unchanged, since some templates cut reasoning out of an assistant turn.
 
@@ -79,6 +81,7 @@ class ChatFormat:
         student_system_prompt: The same, for rows without a system prompt.
         student_tags: The tags of a student that was trained with others than the teacher; None: the same.
         fills: Whether tags replace their names, such as {thought_open}, in the given prompts.
+        thinks: Whether completions are thoughts of the student, which has not seen the solution.
 
     Raises:
         InputError: If the tokenizer is slow, merges the separator with the text after it, or has no chat
@@ -93,8 +96,10 @@ class ChatFormat:
         student_system_prompt: str | None = None,
         student_tags: str | TagStyle | None = None,
         fills: bool = True,
+        thinks: bool = False,
     ) -> None:
         self.tokenizer = self.student_tokenizer = tokenizer
+        self.thinks = thinks
         self.tags = tag_style(tags)
         self.student_tags = self.tags if student_tags is None else tag_style(student_tags)
         self.teacher_system_prompt = fill_prompt(
@@ -109,13 +114,18 @@ class ChatFormat:
             )
         for system_prompt in (self.teacher_system_prompt, self.student_system_prompt):
             self._check_template(system_prompt)
-        opening = self._encode_opening(self.tags.explanation_open, self.tags)
-        self._explanation_opening = opening[0] + opening[1]
+        opening = self._encode_opening(self.opening_tag, self.tags)
+        self._completion_opening = opening[0] + opening[1]
 
     @property
     def end_tag(self) -> str:
-        """Return the stop string of the engines: the tag that closes an explanation."""
-        return self.tags.explanation_close
+        """Return the stop string of the engines: the tag that closes an explanation, or a thought."""
+        return self.tags.thought_close if self.thinks else self.tags.explanation_close
+
+    @property
+    def opening_tag(self) -> str:
+        """Return the tag that opens an explanation, or a thought; a prompt ends with it."""
+        return self.tags.thought_open if self.thinks else self.tags.explanation_open
 
     @property
     def thought_opening(self) -> list[int]:
@@ -153,10 +163,13 @@ class ChatFormat:
             columns: The row as it was read.
         """
         tags, own = self.tags, self.student_tags
-        given = tags.solution_open + solution + tags.solution_close + BLOCK_BREAK + tags.explanation_open
-        teacher_prefix, think_prefix = self._encode_opening(self.render_teacher_chat(question) + given, tags)
         chat = self.render_student_chat(question, student_system_prompt)
         student_prefix, student_separator = self._encode_opening(chat + own.thought_open, own)
+        teacher_prefix, think_prefix = student_prefix, student_separator
+        if not self.thinks:
+            given = tags.solution_open + solution + tags.solution_close + BLOCK_BREAK + self.opening_tag
+            prompt = self.render_teacher_chat(question) + given
+            teacher_prefix, think_prefix = self._encode_opening(prompt, tags)
         if student_separator != think_prefix:
             # The two tags end differently, so that their prompts share no tokens.
             teacher_prefix, student_prefix = teacher_prefix + think_prefix, student_prefix + student_separator
@@ -273,9 +286,9 @@ class ChatFormat:
         """Tokenise a completion that is given as text; text after its first end tag is dropped."""
         text, end_tag, _ = text.partition(self.end_tag)
         finish_reason: FinishReason = "stop" if end_tag else "length"
-        opening = [self.tags.explanation_open + self.tags.separator]
+        opening = [self.opening_tag + self.tags.separator]
         prompt_ids, token_ids = encode_pieces(self.tokenizer, [*opening, text + end_tag])
-        if prompt_ids != self._explanation_opening:
+        if prompt_ids != self._completion_opening:
             # Tokenised together, the text would change the prompt's tokens.
             token_ids = encode(self.tokenizer, text + end_tag)
         return Completion(token_ids, None, finish_reason)

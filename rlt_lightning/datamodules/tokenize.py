@@ -11,6 +11,7 @@ The tasks, each the value of `data.task` and a class of its own:
     student_sft   an example of the student, for each trace
     student_rl    one problem for the student, which answers without a teacher
     student_opd   the same, with what a teacher sees that knows the solution
+    student_likelihood   one problem for the student, whose thought a model follows with the solution
 
 A task says which columns its rows need, what becomes of a row and of a completion, and what a batch holds.
 """
@@ -34,6 +35,7 @@ from rlt_lightning.datamodules.format_choice import (
     FormatOptions,
     choose_format,
     choose_formats,
+    choose_thinking_format,
 )
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import (
@@ -69,7 +71,9 @@ from rlt_lightning.types import (
     SFTExample,
 )
 
-TaskName = Literal["rlt", "teacher_sft", "student_sft", "score", "student_rl", "student_opd"]
+TaskName = Literal[
+    "rlt", "teacher_sft", "student_sft", "score", "student_rl", "student_opd", "student_likelihood"
+]
 LongTraces = Literal["drop", "truncate"]
 
 
@@ -272,7 +276,7 @@ class RLTTask(Task):
     """A teacher explains each problem, and its students score the explanation."""
 
     name: ClassVar[TaskName] = "rlt"
-    role = "teacher"
+    role: ClassVar[Role] = "teacher"
 
     @override
     @classmethod
@@ -296,6 +300,20 @@ class RLTTask(Task):
             require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.limits.max_solution_length)
         self.limits.require_sequence(longest_sequence(problem, 0, 0))
         return problem
+
+
+class StudentLikelihoodTask(RLTTask):
+    """The student thinks about each question, and a model reads the solution after its thought."""
+
+    name = "student_likelihood"
+    role = "student"
+
+    @override
+    @classmethod
+    def choose_formats(
+        cls, options: FormatOptions, model: str, frozen: Sequence[str], view: ViewOptions
+    ) -> list[ChosenFormat]:
+        return [choose_thinking_format(options, model, frozen)]
 
 
 class ScoreTask(RLTTask):
@@ -437,7 +455,10 @@ class StudentOPDTask(Task):
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
-    for task in (RLTTask, ScoreTask, TeacherSFTTask, StudentSFTTask, StudentRLTask, StudentOPDTask)
+    for task in (
+        *(RLTTask, ScoreTask, TeacherSFTTask),
+        *(StudentSFTTask, StudentRLTask, StudentOPDTask, StudentLikelihoodTask),
+    )
 }
 
 

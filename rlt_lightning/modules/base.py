@@ -355,7 +355,11 @@ class PolicyModule(LightningModule):
         return PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
 
     def pack(
-        self, sequences: list[ScoredSequence], extents: list[Extent], stats: PhaseStats
+        self,
+        sequences: list[ScoredSequence],
+        extents: list[Extent],
+        stats: PhaseStats,
+        last: bool = True,
     ) -> Iterator[UpdateBatch]:
         """Yield the micro-batches of an update, each inside the strategy's context for its backward.
 
@@ -365,13 +369,14 @@ class PolicyModule(LightningModule):
             sequences: What the policy computes for each row of this rank's shard.
             extents: Their lengths.
             stats: Counts the tokens that the policy computes.
+            last: Whether the step's last backward is among them; False if another call follows.
         """
         planned = self.plan(extents, meeting=True)
         for number, (micro_batch, weight) in enumerate(planned):
             packed = self.pack_sequences(sequences, micro_batch)
             flops = self.forwards_per_step * forward_flops(self.policy, packed)
             stats.count(packed, sequences, micro_batch, weight, flops)
-            with self.sharding.micro_batch(last=number == len(planned) - 1):
+            with self.sharding.micro_batch(last=last and number == len(planned) - 1):
                 yield UpdateBatch(micro_batch, packed, weight * self.trainer.world_size)
 
     def max_over_ranks(self, *numbers: float) -> list[float]:

@@ -24,6 +24,7 @@ micro-batch through a model; `numerics/` computes, `step_metrics.py` counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -102,6 +103,8 @@ class RLTModule(OnPolicyModule):
         InputError: If group_size is below 2, since a group of one has no baseline.
     """
 
+    reference_role = "the reference of the KL penalty"
+
     def __init__(
         self,
         teacher: str = DEFAULT_MODEL,
@@ -176,13 +179,22 @@ class RLTModule(OnPolicyModule):
         if self.entry is not None:
             return
         super().configure_model()
-        for name in self.students.names:
+        for name in self.frozen_names:
             self.student_models.append(self.load_frozen(name, self.student_dtype, "the frozen student"))
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
-        if self.trainer.training and self.policy_loss.kl_coef and not is_base:
-            role = "the reference of the KL penalty"
-            self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
+        if self.needs_reference and not is_base:
+            self.reference = self.load_frozen(self.pretrained, self.dtype_name, self.reference_role)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the initial model is asked."""
+        return bool(self.trainer.training and self.policy_loss.kl_coef)
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Return the names of the students that have weights of their own."""
+        return self.students.names
 
     def types(self) -> dict[str, str]:
         """Add the student's type."""
@@ -190,7 +202,7 @@ class RLTModule(OnPolicyModule):
 
     def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
         """See `OnPolicyModule.list_scoring_models`."""
-        return list(zip(self.students.names, self.student_models, strict=True))
+        return list(zip(self.frozen_names, self.student_models, strict=True))
 
     def build_metadata(self) -> dict[str, Any]:
         """See `PolicyModule.build_metadata`."""
@@ -287,14 +299,26 @@ class RLTModule(OnPolicyModule):
             advantages: Their advantages, (N,).
             stats: Counts the tokens that the policy computes.
         """
+        sums = UpdateSums()
+        self.add_policy_gradient(scored, advantages, stats, sums)
+        return self.finish_update(sums)
+
+    def add_policy_gradient(
+        self,
+        scored: ScoredCompletions,
+        advantages: Tensor,
+        stats: PhaseStats,
+        sums: UpdateSums,
+        last: bool = True,
+    ) -> None:
+        """Run the backward of each micro-batch; `last`: the step has no further one. See `update_policy`."""
         rows, temperature = scored.build_rollouts(scored.shard), scored.request.sampling.temperature
         stale = scored.request.policy_version < self.global_step
         sequences = [build_sampled_sequence(row) for row in rows]
         # What the loss divides by, so that micro-batches of all ranks add up.
         num_sequences, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
-        sums = UpdateSums()
         self.optimizers().zero_grad()  # type: ignore[union-attr]
-        for micro_batch in self.pack(sequences, measure_sampled_rows(rows), stats):
+        for micro_batch in self.pack(sequences, measure_sampled_rows(rows), stats, last):
             numbers = [scored.shard[i] for i in micro_batch.indices]
             chosen = [rows[i] for i in micro_batch.indices]
             lengths = [len(row.completion.token_ids) for row in chosen]
@@ -318,7 +342,6 @@ class RLTModule(OnPolicyModule):
             entropy_share = entropy.detach().sum() / num_tokens
             metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
             sums.add(micro_batch, metrics, mismatch)
-        return self.finish_update(sums)
 
     def log_iteration(self, batch: PromptBatch, scored: ScoredCompletions, metrics: dict[str, Any]) -> None:
         """Log a step's metrics, and give callbacks the scored completions of this rank's problems."""
@@ -335,20 +358,28 @@ class RLTModule(OnPolicyModule):
     @property
     def scorer(self) -> Scorer:
         """Return what scores completions with this module's models."""
-        # The policy without its adapter is the initial teacher.
-        reference = self.reference or ReadModel(partial(self.run, without_adapter))
         return Scorer(
             self.reward,
             self.students,
-            self.student_models,
+            self.scoring_models,
             self.run,
             self.plan_forward,
             self.device,
             self.head,
             get_stratos_data(self.trainer).student_views,
             self.recomputes,
-            reference if self.policy_loss.kl_coef else None,
+            self.reference_model if self.policy_loss.kl_coef else None,
         )
+
+    @property
+    def scoring_models(self) -> Sequence[ReadModel]:
+        """Return the model of each student."""
+        return self.student_models
+
+    @property
+    def reference_model(self) -> ReadModel:
+        """Return the reference; the policy without its adapter is the initial teacher."""
+        return self.reference or ReadModel(partial(self.run, without_adapter))
 
     def score(self, rollouts: Rollouts) -> Scores:
         """Compute the reward of every rollout, the RLT reward with the student."""

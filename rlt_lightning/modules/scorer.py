@@ -7,6 +7,9 @@
 
     TokenScores of whole groups ─▶ rewards ─▶ Scores of each student ─▶ one reward (numerics/students.py)
 
+A likelihood reward counts the solution's tokens only; where the policy itself is the scorer, the student
+above is the policy.
+
 A step's completions may come in chunks, in any order, on any rank: what `score_students` returns is of one
 completion each. `rewards` runs no model. A solution without an explanation is read with the explanations of
 its problem, whose prompt it shares (`reward.baseline: empty`), and once a step, since students are frozen.
@@ -50,6 +53,7 @@ from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, measure_mismatch
+from rlt_lightning.numerics.likelihood import LikelihoodReward, SolutionScores
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,
@@ -84,7 +88,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         solution_log_probs: The student's log-probs of the solution, (S,), nats.
-        kl: The KL of the explanation's tokens, (K,), nats.
+        kl: The KL of the explanation's tokens, (K,), nats; none of a likelihood reward.
         empty_log_probs: The student's log-probs of the solution after an empty explanation, (S,), nats; None
             without a baseline.
     """
@@ -157,6 +161,11 @@ class Students:
             InputError: If a reward that asks models has none, or one that asks none has some.
         """
         require_student(reward, self.first)
+        if len(self.names) > 1 and isinstance(reward, LikelihoodReward):
+            raise InputError(
+                f"{type(reward).__name__} takes the log-probs of one model, but {len(self.names)} are named: "
+                f"{', '.join(self.names)}. Name one."
+            )
         if len(self.names) > 1:
             register(*(metric for label in self.labels for metric in build_student_metrics(label)))
         return self
@@ -308,6 +317,8 @@ class Scorer:
             assert self.student_views is not None, "a reward of texts needs their tags"
             terms = judge_texts(self.reward, rows, self.student_views.formats[0].tags)
             return Scores(terms.to(self.device), [], [], [])
+        if isinstance(self.reward, LikelihoodReward):
+            return self._likelihood_rewards(self.reward, rows, [one for [one] in found])
         extra = self.extra_terms(rows)
         by_student = [
             self._student_rewards(rows, number, [one[number] for one in found], extra)
@@ -392,8 +403,16 @@ class Scorer:
             teacher_log_probs: N of (K,), nats, of the think tokens; None: to be found.
             stats: Counts the tokens that models compute.
         """
-        if self.rlt_reward.baseline == "none":
+        reward = self.reward
+        assert isinstance(reward, (RLTReward, LikelihoodReward))
+
+        def score(views: list[ModelView]) -> list[TokenScores]:
+            if isinstance(reward, LikelihoodReward):
+                return self._score_solutions(student, views, reward.temperature or temperature, stats)
             return self._score_student(student, views, temperature, teacher_log_probs, stats)
+
+        if reward.baseline == "none":
+            return score(views)
         assert self.student_views is not None, "a baseline needs the format of empty explanations"
         missing = {v.problem.row: v.problem for v in views if v.problem.row not in known}
         empty = [
@@ -403,7 +422,7 @@ class Scorer:
             lengths = (len(list_think_tokens(view, self.rlt_reward.score_given)) for view in empty)
             zeros = (torch.zeros(length, device=self.device) for length in lengths)
             teacher_log_probs = [*teacher_log_probs, *zeros]
-        found = self._score_student(student, [*views, *empty], temperature, teacher_log_probs, stats)
+        found = score([*views, *empty])
         of_empty = [one.solution_log_probs for one in found[len(views) :]]
         by_row = {**known, **dict(zip(missing, of_empty, strict=True))}
         return [
@@ -471,6 +490,25 @@ class Scorer:
         checks.require()
         return found
 
+    def _score_solutions(
+        self, student: RunModel, views: list[ModelView], temperature: float, stats: PhaseStats | None
+    ) -> list[TokenScores]:
+        """Run a scorer over the solutions after N thoughts; at temperature 0 its own distribution counts."""
+        sequences = [build_solution_sequence(view) for view in views]
+        require_room(student, views, sequences)
+        found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
+        checks = FiniteChecks()
+        for micro_batch, weight in self.plan(measure_sequences(views, sequences)):
+            packed = self._pack(sequences, micro_batch, weight, stats)
+            log_probs, _ = student(compute_log_probs, packed, temperature or 1.0, self.head)
+            lengths = [len(views[i].problem.solution_ids) for i in micro_batch.indices]
+            numbers = [views[i].problem.row for i in micro_batch.indices]
+            checks.add(log_probs, lengths, "log-prob of the solution", numbers)
+            for i, values in zip(micro_batch.indices, log_probs.split(lengths), strict=True):
+                found[i] = TokenScores(values, values[:0])
+        checks.require()
+        return found
+
     def _exact_kl(self, student: RunModel, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
         """Return KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,)."""
         reward = self.rlt_reward
@@ -505,6 +543,26 @@ class Scorer:
         require_finite(terms.reward, "reward", [r.problem.row for r in rows])
         think = [list_think_tokens(r.views[number], self.rlt_reward.score_given) for r in rows]
         return Scores(terms, solution_log_probs, think, kl)
+
+    def _likelihood_rewards(
+        self, reward: LikelihoodReward, rows: list[Rollout], found: list[TokenScores]
+    ) -> Scores:
+        """Return the likelihood rewards of N thoughts."""
+        log_probs = [one.solution_log_probs for one in found]
+        of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]
+        padded, token_mask = pad_rows(log_probs)
+        numbers = [r.problem.row for r in rows]
+        scores = SolutionScores(
+            log_probs=upload(padded, self.device),
+            token_mask=upload(token_mask, self.device),
+            closed=upload([r.closed for r in rows], self.device),
+            lengths=upload([r.views[0].num_tokens for r in rows], self.device),
+            groups=upload(numbers, self.device),
+            empty_log_probs=upload(pad_rows(of_empty)[0], self.device) if of_empty else None,
+        )
+        terms = reward(scores)
+        require_finite(terms.reward, "reward", numbers)
+        return Scores(terms, log_probs, [], [])
 
     # The teacher
 
@@ -659,6 +717,23 @@ def student_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
     scored = mask_scored(len(prefix) - num_given, num_given + view.num_own)
     scored += mask_scored(num_between, len(problem.solution_ids))
     return ScoredSequence(prefix, rest, scored)
+
+
+def build_solution_sequence(view: ModelView) -> ScoredSequence:
+    """Return the thought in the scorer's context; only the solution's tokens are scored."""
+    problem = view.problem
+    prefix = problem.student_prefix + problem.think_prefix
+    rest = view.token_ids + problem.student_suffix + problem.solution_ids
+    num_given = len(prefix) + len(view.token_ids) + len(problem.student_suffix)
+    return ScoredSequence(prefix, rest, mask_scored(num_given, len(problem.solution_ids)))
+
+
+def measure_sequences(views: Sequence[ModelView], sequences: Sequence[ScoredSequence]) -> list[Extent]:
+    """Return the lengths of what a model reads of completions; those of one problem share the prefix."""
+    return [
+        Extent(view.problem.row, len(one.prefix), len(one.rest))
+        for view, one in zip(views, sequences, strict=True)
+    ]
 
 
 def teacher_sequence(view: ModelView, score_given: bool) -> ScoredSequence:

@@ -22,6 +22,15 @@ from rlt_lightning.numerics.divergence import (
 )
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
+from rlt_lightning.numerics.likelihood import (
+    LikelihoodReward,
+    LikelihoodTerms,
+    LogProbReward,
+    NOVERReward,
+    RLPRReward,
+    SolutionScores,
+    VeriFreeReward,
+)
 from rlt_lightning.numerics.log_probs import linear_log_probs, token_entropy, token_log_probs
 from rlt_lightning.numerics.losses import (
     BNPOLoss,
@@ -69,12 +78,17 @@ __all__ = [
     "GroupNormalisedAdvantages",
     "Head",
     "LeaveOneOutAdvantages",
+    "LikelihoodReward",
+    "LikelihoodTerms",
+    "LogProbReward",
     "LogitScale",
     "MicroBatch",
     "Mismatch",
+    "NOVERReward",
     "NonFiniteError",
     "PackedSequences",
     "PolicyLoss",
+    "RLPRReward",
     "RLTReward",
     "RLTRewardTerms",
     "Reward",
@@ -83,8 +97,10 @@ __all__ = [
     "Segments",
     "SharedPrefix",
     "ShuffledAdvantages",
+    "SolutionScores",
     "TorchKernel",
     "TruncatedImportanceSampling",
+    "VeriFreeReward",
     "divergence",
     "divide",
     "exact_kl",

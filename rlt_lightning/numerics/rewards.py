@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -31,15 +31,22 @@ TAKEN_NAMES = frozenset(
         *("mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format", "solution_log_prob"),
         *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max", "baseline"),
         *("correct", "formatted", "timed_out"),  # of traditional RL
+        "efficiency",  # of NOVER
     }
 )
+
+
+# How the values of a completion's tokens become one, under the names of the released RLT code.
+Reduction = Literal["mean", "sum", "min", "max", "median", "first_quartile", "last_quartile"]
 
 
 class NonFiniteError(ValueError):
     """A number that would reach the weights is NaN or infinite."""
 
 
-def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: float = 0.01) -> Tensor:
+def student_solution_reward(
+    log_probs: Tensor, token_mask: Tensor, min_coef: float = 0.01, reduction: Reduction = "mean"
+) -> Tensor:
     """Score how likely the student finds the solution after reading the explanation.
 
     r_SS = mean_t log p_t + min_coef * min_t log p_t          (RLT, arXiv:2506.08388, Eq. 3)
@@ -48,6 +55,7 @@ def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: flo
         log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
         token_mask: True on solution tokens, False on padding, (N, S).
         min_coef: Weight of the hardest token, alpha in the paper.
+        reduction: What stands in place of the mean; see `reduce_tokens`.
 
     Returns:
         One reward per completion, (N,), nats, never positive. A mean, so long solutions pay no penalty.
@@ -56,10 +64,12 @@ def student_solution_reward(log_probs: Tensor, token_mask: Tensor, min_coef: flo
         ValueError: If a row has no solution tokens, since its mean is undefined.
     """
     require_tokens(token_mask, "solution token")
-    return mean_of_tokens(log_probs, token_mask) + min_coef * masked_min(log_probs, token_mask)
+    return reduce_tokens(log_probs, token_mask, reduction) + min_coef * masked_min(log_probs, token_mask)
 
 
-def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -> Tensor:
+def student_kl_penalty(
+    kl: Tensor, token_mask: Tensor, max_coef: float = 0.01, reduction: Reduction = "mean"
+) -> Tensor:
     """Measure how far the explanation is from what the student would write, given only the question.
 
     r_KL = mean_t KL_t + max_coef * max_t KL_t          (RLT, arXiv:2506.08388, Eq. 4)
@@ -68,13 +78,14 @@ def student_kl_penalty(kl: Tensor, token_mask: Tensor, max_coef: float = 0.01) -
         kl: KL of teacher from student at each think token, (N, K), nats.
         token_mask: True on think tokens, False on padding, (N, K).
         max_coef: Weight of the least natural token, alpha in the paper.
+        reduction: What stands in place of the mean; see `reduce_tokens`.
 
     Returns:
         One penalty per completion, (N,), nats. 0 for a row without think tokens: an empty explanation has no
         KL, and it is the format term that punishes it.
     """
     kl, token_mask = with_zero_for_empty_rows(kl, token_mask)
-    return mean_of_tokens(kl, token_mask) + max_coef * masked_max(kl, token_mask)
+    return reduce_tokens(kl, token_mask, reduction) + max_coef * masked_max(kl, token_mask)
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,8 @@ class RLTReward(Reward):
         clip_kl: Bound on |KL| of a think token, nats: clipped to -clip_kl ... clip_kl before normalisation.
         baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
             All completions of a problem lose the same, so advantages and gradients stay.
+        reduction: What stands in place of the mean in r_SS: one of the reductions of the released code.
+        kl_reduction: The same in r_KL.
 
     Raises:
         ValueError: If an option is out of range.
@@ -196,6 +209,8 @@ class RLTReward(Reward):
     clip_log_probs: float | None = None
     clip_kl: float | None = None
     baseline: Literal["none", "empty"] = "none"
+    reduction: Reduction = "mean"
+    kl_reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         for name in ("solution_weight", "min_coef", "kl_weight", "max_coef"):
@@ -207,6 +222,8 @@ class RLTReward(Reward):
         self.require("normalise_log_probs", self.normalise_log_probs in ("none", "exp"), "none or exp")
         self.require("normalise_kl", self.normalise_kl in ("none", "one_minus_exp"), "none or one_minus_exp")
         self.require("baseline", self.baseline in ("none", "empty"), "none or empty")
+        for name in ("reduction", "kl_reduction"):
+            require_reduction(name, getattr(self, name))
         bound = self.clip_log_probs
         self.require("clip_log_probs", bound is None or bound < 0, "negative nats, or null for no bound")
         bound = self.clip_kl
@@ -239,8 +256,7 @@ class RLTReward(Reward):
 
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raise a ValueError that names an option unless it holds."""
-        if not holds:
-            raise ValueError(f"reward.{name} must be {expected}. It is {getattr(self, name)!r}.")
+        require_option(name, getattr(self, name), holds, expected)
 
     def __call__(
         self,
@@ -273,10 +289,11 @@ class RLTReward(Reward):
         log_probs = self.process_log_probs(solution_log_probs, solution_mask)
         processed_kl = self.process_kl(kl, kl_mask)
 
-        solution = student_solution_reward(log_probs, solution_mask, self.min_coef)  # (N,)
+        solution = self.reduce_solution(log_probs, solution_mask)  # (N,)
         baseline = self.compute_baseline(empty_log_probs, solution_mask)
         solution = self.solution_weight * (solution if baseline is None else solution - baseline)
-        penalty = -self.kl_weight * student_kl_penalty(processed_kl, kl_mask, self.max_coef)
+        kl_penalty = student_kl_penalty(processed_kl, kl_mask, self.max_coef, self.kl_reduction)
+        penalty = -self.kl_weight * kl_penalty
         format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
         return RLTRewardTerms(
             reward=sum((extra or {}).values(), start=solution + penalty + format_reward),
@@ -301,7 +318,11 @@ class RLTReward(Reward):
             return None
         assert empty_log_probs is not None, "reward.baseline needs the log-probs after an empty explanation"
         processed = self.process_log_probs(empty_log_probs, solution_mask)
-        return student_solution_reward(processed, solution_mask, self.min_coef)
+        return self.reduce_solution(processed, solution_mask)
+
+    def reduce_solution(self, processed: Tensor, solution_mask: Tensor) -> Tensor:
+        """Return r_SS, (N,), of the solution's log-probs after `process_log_probs`, (N, S)."""
+        return student_solution_reward(processed, solution_mask, self.min_coef, self.reduction)
 
     def token_kl(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Estimate the KL of teacher from student at each think token, by the estimator of the options.
@@ -336,6 +357,18 @@ class RLTReward(Reward):
         if self.clip_kl is not None:
             kl = kl.clamp(-self.clip_kl, self.clip_kl)
         return -torch.expm1(-kl) if self.normalise_kl == "one_minus_exp" else kl
+
+
+def require_option(name: str, value: object, holds: bool, expected: str) -> None:
+    """Raise a ValueError that names an option of a reward unless what must hold does."""
+    if not holds:
+        raise ValueError(f"reward.{name} must be {expected}. It is {value!r}.")
+
+
+def require_reduction(name: str, value: str) -> None:
+    """Check that an option names a reduction."""
+    known = get_args(Reduction)
+    require_option(name, value, value in known, f"one of {', '.join(known)}")
 
 
 def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
@@ -408,6 +441,24 @@ def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
 def mean_of_tokens(values: Tensor, token_mask: Tensor) -> Tensor:
     """Return what `masked_mean` does of rows that are known to have tokens: the host waits for no check."""
     return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
+
+
+def reduce_tokens(values: Tensor, token_mask: Tensor, reduction: Reduction) -> Tensor:
+    """Return one number for each row's tokens, (N,), (N, T) -> (N,); every row must have some.
+
+    Quartiles are interpolated; of an even number of tokens the median is the lower of the two in the middle,
+    as in the released RLT code.
+    """
+    if reduction == "mean":
+        return mean_of_tokens(values, token_mask)
+    if reduction == "sum":
+        return values.masked_fill(~token_mask, 0.0).sum(dim=1)
+    if reduction in ("min", "max"):
+        return (masked_min if reduction == "min" else masked_max)(values, token_mask)
+    only = values.masked_fill(~token_mask, torch.nan)
+    if reduction == "median":
+        return only.nanmedian(dim=1).values
+    return only.nanquantile(0.25 if reduction == "first_quartile" else 0.75, dim=1)
 
 
 def masked_min(values: Tensor, token_mask: Tensor) -> Tensor:

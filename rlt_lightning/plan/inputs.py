@@ -17,6 +17,7 @@ from rlt_lightning.types import InputError
 
 Sharding = Literal["whole", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Verb = Literal["fit", "predict", "test"]
+Scorer = Literal["frozen", "policy", "reference"]
 # Memory that the driver shows, GiB; dense bf16 products, FLOP/s; memory bandwidth, bytes/s. From NVIDIA's
 # data sheets of the SXM cards.
 GPUS = {
@@ -317,6 +318,8 @@ class Setup:
     hf_sequences: int = 0  # completions that the trainer's processes sample at once; 0 if workers sample
     students: tuple[LanguageModel, ...] = ()  # none if the reward asks no model
     teacher_passes: int = 0  # forwards of the teacher in the score phase
+    scorer: Scorer = "frozen"  # whose weights the students have
+    trains_solutions: bool = False  # whether a step has a second backward, of the solutions: the answer term
     with_reference: bool = False
     offload_frozen: bool = False
     asynchronous: bool = False  # whether the next step is sampled while this one trains
@@ -346,7 +349,12 @@ class Setup:
     @property
     def copies_reference(self) -> bool:
         """Return whether the reference is a second copy of the policy's weights."""
-        return self.with_reference and not self.shares_base
+        return (self.with_reference or self.scorer == "reference") and not self.shares_base
+
+    @property
+    def frozen_students(self) -> tuple[LanguageModel, ...]:
+        """Return the students that have weights of their own."""
+        return self.students if self.scorer == "frozen" else ()
 
     @property
     def shards(self) -> int:

@@ -19,7 +19,7 @@ from rlt_lightning.callbacks.rollout_checks import count_student_tokens
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.sources import MemoryRows
-from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules import LikelihoodModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.plan.inputs import PlanOptions, Step, Verb
@@ -121,6 +121,9 @@ def note_scoring_prompts(lengths: Lengths, module: PolicyModule) -> list[str]:
     if not isinstance(module, RLTModule):
         read = "the teacher reads them after prompts with the solution, of up to {} tokens, {} on average"
         return [read.format(*found) for found in lengths.scoring_prompts if found is not None]
+    if isinstance(module, LikelihoodModule):
+        read = "the scorer reads prompts and solutions of up to {} tokens, {} on average, around each thought"
+        return [read.format(*found) for found in lengths.scoring_prompts if found is not None]
     names = module.students.names
     notes = []
     for name, found in zip(names, lengths.scoring_prompts, strict=False):
@@ -214,9 +217,12 @@ def read_rows(
         return Lengths(max(prompts), means[0], max(rests), means[1], 0, spread, num_batches=batches)
     prompts = items.sum_columns("teacher_prefix", "think_prefix").tolist()
     solution = rounded_mean(items.sum_columns("solution_ids").tolist())
-    if data.task == "student_opd":
+    if data.task == "student_likelihood":
+        [fixed, *_] = count_student_tokens(data)
+        own: tuple[tuple[int, int] | None, ...] = ((int(fixed.max()), rounded_mean(fixed.tolist())),)
+    elif data.task == "student_opd":
         views = items.sum_columns("teacher_view").tolist()
-        own: tuple[tuple[int, int] | None, ...] = ((max(views), rounded_mean(views)),)
+        own = ((max(views), rounded_mean(views)),)
     else:
         own = tuple(
             (int(fixed.max()), rounded_mean(fixed.tolist()))
@@ -257,6 +263,9 @@ def assume_lengths(
     mean_rest = max(1, round(MEAN_FRAC * rest))
     if data.task == "student_opd":  # only the teacher reads the solution
         return Lengths(longest, average - solution, rest, mean_rest, 0, scoring_prompts=((longest, average),))
+    if data.task == "student_likelihood":  # only the scorer reads the solution
+        own = ((longest + solution, average + solution),)
+        return Lengths(longest, average, rest, mean_rest, solution, scoring_prompts=own)
     return Lengths(longest, average, rest, mean_rest, solution)
 
 

@@ -167,7 +167,9 @@ def lasting_parts(setup: Setup) -> Sizes:
         "runtime": setup.device.reserved,
         "policy weights": weights(setup, policy, frozen=False) if setup.loads_policy else 0.0,
         "reference weights": weights(setup, policy, frozen=True) if setup.copies_reference else 0.0,
-        "student weights": sum((weights(setup, one, frozen=True) for one in setup.students), start=0.0),
+        "student weights": sum(
+            (weights(setup, one, frozen=True) for one in setup.frozen_students), start=0.0
+        ),
         "teacher weights": weights(setup, setup.copied_teacher, frozen=True) if setup.copied_teacher else 0.0,
         "optimizer states": optimizer_states(setup) if keeps_states else 0.0,
         "gradient buckets": buckets(setup) if keeps_gradients else 0.0,
@@ -189,7 +191,7 @@ def start_parts(setup: Setup) -> Sizes | None:
     """
     frozen = {
         "reference weights": [setup.policy] if setup.copies_reference else [],
-        "student weights": list(setup.students),
+        "student weights": list(setup.frozen_students),
         "teacher weights": [setup.copied_teacher] if setup.copied_teacher else [],
     }
     models = [*([setup.policy] if setup.loads_policy else []), *(one for m in frozen.values() for one in m)]
@@ -266,15 +268,16 @@ def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """
     if not setup.students:
         return None
-    returned = [returned_weights(setup, student) for student in setup.students]
+    frozen = setup.scorer == "frozen"
+    returned = [returned_weights(setup, student) if frozen else 0.0 for student in setup.students]
     forwards = [
         {"student weights": lasting["student weights"] + own}
         | forward_parts(replace(setup, step=setup.step.with_scoring_prompts(number)), student)
         for number, (student, own) in enumerate(zip(setup.students, returned, strict=True))
     ]
     if setup.teacher_passes:
-        frozen = {"student weights": lasting["student weights"] + max(returned)}
-        forwards.append(frozen | forward_parts(setup, setup.policy))
+        weights_of = {"student weights": lasting["student weights"] + max(returned)}
+        forwards.append(weights_of | forward_parts(setup, setup.policy))
     return max(forwards, key=lambda parts: sum(parts.values()))
 
 
@@ -431,7 +434,7 @@ def awake_worker(setup: Setup, worker: PlannedWorkers) -> float:
 
 def host_memory(setup: Setup) -> Sizes:
     """Return what each process keeps in the host's memory rather than on the device."""
-    policy, students = setup.policy, setup.students
+    policy, students = setup.policy, setup.frozen_students
     trained = policy.shape.trained
     parts: Sizes = {}
     if setup.device.is_cpu:

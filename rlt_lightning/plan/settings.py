@@ -26,7 +26,13 @@ from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.slots import find_architecture_fault
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
-from rlt_lightning.modules import CorrectnessReward, EvaluationModule, OPDModule, RLTModule
+from rlt_lightning.modules import (
+    CorrectnessReward,
+    EvaluationModule,
+    LikelihoodModule,
+    OPDModule,
+    RLTModule,
+)
 from rlt_lightning.modules.base import PolicyModule, count_steps, require_precision
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
@@ -41,6 +47,7 @@ from rlt_lightning.plan.inputs import (
     LanguageModel,
     PlannedWorkers,
     PlanOptions,
+    Scorer,
     Setup,
     Sharding,
     Step,
@@ -141,6 +148,7 @@ def build_setup(
         notes += note_refills(setup, rollouts)
     if isinstance(module, RLTModule):
         setup = add_students(setup, module, rollouts, processes, models)
+        setup = add_scorer(setup, module) if isinstance(module, LikelihoodModule) else setup
         setup = drop_sampling(setup, module) if has_completions(data) else setup
     if isinstance(module, OPDModule):
         setup = add_teacher(setup, module, processes, models)
@@ -202,6 +210,15 @@ def add_students(
         with_reference=bool(module.policy_loss.kl_coef) and setup.trains,
         teacher_passes=count_teacher_passes(module, rollouts),
     )
+
+
+def add_scorer(setup: Setup, module: LikelihoodModule) -> Setup:
+    """Return the setup with the scorer as its student: a frozen model, or the policy itself."""
+    trains_solutions = bool(module.answer_weight) and setup.trains
+    if module.frozen_names:
+        return replace(setup, trains_solutions=trains_solutions)
+    scorer: Scorer = "policy" if module.scored_by == "policy" else "reference"
+    return replace(setup, students=(setup.policy,), scorer=scorer, trains_solutions=trains_solutions)
 
 
 def drop_sampling(setup: Setup, module: RLTModule) -> Setup:
@@ -534,7 +551,7 @@ def read_model(
 
 def note_models(setup: Setup) -> list[str]:
     """Return a line with the size of each model, for the page."""
-    models = [("policy", setup.policy), *(("student", student) for student in setup.students)]
+    models = [("policy", setup.policy), *(("student", student) for student in setup.frozen_students)]
     models += [("teacher", setup.copied_teacher)] if setup.copied_teacher else []
     return [f"{role} {model.name}, {model.shape.weights / 1e9:.3g} billion weights" for role, model in models]
 

@@ -218,7 +218,7 @@ def estimate_step(setup: Setup) -> StepTime:
         for number, student in enumerate(students):
             of_student = replace(setup, step=setup.step.with_scoring_prompts(number))
             flops += forward_flops(of_student, student, setup.step.mean_solution_length)
-        found.append(work("score", flops, describe_scoring(len(students), setup.teacher_passes)))
+        found.append(work("score", flops, describe_scoring(setup)))
     if setup.with_reference:
         passes += 1
         found.append(work("reference", forward, "one forward"))
@@ -230,6 +230,11 @@ def estimate_step(setup: Setup) -> StepTime:
             passes += 1
             flops += forward_flops(replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher)
             reason += " and the teacher's forward"
+        if setup.trains_solutions:
+            passes += 1
+            of_scorer = replace(setup, step=setup.step.with_scoring_prompts(0))
+            flops += repeated * forward_flops(of_scorer, policy, setup.step.mean_solution_length)
+            reason += ", and as many with the solutions"
         found.append(work("train", flops, reason))
     if setup.offload_optimizer and setup.trains:
         own = policy.shape.trained / setup.state_shards
@@ -241,8 +246,11 @@ def estimate_step(setup: Setup) -> StepTime:
     return StepTime(found, scores_early=setup.scores_early, asynchronous=setup.asynchronous)
 
 
-def describe_scoring(num_students: int, of_teacher: int) -> str:
+def describe_scoring(setup: Setup) -> str:
     """Return in words which forwards a reward needs."""
+    num_students, of_teacher = len(setup.students), setup.teacher_passes
+    if setup.scorer != "frozen":
+        return f"one forward of the {setup.scorer} with the solutions"
     students = "the student's forward" if num_students == 1 else f"the forwards of {num_students} students"
     if not of_teacher:
         return students

@@ -67,8 +67,10 @@ def classify_run(run: Run) -> str:
         return "On-policy distillation"
     if "reward/mean" not in run.metrics and not run.completions.spreads.get("reward"):
         return "Supervised fine-tuning"
+    if read_setting(run, "model.scorer"):
+        return "Likelihood rewards"
     is_taught = describe_students(run) or read_setting(run, "model.student")
-    reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
+    reward = describe_reward(run)
     return (
         "Reinforcement-learned teacher"
         if is_taught and reward in ("", "RLTReward")
@@ -100,14 +102,24 @@ def describe_training(run: Run) -> str:
         )
     if kind == "Supervised fine-tuning":
         return f"{kind}: {model} was trained{on}: {steps:,} optimizer steps."
+    if kind == "Likelihood rewards":
+        return (
+            f"{kind}: {model} was trained{on} to think so that the reference solution becomes probable for "
+            f"the scorer {read_setting(run, 'model.scorer')}, by {describe_reward(run)}: {length}."
+        )
     if kind == "Reinforcement-learned teacher":
         students = describe_students(run) or read_setting(run, "model.student")
         return (
             f"{kind}: {model} was trained to explain solutions{on} in the way that helps the frozen "
             f"student{'s' * (', ' in students)} {students} most: {length}."
         )
-    reward = read_setting(run, "model.reward.class_path").rpartition(".")[2]
+    reward = describe_reward(run)
     return f"{kind}{f' with {reward}' if reward else ''}: {model} was trained{on}: {length}."
+
+
+def describe_reward(run: Run) -> str:
+    """Return the name of the reward's class; '' if the settings name none."""
+    return read_setting(run, "model.reward.class_path").rpartition(".")[2]
 
 
 def count_problems(run: Run) -> str:

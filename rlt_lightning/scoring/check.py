@@ -34,6 +34,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule, count_steps
+from rlt_lightning.modules.likelihood import LikelihoodModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward
@@ -240,11 +241,12 @@ def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool
 
 def build_sampling_module(module: PolicyModule) -> RLTModule | None:
     """Return a module that samples what the run will train on; None if it samples nothing."""
-    if isinstance(module, RLTModule):
+    is_judged = isinstance(module, (LikelihoodModule, OPDModule))
+    if isinstance(module, RLTModule) and not is_judged:
         return module
-    if not isinstance(module, OPDModule):
+    if not isinstance(module, (LikelihoodModule, OPDModule)):
         return None
-    # Its answers are judged, not scored by its teacher.
+    # Its answers are judged, whole ones, not scored by its teacher or its scorer.
     return RLTModule(
         module.pretrained,
         student=None,

@@ -1,0 +1,268 @@
+"""Likelihood rewards: a student learns to think by how probable the reference solution becomes. No checker.
+
+    prompt of stage 5, <think>   thought, </think>     <solution> reference solution
+    ──────────────────────────   ────────────────      ─────────────────────────────
+    given                        sampled: GRPO          scored by `model.scorer`: the reward r(z)
+                                                       trained too, where the scorer is the policy
+
+    grad E r(z) = E [ r(z) grad log pi(z) ]  +  E [ grad r(z) ]
+                    `add_policy_gradient`        `add_answer_gradient`, the answer term
+
+The loop is that of `RLTModule`. The rewards are in numerics/likelihood.py, what the scorer reads is in
+modules/scorer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.kernels import Kernels
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.packed import HeadOptions, compute_log_probs
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.on_policy import UpdateSums
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.scored_completions import ScoredCompletions
+from rlt_lightning.modules.scorer import build_solution_sequence, measure_sequences
+from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling
+from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward, SolutionScores
+from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
+from rlt_lightning.numerics.packing import Layout, mask_tokens, to_padded
+from rlt_lightning.numerics.rewards import Reward
+from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.pretrained import Dtype
+from rlt_lightning.types import InputError, Rollout
+
+# The scorers that are no model by name: the weights that train, and the reference.
+POLICY, REFERENCE = "policy", "reference"
+
+
+class LikelihoodModule(RLTModule):
+    """Train a student to think so that the reference solution becomes probable (arXiv:2602.03979).
+
+    Args:
+        pretrained: Model to train, a student that knows its tags: folder, hub id, miniature or smollm2-135m.
+        scorer: Who reads the solution: "policy", the weights that train, as they are at this step;
+            "reference", the initial ones, or as ReferenceSync moves them; or the name of a frozen model,
+            with any tokenizer.
+        reward: What the log-probs of the solution are worth: LogProbReward, RLPRReward, VeriFreeReward,
+            NOVERReward, or another LikelihoodReward.
+        answer_weight: Weight of the answer term, the gradient of the solution's own score, where the policy
+            scores; None: 1 where the reward has the term, else 0.
+        group_size: Thoughts per problem.
+        advantages: How rewards of a group become advantages; None: LeaveOneOutAdvantages().
+        policy_loss: None: the plain policy gradient, DrGRPOLoss without KL and with length 1.
+        optimizer: AdamW, its schedule and gradient clipping.
+        importance_sampling: See `RLTModule`. The answer term is not weighted.
+        mismatch_alarm: See `RLTModule`.
+        max_staleness: See `RLTModule`.
+        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
+        layout: How sequences share a forward; see `RLTModule`.
+        head: How log-probs are computed from hidden states.
+        offload_frozen: Keep frozen models in pinned host memory while they are not used.
+        dtype: Type of the trained weights and the reference's.
+        scorer_dtype: Type of the weights of a scorer by name.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        attn_implementation: transformers' name; None: ours, which shares prefixes.
+        trust_remote_code: Run code that comes with a model.
+        seed: Seed of everything random inside a step.
+        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
+        kernels: Which fused kernels compute the same numbers faster.
+
+    Raises:
+        InputError: If settings contradict each other.
+    """
+
+    reference_role = "the reference"
+
+    def __init__(
+        self,
+        pretrained: str = DEFAULT_MODEL,
+        scorer: str = POLICY,
+        reward: Reward = LogProbReward(),
+        answer_weight: float | None = None,
+        group_size: int = 8,
+        advantages: AdvantageEstimator | None = None,
+        policy_loss: PolicyLoss | None = None,
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
+        mismatch_alarm: float | None = 0.1,
+        max_staleness: int = 0,
+        micro_batch_tokens: int = 16384,
+        layout: Layout = "auto",
+        head: HeadOptions = HeadOptions(),
+        offload_frozen: bool = False,
+        dtype: Dtype = "float32",
+        scorer_dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        lora: LoRA | None = None,
+        kernels: Kernels = Kernels(),
+    ) -> None:
+        super().__init__(
+            teacher=pretrained,
+            student=pretrained if scorer in (POLICY, REFERENCE) else scorer,
+            group_size=group_size,
+            reward=reward,
+            advantages=advantages or LeaveOneOutAdvantages(),
+            policy_loss=policy_loss or DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
+            optimizer=optimizer,
+            importance_sampling=importance_sampling,
+            mismatch_alarm=mismatch_alarm,
+            max_staleness=max_staleness,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=layout,
+            head=head,
+            offload_frozen=offload_frozen,
+            dtype=dtype,
+            student_dtype=scorer_dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            lora=lora,
+            kernels=kernels,
+        )
+        self.scored_by = scorer
+        self.answer_weight = choose_answer_weight(answer_weight, scorer, reward)
+
+    def setup(self, stage: str) -> None:
+        """Check, before any model is loaded, that data and settings fit."""
+        super().setup(stage)
+        settings = self.require_sampler().settings
+        if stage == "predict":
+            raise InputError(
+                "`rlt predict` scores or writes explanations, but LikelihoodModule trains a student. To let "
+                "the trained student answer, use `rlt test --config evaluate`."
+            )
+        if settings.asynchronous and self.scored_by == POLICY:
+            raise InputError(
+                "With model.scorer policy rollouts.asynchronous must be false: its thoughts are of older "
+                "weights, for which the answer term is not corrected. Set it to false, or model.scorer to "
+                "reference or a model."
+            )
+        num_validated = len(get_stratos_data(self.trainer).val_items)
+        if reward_compares(self.reward) and num_validated and settings.val_completions < 2:
+            raise InputError(
+                f"{type(self.reward).__name__} compares the thoughts of a problem, but "
+                f"rollouts.val_completions is {settings.val_completions}: each held-out thought would be the "
+                "best of its problem. Raise it to 2 or more."
+            )
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Return the scorer's name, if it has weights of its own."""
+        return () if self.scored_by in (POLICY, REFERENCE) else self.students.names
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `RLTModule.needs_reference`."""
+        return super().needs_reference or self.scored_by == REFERENCE
+
+    @property
+    def scoring_models(self) -> Sequence[ReadModel]:
+        """Return the one model that reads solutions."""
+        if self.scored_by == POLICY:
+            return [ReadModel(self.run)]
+        return [self.reference_model] if self.scored_by == REFERENCE else self.student_models
+
+    def types(self) -> dict[str, str]:
+        """Name the scorer's type as the setting is called."""
+        named = {"model.scorer_dtype": self.student_dtype} if self.frozen_names else {}
+        return PolicyModule.types(self) | named
+
+    def build_metadata(self) -> dict[str, Any]:
+        """See `PolicyModule.build_metadata`."""
+        metadata = super().build_metadata()
+        del metadata["training"]["frozen student"]
+        metadata["training"] |= {"scorer": self.scored_by, "weight of the answer term": self.answer_weight}
+        return metadata
+
+    # Training
+
+    def update_policy(
+        self, scored: ScoredCompletions, advantages: Tensor, stats: PhaseStats
+    ) -> dict[str, Any]:
+        """Take one optimizer step on the policy loss and the answer term; see `RLTModule.update_policy`."""
+        sums = UpdateSums()
+        self.add_policy_gradient(scored, advantages, stats, sums, last=not self.answer_weight)
+        if self.answer_weight:
+            self.add_answer_gradient(scored, stats, sums)
+        return self.finish_update(sums)
+
+    def add_answer_gradient(self, scored: ScoredCompletions, stats: PhaseStats, sums: UpdateSums) -> None:
+        """Run the backward of the answer term: the policy ascends the score of each solution itself.
+
+        A completion's term has the weight that the loss gives to each of its sampled tokens.
+        """
+        reward = self.reward
+        assert isinstance(reward, LikelihoodReward)
+        rows = scored.build_rollouts(scored.shard)
+        temperature = reward.temperature or scored.request.sampling.temperature
+        sequences = [build_solution_sequence(row.views[0]) for row in rows]
+        extents = measure_sequences([row.views[0] for row in rows], sequences)
+        sizes = self.sum_over_ranks(len(rows), sum(len(row.completion.token_ids) for row in rows))
+        for micro_batch in self.pack(sequences, extents, stats):
+            chosen = [rows[i] for i in micro_batch.indices]
+            lengths = [len(row.problem.solution_ids) for row in chosen]
+            flat, _ = self.run(compute_log_probs, micro_batch.packed, temperature, self.head)
+            sums.checks.add(flat, lengths, "log-prob of the solution", [row.problem.row for row in chosen])
+            scores = self.score_answers(chosen, *to_padded(flat, lengths))  # (n,)
+            weights = self.weigh_completions(chosen, *sizes).to(scores)
+            loss = -self.answer_weight * (weights * scores).sum()
+            self.manual_backward(micro_batch.scale * loss)
+            sums.add(micro_batch, {"policy/answer_loss": loss.detach()}, None)
+
+    def score_answers(self, rows: list[Rollout], log_probs: Tensor, token_mask: Tensor) -> Tensor:
+        """Return the solution's score after each of n thoughts, (n,), with gradient."""
+        assert isinstance(self.reward, LikelihoodReward)
+        closed = upload([row.closed for row in rows], self.device, torch.bool)
+        unused = torch.zeros_like(closed)  # scores that compare thoughts have no answer term
+        return self.reward.score(SolutionScores(log_probs, token_mask, closed, unused, unused))
+
+    def weigh_completions(self, rows: list[Rollout], num_sequences: float, num_tokens: float) -> Tensor:
+        """Return the weight of a sampled token of each completion in the loss, (n,)."""
+        mask = mask_tokens([len(row.completion.token_ids) for row in rows]).float()  # (n, T)
+        mask = upload(mask, self.device)
+        mean_weights = self.policy_loss.mean_weights(mask, num_tokens, num_sequences)
+        return self.policy_loss.loss_weights(mask, mean_weights)[:, 0]
+
+
+def choose_answer_weight(answer_weight: float | None, scorer: str, reward: Reward) -> float:
+    """Return the weight of the answer term.
+
+    Raises:
+        InputError: If there is no such term for this scorer and reward.
+    """
+    name = type(reward).__name__
+    if not isinstance(reward, LikelihoodReward):
+        raise InputError(
+            f"LikelihoodModule needs a reward of the solution's log-probs, such as LogProbReward, but "
+            f"model.reward is {name}. Set another."
+        )
+    possible = scorer == POLICY and reward.has_answer_term
+    if answer_weight is None:
+        return float(possible)
+    if answer_weight < 0 or (answer_weight and not possible):
+        raise InputError(
+            "model.answer_weight must be 0 or, with model.scorer policy and a LogProbReward or "
+            f"VeriFreeReward, above: it is {answer_weight}, with the scorer {scorer} and {name}. Set it to 0."
+        )
+    return answer_weight
+
+
+def reward_compares(reward: object) -> bool:
+    """Return whether a thought's reward depends on the others of its problem."""
+    return isinstance(reward, LikelihoodReward) and reward.compares

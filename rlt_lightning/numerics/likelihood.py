@@ -1,0 +1,338 @@
+"""Rewards of a thought by how probable it makes the reference solution: no checker, no judge.
+
+| class | reward of a thought z for the solution y |
+|---|---|
+| `LogProbReward` | sum, mean or another reduction of log p(y_t | z) |
+| `RLPRReward` | mean p(y_t | z), above the same without a thought, and a bonus for the format |
+| `VeriFreeReward` | p(y | z), the probability of the whole solution |
+| `NOVERReward` | the thought's rank in its group by perplexity, and a bonus for shorter ones |
+
+Each is a pure function of the solution's log-probs, the lengths of the thoughts and their groups. Who
+computes the log-probs is `model.scorer` of `LikelihoodModule`. docs/method.md says where paper and released
+code differ; the code is followed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.rewards import (
+    Reduction,
+    Reward,
+    masked_min,
+    mean_of_tokens,
+    reduce_tokens,
+    require_option,
+    require_reduction,
+    require_tokens,
+)
+from rlt_lightning.types import RewardTerms
+
+
+@dataclass(frozen=True)
+class SolutionScores:
+    """What the scorer has computed of N thoughts.
+
+    Attributes:
+        log_probs: Log-probs of the solution's tokens after the thought, (N, S), nats.
+        token_mask: True on solution tokens, (N, S).
+        closed: False where a thought was cut off or ended without its tag, bool, (N,).
+        lengths: Tokens of each thought, (N,).
+        groups: A number that the thoughts of one problem share, (N,).
+        empty_log_probs: `log_probs` after an empty thought, (N, S); None if the reward has no baseline.
+    """
+
+    log_probs: Tensor
+    token_mask: Tensor
+    closed: Tensor
+    lengths: Tensor
+    groups: Tensor
+    empty_log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LikelihoodTerms(RewardTerms):
+    """The reward of each thought and its terms; all (N,).
+
+    `reward` is the sum of the solution's term, the efficiency of NOVER and the format term. Mean and min are
+    over the solution's log-probs, nats.
+    """
+
+    solution_log_prob_reward: Tensor
+    format_reward: Tensor
+    solution_log_prob_mean: Tensor
+    solution_log_prob_min: Tensor
+    efficiency_reward: Tensor | None = None
+    baseline: Tensor | None = None
+
+    def parts(self) -> dict[str, Tensor]:
+        """See `RewardTerms.parts`."""
+        parts = {"solution": self.solution_log_prob_reward, "format": self.format_reward}
+        return parts if self.efficiency_reward is None else parts | {"efficiency": self.efficiency_reward}
+
+    def baselines(self) -> dict[str, Tensor]:
+        """See `RewardTerms.baselines`."""
+        return {} if self.baseline is None else {"baseline": self.baseline}
+
+    def details(self) -> dict[str, Tensor]:
+        """See `RewardTerms.details`."""
+        names = ("solution_log_prob_mean", "solution_log_prob_min")
+        return {f"student/{name}": getattr(self, name) for name in names}
+
+    def recorded(self) -> dict[str, Tensor]:
+        """See `RewardTerms.recorded`."""
+        names = ("reward", "solution_log_prob_mean", "solution_log_prob_min")
+        own = {name: getattr(self, name) for name in names}
+        return own | {f"{name}_reward": values for name, values in self._columns().items()} | self.baselines()
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {"solution_log_prob" if name == "solution" else name: v for name, v in self.parts().items()}
+
+
+@dataclass(frozen=True)
+class LikelihoodReward(Reward, ABC):
+    """A reward of the solution's log-probs after a thought.
+
+    A subclass writes `score` and, where it has them, the other terms.
+
+    Args:
+        temperature: Temperature of the log-probs; None: that of sampling.
+    """
+
+    tasks = ("student_likelihood",)
+    # Whether the solution is also read after an empty thought.
+    baseline: ClassVar[Literal["none", "empty"]] = "none"
+    # Whether `score` is an objective that the policy may ascend itself, where it is the scorer.
+    has_answer_term: ClassVar[bool] = False
+    # Whether a thought's reward depends on the others of its group.
+    compares: ClassVar[bool] = False
+
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        holds = self.temperature is None or self.temperature > 0
+        require_option("temperature", self.temperature, holds, "positive, or null for that of sampling")
+
+    def columns(self) -> tuple[str, ...]:
+        """See `Reward.columns`."""
+        return ("reward", "solution_log_prob_reward", "format_reward")
+
+    @abstractmethod
+    def score(self, scores: SolutionScores) -> Tensor:
+        """Return the solution's term, (N,). With `has_answer_term` its gradient is the answer term."""
+
+    @abstractmethod
+    def score_format(self, scores: SolutionScores) -> Tensor:
+        """Return the format's term, (N,)."""
+
+    def score_efficiency(self, scores: SolutionScores) -> Tensor | None:
+        """Return the term of efficiency, (N,); None if the reward has none."""
+        return None
+
+    def score_baseline(self, scores: SolutionScores) -> Tensor | None:
+        """Return what the solution's term is measured from, (N,); None if nothing."""
+        return None
+
+    def __call__(self, scores: SolutionScores) -> LikelihoodTerms:
+        """Return the reward of N thoughts and its terms, each (N,).
+
+        Raises:
+            ValueError: If a row has no solution tokens.
+        """
+        require_tokens(scores.token_mask, "solution token")
+        solution, shape = self.score(scores), self.score_format(scores)
+        efficiency = self.score_efficiency(scores)
+        return LikelihoodTerms(
+            reward=solution + shape if efficiency is None else solution + efficiency + shape,
+            solution_log_prob_reward=solution,
+            format_reward=shape,
+            solution_log_prob_mean=mean_of_tokens(scores.log_probs, scores.token_mask),
+            solution_log_prob_min=masked_min(scores.log_probs, scores.token_mask),
+            efficiency_reward=efficiency,
+            baseline=self.score_baseline(scores),
+        )
+
+
+@dataclass(frozen=True)
+class LogProbReward(LikelihoodReward):
+    """The log-probability of the solution (Likelihood-Based Reward Designs, arXiv:2602.03979).
+
+    r(z) = reduce_t log p(y_t | z) + format          (sum: log p(y | z); mean: that of a token)
+
+    Args:
+        temperature: See `LikelihoodReward`.
+        reduction: sum, mean, or another reduction of the released RLT code.
+        format_penalty: Added to the reward of a thought that is not closed.
+    """
+
+    has_answer_term = True
+
+    reduction: Reduction = "sum"
+    format_penalty: float = -1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_reduction("reduction", self.reduction)
+        holds = self.format_penalty <= 0
+        require_option("format_penalty", self.format_penalty, holds, "at most 0; 0 switches the term off")
+
+    def score(self, scores: SolutionScores) -> Tensor:
+        """Reduce the log-probs."""
+        return reduce_tokens(scores.log_probs, scores.token_mask, self.reduction)
+
+    def score_format(self, scores: SolutionScores) -> Tensor:
+        """Return 0, or the penalty of a thought that is not closed."""
+        return torch.zeros_like(scores.log_probs[:, 0]).masked_fill(~scores.closed, self.format_penalty)
+
+
+@dataclass(frozen=True)
+class RLPRReward(LikelihoodReward):
+    """How much more probable the solution's tokens are after the thought than without one (arXiv:2506.18254).
+
+    r(z) = (1 - c) * max(0, B(z) - A) + c * closed(z),   B(z) = mean_t p(y_t | z),   A = B(empty thought)
+
+    B of a thought that is not closed is 0 (OpenBMB/RLPR 8490fca, verl/workers/reward_manager/prob.py).
+
+    Args:
+        temperature: See `LikelihoodReward`.
+        format_coef: c, the weight of the format; 0.1 in the code.
+        subtract_empty: Subtract A. False: A is 0, as in the code for a row without its `scoreA`.
+        round_bf16: Round B to bfloat16, as the code does; A is not rounded there.
+    """
+
+    format_coef: float = 0.1
+    subtract_empty: bool = True
+    round_bf16: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_option("format_coef", self.format_coef, 0 <= self.format_coef <= 1, "between 0 and 1")
+
+    @property
+    def baseline(self) -> Literal["none", "empty"]:  # type: ignore[override]
+        """See `LikelihoodReward.baseline`."""
+        return "empty" if self.subtract_empty else "none"
+
+    def score(self, scores: SolutionScores) -> Tensor:
+        """Return the gain over an empty thought, not below 0."""
+        after = self.mean_prob(scores.log_probs, scores.token_mask).masked_fill(~scores.closed, 0.0)
+        after = after.bfloat16().to(after.dtype) if self.round_bf16 else after
+        before = self.score_baseline(scores)
+        gain = after if before is None else after - before
+        return (1 - self.format_coef) * gain.clamp(min=0)
+
+    def score_baseline(self, scores: SolutionScores) -> Tensor | None:
+        """Return A, (N,)."""
+        if not self.subtract_empty:
+            return None
+        assert scores.empty_log_probs is not None, "RLPR needs the log-probs after an empty thought"
+        return self.mean_prob(scores.empty_log_probs, scores.token_mask)
+
+    def mean_prob(self, log_probs: Tensor, token_mask: Tensor) -> Tensor:
+        """Return the mean probability of the solution's tokens, (N,)."""
+        return mean_of_tokens(log_probs.exp(), token_mask)
+
+    def score_format(self, scores: SolutionScores) -> Tensor:
+        """Return c for a closed thought, else 0."""
+        return self.format_coef * scores.closed.to(scores.log_probs.dtype)
+
+
+@dataclass(frozen=True)
+class VeriFreeReward(LikelihoodReward):
+    """The probability of the whole solution (VeriFree, arXiv:2505.21493; sail-sg/VeriFree 718b363).
+
+    r(z) = p(y | z) = exp(sum_t log p(y_t | z)),   0 for a thought that is not closed
+
+    The released run has leave-one-out advantages and the answer term, whose gradient r(z) * grad log p(y | z)
+    is the reward-weighted one of the paper.
+    """
+
+    has_answer_term = True
+
+    def score(self, scores: SolutionScores) -> Tensor:
+        """Return the probability."""
+        total = reduce_tokens(scores.log_probs, scores.token_mask, "sum")
+        return total.exp().masked_fill(~scores.closed, 0.0)
+
+    def score_format(self, scores: SolutionScores) -> Tensor:
+        """Return 0: the format has no term of its own."""
+        return torch.zeros_like(scores.log_probs[:, 0])
+
+
+@dataclass(frozen=True)
+class NOVERReward(LikelihoodReward):
+    """The rank of the thought in its group by the solution's perplexity (NOVER, arXiv:2505.16022).
+
+    PPL(z) = exp(-mean_t log p(y_t | z) / N(z)),   N(z) = max(1, 1 + log10 |z|),   |z| tokens of the thought
+    r(z) = w_r * (n - rank(z)) / n + w_e * E(z) + w_f,   0 for a thought that is not closed
+
+    n are the group's closed thoughts, rank counts those of lower perplexity from 0, and E is the part of the
+    other n - 1 that are both longer and of higher perplexity, 0 if there is none (thinkwee/NOVER cb1a4ef,
+    reward_functions.py and utils.py).
+
+    Args:
+        temperature: See `LikelihoodReward`.
+        rank_weight: w_r.
+        efficiency_weight: w_e.
+        format_weight: w_f.
+        ties: Of equal perplexities "order" ranks the first one better, as the code's sort does; "mean" gives
+            each the mean of their ranks, so that equal thoughts earn the same.
+    """
+
+    compares = True
+
+    rank_weight: float = 1.0
+    efficiency_weight: float = 1.0
+    format_weight: float = 1.0
+    ties: Literal["order", "mean"] = "order"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rank_weight", "efficiency_weight", "format_weight"):
+            value = getattr(self, name)
+            require_option(name, value, value >= 0, "at least 0; 0 switches the term off")
+        require_option("ties", self.ties, self.ties in ("order", "mean"), "order or mean")
+
+    def columns(self) -> tuple[str, ...]:
+        """See `Reward.columns`."""
+        return (*super().columns(), "efficiency_reward")
+
+    def nats(self, scores: SolutionScores) -> Tensor:
+        """Return log PPL of each thought, (N,), nats."""
+        lengths = scores.lengths.to(scores.log_probs.dtype).clamp(min=1)
+        return -mean_of_tokens(scores.log_probs, scores.token_mask) / (1 + lengths.log10())
+
+    def comparable(self, scores: SolutionScores) -> Tensor:
+        """Return whether both of two thoughts are closed and of one group, (N, N)."""
+        same = scores.groups.unsqueeze(1) == scores.groups.unsqueeze(0)
+        return same & scores.closed.unsqueeze(1) & scores.closed.unsqueeze(0)
+
+    def score(self, scores: SolutionScores) -> Tensor:
+        """Return the rank's term."""
+        nats, comparable = self.nats(scores), self.comparable(scores)
+        lower = nats.unsqueeze(0) < nats.unsqueeze(1)  # (N, N), whether j is better than i
+        equal = nats.unsqueeze(0) == nats.unsqueeze(1)
+        if self.ties == "order":
+            earlier = torch.ones_like(equal).tril(-1)
+            rank = ((lower | (equal & earlier)) & comparable).sum(dim=1)
+        else:
+            # Of k equal ones the ranks 0 … k - 1 have the mean (k - 1) / 2.
+            rank = (lower & comparable).sum(dim=1) + ((equal & comparable).sum(dim=1) - 1) / 2
+        number = comparable.sum(dim=1).clamp(min=1)
+        return (self.rank_weight * (number - rank) / number).masked_fill(~scores.closed, 0.0)
+
+    def score_efficiency(self, scores: SolutionScores) -> Tensor:
+        """Return the term of efficiency."""
+        nats, lengths, comparable = self.nats(scores), scores.lengths, self.comparable(scores)
+        beaten = (nats.unsqueeze(1) < nats.unsqueeze(0)) & (lengths.unsqueeze(1) < lengths.unsqueeze(0))
+        others = (comparable.sum(dim=1) - 1).clamp(min=1)
+        return self.efficiency_weight * (beaten & comparable).sum(dim=1).to(nats.dtype) / others
+
+    def score_format(self, scores: SolutionScores) -> Tensor:
+        """Return the weight of the format for a closed thought, else 0."""
+        return self.format_weight * scores.closed.to(scores.log_probs.dtype)
