@@ -1,5 +1,7 @@
 # `make quickstart` and `make test` work on a bare machine with Python 3.11, pip, make and git.
 PYTHON ?= python3
+# What `make setup` installs: all that tests need. EXTRAS=deepspeed is enough to train.
+EXTRAS ?= dev,deepspeed
 RUN = .venv/bin
 # Where Python may not write what it compiles, every process compiles all of it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -9,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "installing into .venv: some minutes, 4 GB"
 	$(PYTHON) -m venv .venv
-	$(RUN)/python -m pip install --quiet --no-compile --editable '.[dev,deepspeed]' --constraint constraints.txt
+	$(RUN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]' --constraint constraints.txt
 	$(RUN)/python -c "import lightning.pytorch, rlt_lightning.models.quantised, peft, transformers.trainer_utils"
 	touch $@
 
@@ -70,6 +72,10 @@ test-benchmarks: setup
 prove: setup setup-vllm
 	$(PYTEST) -m slow --timeout 5400
 
+# The oldest versions that pyproject.toml allows: resolved for every Python, installed and tested for one. Needs uv.
+test-oldest:
+	scripts/test_oldest.sh
+
 # Runs the benchmarks and puts their figures into docs/: an hour on an idle machine with 24 GB.
 benchmarks: setup
 	scripts/benchmarks.sh
@@ -92,4 +98,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks test-oldest prove check

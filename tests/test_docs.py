@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -221,6 +222,20 @@ def check_sbatch(arguments: list[str], files: Path) -> None:
     check_rlt(["fit", *arguments[1:]], files)
 
 
+def check_docker(arguments: list[str], files: Path) -> None:
+    """Of an image that is built, the arguments must be the Dockerfile's; what it runs is rlt's."""
+    if arguments[0] == "build":
+        given = [value.partition("=")[0] for name, value in pairwise(arguments) if name == "--build-arg"]
+        known = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        assert set(given) <= set(known)
+    else:
+        check_rlt(arguments[arguments.index("rlt_lightning") + 1 :], files)
+
+
+def check_recipe_file(arguments: list[str], files: Path) -> None:
+    assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
+
+
 def nothing(arguments: list[str], files: Path) -> None:
     """There is nothing to check before it is run."""
 
@@ -234,6 +249,10 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "python": (check_python, "benchmarks take minutes and all of the machine"),
     "torchrun": (check_torchrun, "needs GPUs; tests/test_restarts.py and test_multinode.py run it on CPUs"),
     "sbatch": (check_sbatch, "needs a SLURM cluster; tests/test_multinode.py has stand-ins"),
+    "docker": (check_docker, "needs a Docker engine; docs/gpu.md says how it was built"),
+    "kubectl": (check_recipe_file, "needs a cluster; the recipes are checked below"),
+    "sky": (check_recipe_file, "needs a cluster; the recipes are checked below"),
+    "pip-audit": (nothing, "asks the package index"),
     "cat": (nothing, "reads a file of the user's"),
     "curl": (nothing, "run against a fake worker below"),
     "openssl": (nothing, "makes a random key"),
@@ -308,6 +327,110 @@ def test_the_stages_of_a_pipeline_are_right(
     assert len(stages) >= 5
     for words in stages:
         check_rlt(words, tmp_path)
+
+
+# Keys that a recipe of examples/cloud may use, from SkyPilot 0.14.1 (sky/utils/schemas.py) and from the
+# definition of JobSet 0.12. None is not looked into; a list's entries are.
+SKYPILOT: dict[str, Any] = {
+    **dict.fromkeys(
+        ("name", "num_nodes", "setup", "run", "envs", "secrets", "file_mounts", "workdir", "volumes")
+    ),
+    "resources": {
+        **dict.fromkeys(("accelerators", "cpus", "memory", "disk_size", "image_id", "infra", "use_spot")),
+        "job_recovery": dict.fromkeys(("strategy", "max_restarts_on_errors", "recover_on_exit_codes")),
+    },
+    "config": {"kubernetes": {"pod_config": {"spec": {"securityContext": {"runAsUser": None}}}}},
+}
+CONTAINER = dict.fromkeys(("name", "image", "command", "args", "env", "volumeMounts", "workingDir"))
+CONTAINER |= {"resources": dict.fromkeys(("limits", "requests"))}
+POD = {
+    **dict.fromkeys(("restartPolicy", "terminationGracePeriodSeconds", "nodeSelector", "tolerations")),
+    "securityContext": dict.fromkeys(("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup")),
+    "initContainers": CONTAINER,
+    "containers": CONTAINER,
+    "volumes": {
+        "name": None,
+        "persistentVolumeClaim": dict.fromkeys(("claimName", "readOnly")),
+        "emptyDir": dict.fromkeys(("medium", "sizeLimit")),
+    },
+}
+EXIT_CODES = dict.fromkeys(("containerName", "operator", "values"))
+JOB = {
+    **dict.fromkeys(
+        ("backoffLimit", "completions", "parallelism", "completionMode", "ttlSecondsAfterFinished")
+    ),
+    "podFailurePolicy": {"rules": {"action": None, "onExitCodes": EXIT_CODES}},
+    "template": {"spec": POD},
+}
+FAILURE_RULE = dict.fromkeys(("name", "action", "onJobFailureReasons", "targetReplicatedJobs"))
+JOBSET: dict[str, Any] = {
+    **dict.fromkeys(("apiVersion", "kind")),
+    "metadata": dict.fromkeys(("name", "namespace", "labels")),
+    "spec": {
+        "failurePolicy": {"maxRestarts": None, "restartStrategy": None, "rules": FAILURE_RULE},
+        "replicatedJobs": {"name": None, "replicas": None, "template": {"spec": JOB}},
+    },
+}
+IMAGE_FOLDER = "/opt/rlt/rlt_lightning"
+
+
+def check_keys(value: Any, known: dict[str, Any] | None, where: str) -> None:
+    """Fail for a key that a schema does not know, which a cluster would refuse or overlook."""
+    if isinstance(value, list):
+        for entry in value:
+            check_keys(entry, known, where)
+    elif isinstance(value, dict) and known is not None:
+        assert value.keys() <= known.keys(), where
+        for key, below in value.items():
+            check_keys(below, known[key], f"{where}.{key}")
+
+
+def check_recipe(plan: list[str], fit: list[str], data: str, folder: Path) -> None:
+    """Both commands parse, mean the same run, and leave it where a restart finds it."""
+    assert (plan[0], fit[0]) == ("plan", "fit")
+    assert fit[: len(plan)] == ["fit", *plan[1:]]
+    options = dict(pairwise(fit))
+    assert options["--resume"] == "true"
+    assert options["--output_dir"].startswith(f"{data}/")
+    assert options["--model.teacher"].startswith(f"{data}/")
+    overlay = yaml.safe_load((ROOT / "configs" / f"{fit[fit.index('--config', 2) + 1]}.yaml").read_text())
+    workers = overlay["rollouts"]["engine"]["init_args"]["launch"]["num_workers"]
+    assert overlay["trainer"]["devices"] + workers == 8
+    for words in (plan, fit):
+        check_rlt(words, folder)
+
+
+def test_the_skypilot_recipe_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = yaml.safe_load((ROOT / "examples/cloud/skypilot.yaml").read_text())
+    check_keys(recipe, SKYPILOT, "skypilot")
+    assert recipe["resources"]["accelerators"].endswith(":8")
+    start = f'cd() {{ [ "$1" = {IMAGE_FOLDER} ]; }}\n'  # that folder is in the image only
+    calls = calls_of(Block("skypilot.yaml", 1, "sh", start + recipe["run"]), tmp_path)
+    [data] = recipe["volumes"]
+    [[program, *plan], [other, *fit]] = calls
+    assert program == other == ".venv/bin/rlt"
+    check_recipe(plan, fit, data, tmp_path)
+
+
+def test_the_jobset_recipe_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = yaml.safe_load((ROOT / "examples/cloud/jobset.yaml").read_text())
+    check_keys(recipe, JOBSET, "jobset")
+    [replicated] = recipe["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    [plan], [fit] = pod["initContainers"], pod["containers"]
+    places = {mount["name"]: mount["mountPath"] for mount in fit["volumeMounts"]}
+    assert places.keys() == {volume["name"] for volume in pod["volumes"]}
+    check_recipe(plan["args"], fit["args"], places["data"], tmp_path)
+    assert fit["resources"]["limits"]["nvidia.com/gpu"] == 8
+    rules = job["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["containerName"] for rule in rules] == [plan["name"], fit["name"]]
+    # The image's user, whose files the volume's are.
+    user = re.search(r"useradd --uid (\d+)", (ROOT / "Dockerfile").read_text())
+    assert user is not None
+    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user[1])}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

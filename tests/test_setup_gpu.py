@@ -1,18 +1,21 @@
-"""scripts/setup_vllm_gpu.sh asks the driver first, and its dry run prints what it would do."""
+"""scripts/setup_vllm_gpu.sh asks the driver; its dry run prints what it would do. The image's files."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from commands import ROOT
+from wheel import build_wheel
 
 
 def dry_run(folder: Path, driver: str | None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the script with a stand-in for nvidia-smi, and change nothing."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(parents=True)
     for name in ("bash", "dirname", "python3"):
         (folder / "bin" / name).symlink_to(
             next(p for d in os.get_exec_path() if (p := Path(d) / name).exists())
@@ -61,3 +64,28 @@ def test_a_driver_that_will_not_do_is_refused(
     assert result.returncode == 2
     assert fault in result.stderr
     assert result.stdout == ""
+
+
+def test_a_driver_can_be_named_where_there_is_none_to_ask(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, None, DRIVER="580")
+    assert result.returncode == 0, result.stderr
+    assert "get_device_name" not in result.stdout
+    result = dry_run(tmp_path / "older", None, DRIVER="570")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "the driver must be 580 or newer, but is 570" in result.stderr
+
+
+def test_the_image_has_what_its_installation_reads(tmp_path: Path) -> None:
+    """.dockerignore lets files through by name: with one too few, the image cannot be built."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, tmp_path / name)
+    wheel = build_wheel(tmp_path, tmp_path)
+    assert wheel.stat().st_size > 1e6
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.findall(r"^USER (\w+)", dockerfile, re.MULTILINE) == ["rlt"]  # and no way back to root
+    assert (tmp_path / "Makefile").is_file()
+    for script in ("setup_vllm_gpu.sh", "setup_vllm_cpu.sh"):
+        assert os.access(tmp_path / "scripts" / script, os.X_OK)

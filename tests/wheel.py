@@ -41,9 +41,9 @@ if "{READS}" in os.environ:
 """
 
 
-def build_wheel(folder: Path) -> Path:
+def build_wheel(folder: Path, checkout: Path = ROOT) -> Path:
     """Build the wheel into a folder, by the hatchling that is installed here."""
-    build = [*PIP, "wheel", str(ROOT), *OFFLINE, "--no-build-isolation", "--wheel-dir", str(folder)]
+    build = [*PIP, "wheel", str(checkout), *OFFLINE, "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run(build, check=True, timeout=120)
     [wheel] = folder.glob("*.whl")
     return wheel
