@@ -98,10 +98,11 @@ def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
     assert found["steps"][1].startswith("3 optimizer steps, 3 in an epoch of 48 items")
 
 
-@pytest.mark.parametrize("config", ["miniature_opd", full("miniature_grpo")])
+@pytest.mark.parametrize("config", ["miniature_likelihood", full("miniature_opd"), full("miniature_grpo")])
 def test_answers_of_a_student_are_judged(config: str) -> None:
     found = read_checks(rlt("check", f"--config={config}", *FEW))
     assert "of 8 completions end with the right answer" in found["right"][1]
+    assert found["closed"][1].startswith("100 ± 0 % of 8 completions close the format")
     assert found["ranking"][0] == "cannot"
 
 

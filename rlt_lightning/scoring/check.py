@@ -281,7 +281,7 @@ def check_completions(
     scored = score_problems(module, asked, rollouts, **trainer)
     found = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
     number = len(found)
-    closed = fmean(r.completion.finish_reason == "stop" if is_answer else r.closed for r in found)
+    closed = fmean(r.closed for r in found)
     cut = fmean(r.completion.finish_reason == "length" for r in found)
     yield Check(
         "closed",
