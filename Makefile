@@ -60,6 +60,10 @@ test: setup
 test-docs: setup
 	$(PYTEST) -m docs
 
+# What failed in the last run, one by one: does a test fail, or only beside others?
+test-failed: setup
+	$(RUN)/python -m pytest --last-failed --last-failed-no-failures none -m ""
+
 # Further cases, and a real vLLM worker.
 test-all: setup setup-vllm
 	$(PYTEST) -m "full and not docs"
@@ -98,4 +102,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-all test-docs test-benchmarks test-oldest prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-failed test-all test-docs test-benchmarks test-oldest prove check
