@@ -211,21 +211,27 @@ with socket.create_connection(("127.0.0.1", {port})) as server, server.makefile(
 class Forks(socketserver.StreamRequestHandler):
     """Run the job of one call of a forked python to its end, and tell its exit status."""
 
+    gpus = 0
+
     def handle(self) -> None:
-        pid = int(ask(json.loads(self.rfile.readline())))
-        while (status := ask({"poll": pid})) is None:
+        pid = int(ask(json.loads(self.rfile.readline()) | {"gpus": self.gpus}, self.gpus > 0))
+        while (status := ask({"poll": pid}, self.gpus > 0)) is None:
             if select([self.connection], [], [], 0.02)[0]:  # it sends nothing more, so it has been killed
                 os.killpg(pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):  # nobody is left to be told
             self.wfile.write(f"{status}\n".encode())
 
 
-def make_forked_python(folder: Path) -> str:
+class ForksWithAGPU(Forks):
+    gpus = 1
+
+
+def make_forked_python(folder: Path, forks: type[Forks] = Forks) -> str:
     """Write an executable that does what `python` does, in a process that has the package imported.
 
     It works as long as the process of the tests lives, without standard input.
     """
-    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forks)
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), forks)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = folder / "python"

@@ -16,7 +16,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from commands import ROOT, make_forked_python
+from commands import ROOT, ForksWithAGPU, make_forked_python
 from slow_kernels import CPU, AnyType, SlowFlashAttn, install, liger
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -219,9 +219,11 @@ def test_the_ladder_passes_at_tiny_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_the_ladder_passes_on_a_pretended_gpu(pretended_gpus: None, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    names = os.environ | {"PYTHON": sys.executable, "PRETEND": "1", "OUT": str(out), "WORK": str(tmp_path)}
+    environment = {"PRETEND": "1", "OUT": str(out), "WORK": str(tmp_path / "work")}
+    names = os.environ | {"PYTHON": make_forked_python(tmp_path, ForksWithAGPU)} | environment
     done = subprocess.run(["make", "gpu-ladder"], cwd=ROOT, env=names, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(out.iterdir())) <= 8  # easy to bring home
