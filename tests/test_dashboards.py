@@ -49,6 +49,7 @@ OTHER_MODULES |= {
 }
 OTHER_MODULES |= {"reward/baseline", "reward/val_baseline"}  # of reward.baseline: empty
 OTHER_MODULES |= {"rollout/masked_frac"}  # of importance weights that mask
+OTHER_MODULES |= {"reward/efficiency", "reward/val_efficiency", "policy/answer_loss"}  # of likelihood rewards
 OTHER_MODULES |= {"rollout/half_character_frac"}  # of a student with another tokenizer
 
 
