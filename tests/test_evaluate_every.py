@@ -27,9 +27,11 @@ from rlt_lightning.callbacks import (
     RolloutCallback,
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
+from rlt_lightning.callbacks.evaluate_every import require_student_task
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -424,6 +426,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
         "evaluates every 4 steps, checkpoints are written every 3, and the run has 6",
     ),
 }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_student_is_evaluated_and_no_teacher(task: str) -> None:
+    if task.startswith("student_"):
+        require_student_task(task)
+        return
+    with pytest.raises(InputError, match=f"asks a student, but data.task is {task}"):
+        require_student_task(task)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -15,7 +15,7 @@ from test_rlt_module import Witness, slow_log_probs, trainer
 from test_strategies import largest_difference, weights
 from torch import Tensor
 
-from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -328,3 +328,15 @@ def test_a_run_of_the_config_has_its_files_and_resumes_exactly(tmp_path: Path) -
     assert ours == theirs
     recorded = [line for line in (whole / "rollouts.jsonl").open() if json.loads(line)["step"] == 3]
     assert recorded == (first / "rollouts.jsonl").read_text().splitlines(keepends=True)
+
+
+def test_its_accuracy_is_measured_while_it_trains(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(2)]
+    asked = [{"question": question, "answer": "1"} for question in ("0 + 1?", "What is 7 + 7?")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    sampling = Sampling(max_completion_length=8)
+    evaluate = EvaluateEvery(1, {"own": str(tmp_path / "rows.jsonl")}, sampling, at_start=False)
+    likelihood = module()
+    with pytest.warns(UserWarning, match="1 of its 2 problems are in the training rows"):
+        fit(tmp_path, likelihood, evaluate, source=rows)
+    assert "eval/own/pass_at_1" in likelihood.step_metrics

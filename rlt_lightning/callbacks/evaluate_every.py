@@ -37,6 +37,7 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
+from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.evaluation.metrics import compute_figures, name_figures
@@ -62,7 +63,8 @@ SECONDS = "perf/evaluate_s"
 class EvaluateEvery(Callback):
     """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
 
-    Only for students (`data.task` student_sft, student_rl or student_opd). It leaves training as it is.
+    Only for students (`data.task` student_sft, student_rl, student_opd or student_likelihood). It leaves
+    training as it is.
 
     Args:
         every_n_steps: Optimizer steps between evaluations.
@@ -301,7 +303,7 @@ def require_student_task(task: str) -> None:
     Raises:
         InputError: If it is a teacher.
     """
-    if task not in ("student_sft", "student_rl", "student_opd"):
+    if TASKS[task].role != "student":
         raise InputError(
             f"EvaluateEvery asks a student, but data.task is {task}: a teacher explains given solutions and "
             "answers no question. Remove it from trainer.callbacks, and watch a teacher by held-out rows: "
@@ -313,9 +315,11 @@ def require_student_task(task: str) -> None:
 def count_known_problems(questions: EvaluationDataModule, data: StratosDataModule) -> int:
     """Return the number of problems whose prompt, system prompt included, is a training row's."""
     shown: set[tuple[int, ...]] = set()
+    # Where the student thinks, a prompt ends with the tag that an answer begins with.
+    opened = len(data.format.thought_opening) if data.format.thinks else 0
     for item in data.items:
         if isinstance(item, SFTExample):
             shown.add(tuple(item.token_ids[: item.loss_mask.index(True)]))
         elif isinstance(item, Problem):
-            shown.add(tuple(item.teacher_prompt))
+            shown.add(tuple(item.teacher_prompt[: len(item.teacher_prompt) - opened]))
     return sum(tuple(problem.prompt) in shown for problem in questions.problems)
