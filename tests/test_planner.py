@@ -51,6 +51,7 @@ SETUP = Setup(
     bucket_numel=30, sub_group_numel=10**12, step=STEP, logits_bytes=16, hf_sequences=8,
     teacher_passes=0, worker=None, mfu=0.5, checkpointing=False, decode_rate=None, notes=[],
 )  # fmt: skip
+SCORERS: list[Any] = ["frozen", "reference", "policy"]
 WORKER = PlannedWorkers(
     num_gpus=4, tensor_parallel_size=2, weight_bytes=2, gpu_memory_utilization=0.9, max_sequences=256,
     push_bytes=4, only_adapter=False, bucket_bytes=64, colocated=False, sleeps=False,
@@ -486,8 +487,48 @@ def test_likelihood_rewards_are_planned_with_their_scorer(
     [[longest, _]] = plan["setup"]["step"]["scoring_prompts"]
     assert longest > plan["setup"]["step"]["prompt_length"]
     trains = scorer == "policy"
+    assert plan["setup"]["student_dtype"].startswith("scorer") == (part == "student weights")
     assert plan["setup"]["trains_solutions"] == trains
     assert ("and as many with the solutions" in found.stdout) == trains
+
+
+def test_no_split_is_asynchronous_where_the_policy_scores() -> None:
+    step = replace(STEP, num_processes=4)
+    device = replace(GPU, memory=10**12)
+    sharded = replace(
+        SETUP, sharding="fsdp2", processes_per_machine=4, step=step, worker=WORKER, device=device
+    )
+    found = {s: [split.name for split in make_plan(replace(sharded, scorer=s)).splits] for s in SCORERS}
+    assert {s: any("asynchronous" in name for name in names) for s, names in found.items()} == {
+        "frozen": True,
+        "reference": True,
+        "policy": False,
+    }
+
+
+def test_an_offloaded_reference_comes_back_to_score() -> None:
+    scored = replace(SETUP, scorer="reference", with_reference=False, offload_frozen=True)
+    phases = {phase.name: phase for phase in make_plan(scored).phases}
+    # 100 weights of 4 bytes wait on the host.
+    assert phases["score"].host["reference weights"] == 400
+    assert phases["score"].device["reference weights"] == 400
+    assert phases["train"].device["reference weights"] == 0
+    with_adapter = make_plan(replace(scored, shares_base=True))
+    assert {phase.device.get("reference weights", 0) for phase in with_adapter.phases} == {0}
+
+
+def test_solutions_that_are_trained_on_lengthen_the_rows(tmp_path: Path) -> None:
+    found = {}
+    for weight in (0, 1):
+        file = tmp_path / f"{weight}.json"
+        short = ["--model.micro_batch_tokens=1", "--plan.completion_length=8", f"--plan.json={file}"]
+        plan = rlt("plan", "--config=miniature_likelihood", f"--model.answer_weight={weight}", *short)
+        assert plan.returncode == 0, plan.stderr
+        phases = json.loads(file.read_text())["phases"]
+        found[weight] = [phases[name]["device"]["activations"] for name in ("score", "train")]
+    [[scores, trains], [_, with_solutions]] = found.values()
+    assert found[0][0] == found[1][0] == scores
+    assert with_solutions > 1.1 * trains
 
 
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:
@@ -501,6 +542,10 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     assert "--model.gradient_checkpointing true" in problem
     assert "--config overlays/fsdp2" in problem
     assert make_plan(replace(SETUP, device=replace(GPU, memory=20_000))).fits
+    # The type of a frozen scorer has another name.
+    students = replace(SETUP, students=(MODEL,) * 20, student_dtype="scorer_dtype")
+    [problem] = make_plan(students).problems()
+    assert "--model.scorer_dtype bfloat16" in problem
 
 
 def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:

@@ -319,6 +319,7 @@ class Setup:
     students: tuple[LanguageModel, ...] = ()  # none if the reward asks no model
     teacher_passes: int = 0  # forwards of the teacher in the score phase
     scorer: Scorer = "frozen"  # whose weights the students have
+    student_dtype: str = "student_dtype"  # the setting of the model that chooses the students' type
     trains_solutions: bool = False  # whether a step has a second backward, of the solutions: the answer term
     with_reference: bool = False
     offload_frozen: bool = False

@@ -264,12 +264,17 @@ def awake_parts(setup: Setup, lasting: Sizes) -> Sizes:
 def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what the largest forward of a reward needs: a student's or, if it is run, the teacher's.
 
-    Offloaded students come back one at a time.
+    Offloaded students come back one at a time, and an offloaded reference that scores does too.
     """
     if not setup.students:
         return None
-    frozen = setup.scorer == "frozen"
-    returned = [returned_weights(setup, student) if frozen else 0.0 for student in setup.students]
+    if setup.scorer != "frozen":
+        [model], kept = setup.students, lasting["reference weights"]
+        if setup.scorer == "reference" and setup.copies_reference:
+            kept += returned_weights(setup, model)
+        reads = replace(setup, step=setup.step.with_scoring_prompts(0))
+        return {"reference weights": kept} | forward_parts(reads, model)
+    returned = [returned_weights(setup, student) for student in setup.students]
     forwards = [
         {"student weights": lasting["student weights"] + own}
         | forward_parts(replace(setup, step=setup.step.with_scoring_prompts(number)), student)

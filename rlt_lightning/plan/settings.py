@@ -148,7 +148,8 @@ def build_setup(
         notes += note_refills(setup, rollouts)
     if isinstance(module, RLTModule):
         setup = add_students(setup, module, rollouts, processes, models)
-        setup = add_scorer(setup, module) if isinstance(module, LikelihoodModule) else setup
+        if isinstance(module, LikelihoodModule):
+            setup = add_scorer(setup, module, processes, models)
         setup = drop_sampling(setup, module) if has_completions(data) else setup
     if isinstance(module, OPDModule):
         setup = add_teacher(setup, module, processes, models)
@@ -212,13 +213,23 @@ def add_students(
     )
 
 
-def add_scorer(setup: Setup, module: LikelihoodModule) -> Setup:
-    """Return the setup with the scorer as its student: a frozen model, or the policy itself."""
+def add_scorer(setup: Setup, module: LikelihoodModule, processes: Processes, models: Models) -> Setup:
+    """Return the setup with the scorer as its student: a frozen model, or the policy itself.
+
+    Sequences with a solution are longer than those that were sampled: where the policy trains on them too,
+    its activations are theirs.
+    """
     trains_solutions = bool(module.answer_weight) and setup.trains
     if module.frozen_names:
-        return replace(setup, trains_solutions=trains_solutions)
+        return replace(setup, student_dtype="scorer_dtype", trains_solutions=trains_solutions)
     scorer: Scorer = "policy" if module.scored_by == "policy" else "reference"
-    return replace(setup, students=(setup.policy,), scorer=scorer, trains_solutions=trains_solutions)
+    reader, step = setup.policy, setup.step.with_scoring_prompts(0)
+    if step.row_tokens > setup.step.row_tokens:
+        options = module.dtype_name, module.lora, module, processes, step, models
+        reader = replace(reader, activations=read_model(module.pretrained, *options).activations)
+    policy = reader if trains_solutions else setup.policy
+    found = replace(setup, policy=policy, students=(reader,), scorer=scorer)
+    return replace(found, trains_solutions=trains_solutions)
 
 
 def drop_sampling(setup: Setup, module: RLTModule) -> Setup:

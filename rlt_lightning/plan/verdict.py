@@ -135,7 +135,8 @@ def compare_splits(setup: Setup) -> list[Split]:
     """Return the splits of one machine's GPUs: as configured, in halves, by turns, the fastest asynchronous.
 
     There are none for a run that does not train, without vLLM workers on the trainer's machine or without
-    shards: a model that every GPU holds whole is better trained on few GPUs.
+    shards: a model that every GPU holds whole is better trained on few GPUs. None is asynchronous where the
+    policy scores, which that run would refuse.
     """
     worker, trains = setup.worker, setup.processes_per_machine
     if (
@@ -151,7 +152,8 @@ def compare_splits(setup: Setup) -> list[Split]:
     if gpus < 2 * size:
         return []
     wanted = [setup, divide_gpus(setup, gpus // 2 // size * size, gpus), share_gpus(setup, gpus)]
-    ahead = [divide_gpus(setup, n, gpus, asynchronous=True) for n in range(size, gpus, size)]
+    samples = range(0) if setup.scorer == "policy" else range(size, gpus, size)
+    ahead = [divide_gpus(setup, n, gpus, asynchronous=True) for n in samples]
     fitting = [other for other in ahead if not Plan(other, list(list_phases(other)), StepTime([])).problems()]
     if fitting:
         wanted.append(min(fitting, key=lambda other: estimate_step(other).total))
@@ -244,7 +246,7 @@ def suggest_remedies(setup: Setup, part: str) -> list[str]:
         "policy weights": [(setup.shards == 1 and setup.trains, shard)],
         "reference weights": [(frozen, "--model.offload_frozen true")],
         "student weights": [
-            (wide, "--model.student_dtype bfloat16"),
+            (wide, f"--model.{setup.student_dtype} bfloat16"),
             (frozen, "--model.offload_frozen true"),
         ],
         "teacher weights": [
