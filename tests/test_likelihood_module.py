@@ -32,6 +32,8 @@ from rlt_lightning.numerics import (
     SolutionScores,
     VeriFreeReward,
 )
+from rlt_lightning.scoring.explain import ExplainOptions, explain
+from rlt_lightning.scoring.trl import RLTRewardFunction
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -270,6 +272,13 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
     with pytest.raises(InputError, match=r"With model\.scorer policy rollouts\.asynchronous must be false"):
         trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
+
+
+def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="LogProbReward, which reads only the solution"):
+        explain(module(), data(tmp_path), rollouts(), ExplainOptions())
+    with pytest.raises(InputError, match="scored by an RLTReward, but reward is VeriFreeReward"):
+        RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
 
 
 def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.numerics.likelihood import LikelihoodReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.report.page import build_data_of_rows, require_replaceable, write_page
 from rlt_lightning.run.jsonl import Row, read_json_rows
@@ -210,10 +211,11 @@ def explain(
             "config with RLTModule, such as --config rank."
         )
     if not isinstance(module.reward, RLTReward):
+        reads = "reads only the solution" if isinstance(module.reward, LikelihoodReward) else "asks no model"
         raise InputError(
             "`rlt explain` shows what a student makes of tokens, but model.reward is "
-            f"{type(module.reward).__name__}, which asks no model. Choose a config with an RLTReward, such "
-            "as --config rank."
+            f"{type(module.reward).__name__}, which {reads}. Choose a config with an RLTReward, such as "
+            "--config rank."
         )
     if options.html:
         require_replaceable(Path(options.html))

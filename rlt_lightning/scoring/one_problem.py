@@ -260,8 +260,8 @@ class ExplanationScorer:
         trust_remote_code: Run code that comes with a model.
 
     Raises:
-        InputError: If a model or its tokenizer cannot be loaded, or if a setting contradicts what a model was
-            trained in or what a student with another tokenizer allows.
+        InputError: If the reward is no RLTReward, a model or its tokenizer cannot be loaded, or a setting
+            contradicts what a model was trained in or what a student with another tokenizer allows.
     """
 
     def __init__(
@@ -279,6 +279,11 @@ class ExplanationScorer:
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
+        if not isinstance(reward, RLTReward):
+            raise InputError(
+                f"Explanations are scored by an RLTReward, but reward is {type(reward).__name__}. Pass an "
+                "RLTReward; rlt fit trains with the others."
+            )
         prompts = teacher_system_prompt, student_system_prompt
         options = FormatOptions(tags, *prompts, force_format=force_format, group="")
         self.students = Students.of(*split_student_setting(student), student_reduction)
