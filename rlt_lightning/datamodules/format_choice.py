@@ -100,6 +100,7 @@ class ChosenFormat:
         learner: Name of the student if it is fine-tuned.
         guessed: The models of unknown format, by role, that are asked under our prompt for want of another.
         thinks: See `ChatFormat`.
+        readers: The models that read in the format of another one, and the formats of their training.
     """
 
     options: FormatOptions
@@ -112,6 +113,7 @@ class ChosenFormat:
     learner: str | None
     guessed: dict[Role, str]
     thinks: bool = False
+    readers: tuple[tuple[str, ModelFormat], ...] = ()
 
     def build_format(self, tokenizer: Any, student_tokenizer: Any = None) -> ChatFormat:
         """Return the format for a tokenizer, and for the student's if that is another one."""
@@ -127,8 +129,19 @@ class ChosenFormat:
         """Compare the system prompts under which the student sees the rows, counted, with its training.
 
         Raises:
-            InputError: If the student learns from rows with another prompt than the one of its training.
+            InputError: If the student learns from rows with another prompt than the one of its training, or a
+                reader would read them so.
         """
+        for name, trained in self.readers:
+            others = [prompt for prompt in prompts if prompt != trained.system_prompt]
+            if trained.tags != self.student_tags or (trained.share == 1 and others):
+                shown = others[0] if others else trained.system_prompt
+                raise InputError(
+                    "The scorer reads in the format of the student that thinks: tags "
+                    f"{describe_tags(self.student_tags)}, {describe_prompt(shown)}. But {name} was trained "
+                    f"with tags {describe_tags(trained.tags)}, {describe_prompt(trained.system_prompt)}. "
+                    f"Name another model.scorer, or add {self.options.name('force_format')} true."
+                )
         if self.recorded is not None and self.learner is not None and not self.options.force_format:
             require_rows_agree(self.recorded, self.learner, prompts)
 
@@ -178,24 +191,16 @@ def choose_formats(
 def choose_thinking_format(options: FormatOptions, student: str, scorers: Sequence[str]) -> ChosenFormat:
     """Choose the format in which a student thinks, and in which a model reads the solution after its thought.
 
+    `ChosenFormat.check_rows` refuses a scorer that was trained in another one, once the rows are known.
+
     Raises:
-        InputError: See `choose_format`; or if a scorer was trained in another format.
+        InputError: See `choose_format`; or if a scorer was trained as a teacher.
     """
     chosen = choose_format(options, None, student)
-    for name in scorers:
-        recorded = None if name == student else load_recorded_format(name, "student", options, False)
-        if recorded is None or options.force_format:
-            continue
-        prompt = fill_prompt(chosen.student_system_prompt, STUDENT_SYSTEM_PROMPT, chosen.student_tags, False)
-        asked_alike = chosen.keeps_row_prompts or recorded.share < 1 or recorded.system_prompt == prompt
-        if recorded.tags != chosen.tags or not asked_alike:
-            raise InputError(
-                f"The scorer reads in the format of the student that thinks, {student}: tags "
-                f"{describe_tags(chosen.tags)}, {describe_prompt(prompt)}. But {name} was trained with tags "
-                f"{describe_tags(recorded.tags)}, {describe_prompt(recorded.system_prompt)}. Name another "
-                f"model.scorer, or add {options.name('force_format')} true."
-            )
-    return replace(chosen, thinks=True)
+    others = [name for name in scorers if name != student and not options.force_format]
+    recorded = [(name, load_recorded_format(name, "student", options, False)) for name in others]
+    readers = tuple((name, trained) for name, trained in recorded if trained is not None)
+    return replace(chosen, thinks=True, readers=readers)
 
 
 def drop_teacher(guessed: dict[Role, str]) -> dict[Role, str]:
