@@ -517,6 +517,15 @@ def test_an_offloaded_reference_comes_back_to_score() -> None:
     assert {phase.device.get("reference weights", 0) for phase in with_adapter.phases} == {0}
 
 
+def test_a_solution_may_be_longer_than_the_question(tmp_path: Path) -> None:
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "plan.json"
+    rows.write_text((json.dumps({"question": "1 + 1?", "solution": "2 " * 99}) + "\n") * 16)
+    plan = rlt("plan", "--config=miniature_likelihood", f"--data.source={rows}", f"--plan.json={file}")
+    assert plan.returncode == 0, plan.stderr
+    step = json.loads(file.read_text())["setup"]["step"]
+    assert step["mean_prompt_length"] < 99 <= step["mean_solution_length"]
+
+
 def test_solutions_that_are_trained_on_lengthen_the_rows(tmp_path: Path) -> None:
     found = {}
     for weight in (0, 1):

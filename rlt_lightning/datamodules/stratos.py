@@ -88,7 +88,8 @@ class StratosDataModule(LightningDataModule):
         split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained
-            model answers without a teacher (student_rl) or before one that knows the solution (student_opd).
+            model answers without a teacher (student_rl) or before one that knows the solution (student_opd),
+            or that it thinks about before the solution is spliced in (student_likelihood).
         trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
             Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.

@@ -12,7 +12,7 @@ above is the policy.
 
 A step's completions may come in chunks, in any order, on any rank: what `score_students` returns is of one
 completion each. `rewards` runs no model. A solution without an explanation is read with the explanations of
-its problem, whose prompt it shares (`reward.baseline: empty`), and once a step, since students are frozen.
+its problem, whose prompt it shares (`reward.baseline: empty`), and once a request, whose scorers do not move.
 
 Ranks with sharded weights wait for each other in every forward, so they call the Scorer equally often, and
 `plan` gives them equally many micro-batches. A rank without completions scores another's, a dummy.

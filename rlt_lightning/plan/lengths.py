@@ -276,12 +276,13 @@ def apply_options(found: Lengths, options: PlanOptions, samples: bool) -> Length
         rest = options.completion_length
         mean_rest = max(1, round(MEAN_FRAC * rest))
     mean_prompt = min(options.mean_prompt_length or found.mean_prompt, found.prompt)
+    holds_solution = max(mean_prompt, *(own[1] for own in found.scoring_prompts if own is not None), 0)
     return Lengths(
         prompt=found.prompt,
         mean_prompt=mean_prompt,
         rest=rest,
         mean_rest=min(options.mean_completion_length or mean_rest, rest),
-        mean_solution=min(found.mean_solution, mean_prompt) if samples else 0,
+        mean_solution=min(found.mean_solution, holds_solution) if samples else 0,
         spread=found.spread,
         scoring_prompts=found.scoring_prompts,
         num_batches=found.num_batches,
