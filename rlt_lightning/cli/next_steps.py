@@ -18,6 +18,7 @@ from jsonargparse import Namespace
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.datamodules.sources import parse_sources
 from rlt_lightning.datamodules.token_cache import StoredItems
+from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.folder import read_settings
@@ -155,7 +156,7 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         which = "; FILE: questions that it was not trained on" if new["data.source"] == "FILE" else ""
         whom = "for students" if len(lines) == 1 else "for each student"
         return "\n  ".join([f"write data {whom} (docs/generating.md{which}):", *lines])
-    if data.task in ("student_rl", "student_sft", "student_opd", "student_likelihood"):
+    if TASKS[data.task].role == "student":
         name = choose_config("evaluate", on_cpu, config)
         samples = data.task != "student_sft"
         sampling = copy_sampling(config) if samples else fit_completion_length(config, name, model, examples)

@@ -35,6 +35,7 @@ from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows, name_sources
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.client import WorkerClient, read_api_key
 from rlt_lightning.numerics.rewards import RLTReward
@@ -377,12 +378,13 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
         settings = yaml.safe_load(path.read_text())
         model, data, trainer = settings["model"], settings["data"], settings["trainer"]
         arguments, task = model["init_args"], data["init_args"]["task"]
+        is_student = TASKS[task].role == "student"
         rollouts = {name: settings["rollouts"][name] for name in ("sampling", "seed", "max_resamples")}
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} must be the config.yaml of a run of rlt fit, but is not. Name a model folder instead."
         ) from error
-    if task in ("student_sft", "student_rl", "student_opd", "student_likelihood"):
+    if is_student:
         raise InputError(
             f"{folder} has trained a student, which explains nothing (data.task {task}). Ask it: rlt chat "
             f"--model.path {folder / 'model'}"

@@ -634,11 +634,7 @@ class Scorer:
         whole = self._sampled_log_probs(longest, temperature, stats)
         if whole is None:
             sequences = [teacher_sequence(view, score_given) for view in longest]
-            extents = [
-                Extent(view.problem.row, len(one.prefix), len(one.rest))
-                for view, one in zip(longest, sequences, strict=True)
-            ]
-            whole = self._teacher_log_probs(sequences, extents, stats)
+            whole = self._teacher_log_probs(sequences, measure_sequences(longest, sequences), stats)
         parts = []
         for of_student in views:
             part = []
@@ -721,11 +717,9 @@ def student_sequence(view: ModelView, score_given: bool) -> ScoredSequence:
 
 def build_solution_sequence(view: ModelView) -> ScoredSequence:
     """Return the thought in the scorer's context; only the solution's tokens are scored."""
-    problem = view.problem
-    prefix = problem.student_prefix + problem.think_prefix
-    rest = view.token_ids + problem.student_suffix + problem.solution_ids
-    num_given = len(prefix) + len(view.token_ids) + len(problem.student_suffix)
-    return ScoredSequence(prefix, rest, mask_scored(num_given, len(problem.solution_ids)))
+    whole, num_solution = student_sequence(view, score_given=False), len(view.problem.solution_ids)
+    num_given = len(whole.prefix) + len(whole.rest) - num_solution
+    return whole._replace(scored=mask_scored(num_given, num_solution))
 
 
 def measure_sequences(views: Sequence[ModelView], sequences: Sequence[ScoredSequence]) -> list[Extent]:

@@ -228,8 +228,7 @@ def add_scorer(setup: Setup, module: LikelihoodModule, processes: Processes, mod
         options = module.dtype_name, module.lora, module, processes, step, models
         reader = replace(reader, activations=read_model(module.pretrained, *options).activations)
     policy = reader if trains_solutions else setup.policy
-    found = replace(setup, policy=policy, students=(reader,), scorer=scorer)
-    return replace(found, trains_solutions=trains_solutions)
+    return replace(setup, policy=policy, students=(reader,), scorer=scorer, trains_solutions=trains_solutions)
 
 
 def drop_sampling(setup: Setup, module: RLTModule) -> Setup:

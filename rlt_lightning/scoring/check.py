@@ -241,11 +241,8 @@ def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool
 
 def build_sampling_module(module: PolicyModule) -> RLTModule | None:
     """Return a module that samples what the run will train on; None if it samples nothing."""
-    is_judged = isinstance(module, (LikelihoodModule, OPDModule))
-    if isinstance(module, RLTModule) and not is_judged:
-        return module
     if not isinstance(module, (LikelihoodModule, OPDModule)):
-        return None
+        return module if isinstance(module, RLTModule) else None
     # Its answers are judged, whole ones, not scored by its teacher or its scorer.
     return RLTModule(
         module.pretrained,
