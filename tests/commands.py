@@ -133,6 +133,11 @@ class Running:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def path_of_tests() -> str:
+    """Return the PYTHONPATH of a process that imports modules of the tests."""
+    return os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
 def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for something that happens soon, however busy the machine is."""
     deadline = time.monotonic() + seconds

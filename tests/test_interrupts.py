@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cases import full
-from commands import ROOT, Running, rlt, start, wait_until
+from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
 from test_cli import explanation, metrics, small_fit, weights
 from test_rank_failures import TORCHRUN
 
@@ -95,7 +95,7 @@ def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str,
         agent = subprocess.Popen(
             [sys.executable, *TORCHRUN, "-m", "rlt_lightning", *words],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])},
+            env=os.environ | {"PYTHONPATH": path_of_tests()},
             stdout=file,
             stderr=file,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cases import slow
-from commands import ROOT, start
+from commands import ROOT, path_of_tests, start
 from test_kills import processes
 from test_strategies import full
 
@@ -41,9 +41,8 @@ class Ended:
         words += ["--model.group_size=2", "--data.num_embedded_rows=8", "--trainer.devices=2"]
         words += ["--rollouts.sampling.max_completion_length=6", "--trainer.max_steps=3"]
         words += [f"--output_dir={folder}", *options]
-        paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         self.log = folder.with_suffix(".log")
-        self.run = self.begin(words, launcher, os.pathsep.join(paths))
+        self.run = self.begin(words, launcher, path_of_tests())
         deadline = time.monotonic() + 240
         while left := processes(self.run):
             self.run.poll()

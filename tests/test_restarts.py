@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from cases import full, slow
-from commands import ROOT, rlt
+from commands import ROOT, path_of_tests, rlt
 from jsonargparse import Namespace
 from safetensors.torch import load_file
 from test_cli import explanation, metrics
@@ -57,10 +57,6 @@ def living(mark: str) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def path_of_tests() -> str:
-    return os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 def torchrun(mark: Path, words: list[str], *launches: list[str]) -> tuple[list[int], list[str]]:
