@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,25 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import ROOT, python, rlt
+from sampling import numbered
+from test_rlt_module import Witness
+from test_rlt_module import trainer as lightning
 
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.modules import LikelihoodModule
+from rlt_lightning.numerics import NOVERReward, RLPRReward, VeriFreeReward
+from rlt_lightning.numerics.likelihood import LikelihoodReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.scoring import trl, verl
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError
+from rlt_lightning.types import Completion, InputError, Rollout
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
@@ -185,6 +196,100 @@ def test_wrong_uses_are_explained(model: Any) -> None:
     next(model.parameters()).ds_id = 0
     with pytest.raises(InputError, match="must be whole on every process, but are in shards"):
         rewards_of(reward, TEXTS)
+
+
+def test_wrong_uses_of_likelihood_rewards_are_explained(model: Any) -> None:
+    reward = trl.LikelihoodRewardFunction(
+        "miniature", reward=NOVERReward(), tags="r1", student_system_prompt=""
+    )
+    args = SimpleNamespace(bf16=False, temperature=1.0, num_generations=3, num_generations_eval=None)
+    reward.on_init_end(args, None, None, model=model, processing_class=reward.tokenizer)
+    with pytest.raises(InputError, match=r"compares the 3 completions .* it has 4 completions"):
+        rewards_of(reward, TEXTS)
+    args.num_generations_eval = 2
+    model.eval()
+    assert len(set(rewards_of(reward, TEXTS))) == 1  # none has closed its thought
+    columns = {"question": ["1?"], "solution": ["1"]}
+    with pytest.raises(
+        InputError, match=r"A prompt must be that of its row, which the scorer reads, but is '2\?<think>"
+    ):
+        reward(["2?<think>\n"], ["x"], [[5]], **columns)
+    with pytest.raises(InputError, match="needs a reward that is a LikelihoodReward, but it is RLTReward"):
+        trl.LikelihoodRewardFunction("miniature", reward=RLTReward())  # type: ignore[arg-type]
+
+
+# Likelihood rewards in TRL
+
+
+class Given(HFEngine):
+    """Hands out known completions, by the prompt."""
+
+    def __init__(self, groups: dict[tuple[int, ...], list[Completion]]) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        yield from numbered([self.groups[tuple(request.prompt)] for request in requests])
+
+
+def identity(one: Rollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A rollout's prompt and completion."""
+    return tuple(one.problem.teacher_prompt), tuple(one.completion.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "kind"),
+    [("policy", RLPRReward()), ("policy", VeriFreeReward()), full("smollm2", NOVERReward())],
+    ids=["rlpr", "verifree", "nover"],
+)
+def test_trl_gets_the_likelihood_rewards_of_our_stage(
+    scorer: str, kind: LikelihoodReward, smollm2: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="needs TRL: make setup")
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps: list[tuple[list[Rollout], list[float]]] = []
+
+    class Recorded(trl.LikelihoodRewardFunction):
+        def score(self, rollouts: Sequence[Rollout], *options: Any) -> Any:
+            terms = super().score(rollouts, *options)
+            steps.append((list(rollouts), terms.reward.tolist()))
+            self.model.save_pretrained(tmp_path / f"weights{len(steps)}")
+            self.tokenizer.save_pretrained(tmp_path / f"weights{len(steps)}")
+            return terms
+
+    scorer = smollm2 if scorer == "smollm2" else scorer
+    reward = Recorded("miniature", scorer, kind, tags="r1", student_system_prompt="")
+    options = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 32}
+    options |= {"learning_rate": 1e-3, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
+    rows = Dataset.from_list(reward.dataset(ROWS[:2]))
+    both = {"args": GRPOConfig(str(tmp_path), **options), "train_dataset": rows}
+    models = {"model": resolve("miniature"), "processing_class": reward.tokenizer}
+    GRPOTrainer(**models, **both, reward_funcs=[reward], callbacks=[reward]).train()
+    for number, (sampled, theirs) in enumerate(steps, start=1):
+        groups: dict[tuple[int, ...], list[Completion]] = {}
+        for one in sampled:
+            groups.setdefault(identity(one)[0], []).append(one.completion)
+        known = {identity(one): value for one, value in zip(sampled, theirs, strict=True)}
+        witness, model = Witness(), str(tmp_path / f"weights{number}")
+        module = LikelihoodModule(model, scorer, kind, group_size=4)
+        asked = {"student_tokenizer": scorer} if scorer == smollm2 else {}
+        data = StratosDataModule(
+            task="student_likelihood", source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",
+            student_system_prompt="", output_dir=str(tmp_path), **asked,
+        )  # fmt: skip
+        rollouts = RolloutCallback(Given(groups), Sampling(temperature=1.0, max_completion_length=32))
+        lightning(tmp_path, rollouts, witness).fit(module, data)
+        [batch] = witness.batches
+        assert batch.rollouts is not None
+        assert batch.scores is not None
+        ours = batch.scores.terms.reward.tolist()
+        keys = [identity(one) for one in batch.rollouts.rollouts]
+        assert ours == pytest.approx([known[key] for key in keys], abs=1e-4)
+        assert max(ours) - min(ours) > 1e-3
 
 
 # verl

@@ -23,7 +23,7 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.modules import LikelihoodModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scorer import Students, build_solution_sequence
+from rlt_lightning.modules.scorer import Scorer, Students, TokenScores, build_solution_sequence
 from rlt_lightning.numerics import (
     DrGRPOLoss,
     GRPOLoss,
@@ -216,6 +216,20 @@ def test_without_the_answer_term_the_gradient_is_another(tmp_path: Path) -> None
     assert max(differences) > 0.1
 
 
+def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
+    stage = data(tmp_path)
+    stage.setup("fit")
+    texts = ("1</think>", "1 1</think>", "1 1 1</think>", "1 1 1 1</think>")
+    ids = [encode(stage.format.tokenizer, text) for text in texts]
+    rows = [stage.build_rollout(stage.problems[0], Completion(one, None, "stop")) for one in ids]
+    found = [(TokenScores(torch.tensor([-float(i)]), torch.empty(0)),) for i in range(1, 5)]
+    scorer = Scorer(NOVERReward(), Students(("a",), (1.0,)), [], print, lambda _: [], torch.device("cpu"))
+    together = scorer.rewards(rows, found, 2).terms.reward
+    apart = [scorer.rewards(rows[i : i + 2], found[i : i + 2], 2).terms.reward for i in (0, 2)]
+    torch.testing.assert_close(together, torch.cat(apart))
+    assert not torch.equal(together, scorer.rewards(rows, found, 4).terms.reward)
+
+
 # Who scores
 
 
@@ -298,7 +312,7 @@ def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -
 def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="LogProbReward, which reads only the solution"):
         explain(module(), data(tmp_path), rollouts(), ExplainOptions())
-    with pytest.raises(InputError, match="scored by an RLTReward, but reward is VeriFreeReward"):
+    with pytest.raises(InputError, match="needs a reward that is a RLTReward, but it is VeriFreeReward"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
 
 

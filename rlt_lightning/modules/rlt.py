@@ -272,7 +272,7 @@ class RLTModule(OnPolicyModule):
         own_rewards: dict[int, tuple[float, torch.dtype]] = {}  # a rank without problems knows no dtype
         if scored.own:
             found = [scored.students[number] for number in scored.own]
-            scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found)
+            scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found, self.group_size)
             values = scored.scores.terms.reward
             own_rewards = {
                 number: (value, values.dtype)
@@ -383,7 +383,7 @@ class RLTModule(OnPolicyModule):
 
     def score(self, rollouts: Rollouts) -> Scores:
         """Compute the reward of every rollout, the RLT reward with the student."""
-        return self.scorer(rollouts.rollouts, rollouts.temperature)
+        return self.scorer(rollouts.rollouts, rollouts.temperature, rollouts.group_size)
 
     def recomputes(self, unknown: bool) -> bool:
         """Return whether to recompute the teacher's log-probs, of which this rank's may be unknown."""

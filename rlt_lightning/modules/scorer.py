@@ -243,9 +243,9 @@ class Scorer:
     recompute: Callable[[bool], bool] = bool
     reference: ReadModel | None = None
 
-    def __call__(self, rows: list[Rollout], temperature: float) -> Scores:
+    def __call__(self, rows: list[Rollout], temperature: float, group_size: int = 1) -> Scores:
         """Return the rewards of whole groups of completions; see `score_students` and `rewards`."""
-        return self.rewards(rows, bring_to_host(self.score_students(rows, temperature)))
+        return self.rewards(rows, bring_to_host(self.score_students(rows, temperature)), group_size)
 
     @torch.no_grad()
     def score_students(
@@ -302,12 +302,15 @@ class Scorer:
         return found
 
     @torch.no_grad()
-    def rewards(self, rows: list[Rollout], found: Sequence[tuple[TokenScores, ...]]) -> Scores:
+    def rewards(
+        self, rows: list[Rollout], found: Sequence[tuple[TokenScores, ...]], group_size: int = 1
+    ) -> Scores:
         """Return the rewards of N completions, whole groups, from what models computed of each.
 
         Args:
             rows: The completions.
             found: What `score_students` returned of each, in main memory. No model is run.
+            group_size: Completions of a group, in adjacent rows; only a reward that compares them needs it.
 
         Raises:
             NonFiniteError: If a reward is NaN or infinite, naming the rows.
@@ -318,7 +321,7 @@ class Scorer:
             terms = judge_texts(self.reward, rows, self.student_views.formats[0].tags)
             return Scores(terms.to(self.device), [], [], [])
         if isinstance(self.reward, LikelihoodReward):
-            return self._likelihood_rewards(self.reward, rows, [one for [one] in found])
+            return self._likelihood_rewards(self.reward, rows, [one for [one] in found], group_size)
         extra = self.extra_terms(rows)
         by_student = [
             self._student_rewards(rows, number, [one[number] for one in found], extra)
@@ -545,9 +548,10 @@ class Scorer:
         return Scores(terms, solution_log_probs, think, kl)
 
     def _likelihood_rewards(
-        self, reward: LikelihoodReward, rows: list[Rollout], found: list[TokenScores]
+        self, reward: LikelihoodReward, rows: list[Rollout], found: list[TokenScores], group_size: int
     ) -> Scores:
         """Return the likelihood rewards of N thoughts."""
+        assert group_size > 1 or not reward.compares, "thoughts can be compared in groups only"
         log_probs = [one.solution_log_probs for one in found]
         of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]
         padded, token_mask = pad_rows(log_probs)
@@ -557,7 +561,8 @@ class Scorer:
             token_mask=upload(token_mask, self.device),
             closed=upload([r.closed for r in rows], self.device),
             lengths=upload([r.views[0].num_tokens for r in rows], self.device),
-            groups=upload(numbers, self.device),
+            # By place, not by row: one problem may have two groups in a step.
+            groups=torch.arange(len(rows), device=self.device) // group_size,
             empty_log_probs=upload(pad_rows(of_empty)[0], self.device) if of_empty else None,
         )
         terms = reward(scores)

@@ -43,7 +43,7 @@ class SolutionScores:
         token_mask: True on solution tokens, (N, S).
         closed: False where a thought was cut off or ended without its tag, bool, (N,).
         lengths: Tokens of each thought, (N,).
-        groups: A number that the thoughts of one problem share, (N,).
+        groups: A number that the thoughts of one group share, (N,).
         empty_log_probs: `log_probs` after an empty thought, (N, S); None if the reward has no baseline.
     """
 

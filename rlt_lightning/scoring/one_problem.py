@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,18 +24,18 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import waiting_for
-from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
+from rlt_lightning.datamodules.format_choice import FormatOptions
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.datamodules.tokenize import RLTTask
+from rlt_lightning.datamodules.teacher_views import ViewOptions
+from rlt_lightning.datamodules.tokenize import TRACE_COLUMN, ItemLimits, RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
-from rlt_lightning.modules.frozen import FrozenModel, RunModel
+from rlt_lightning.modules.frozen import FrozenModel, ReadModel, RunModel
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import Named, Scorer, Students, require_scorable, split_student_setting
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.run.jsonl import Row
@@ -264,11 +264,14 @@ class ExplanationScorer:
             contradicts what a model was trained in or what a student with another tokenizer allows.
     """
 
+    reward_type: ClassVar[type[Reward]] = RLTReward
+    task_type: ClassVar[type[RLTTask]] = RLTTask
+
     def __init__(
         self,
         student: str | Named,
         teacher: str,
-        reward: RLTReward = RLTReward(),
+        reward: Reward = RLTReward(),
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
@@ -279,21 +282,23 @@ class ExplanationScorer:
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        if not isinstance(reward, RLTReward):
+        if not isinstance(reward, self.reward_type):
             raise InputError(
-                f"Explanations are scored by an RLTReward, but reward is {type(reward).__name__}. Pass an "
-                "RLTReward; rlt fit trains with the others."
+                f"{type(self).__name__} needs a reward that is a {self.reward_type.__name__}, but it is "
+                f"{type(reward).__name__}. Pass one; rlt fit trains with the others."
             )
         prompts = teacher_system_prompt, student_system_prompt
         options = FormatOptions(tags, *prompts, force_format=force_format, group="")
         self.students = Students.of(*split_student_setting(student), student_reduction)
         names = self.students.names
-        chosen = choose_formats(options, teacher, names)
-        self.student_views = StudentViews(chosen, teacher, names, trust_remote_code)
-        self.format, self.tokenizer = self.student_views.formats[0], self.student_views.formats[0].tokenizer
+        # Without limits: the caller has chosen its rows.
+        self.task = self.task_type.load(
+            options, teacher, names, trust_remote_code, [TRACE_COLUMN], ItemLimits(), ViewOptions()
+        )
+        self.student_views, self.format = self.task.student_views, self.task.format
+        self.tokenizer = self.format.tokenizer
         require_scorable(reward, self.student_views.formats, names)
         self.student_views.warn_of_guesses()
-        self.task = RLTTask(self.student_views)  # without limits: the caller has chosen its rows
         self.teacher_name = teacher
         self.reward = reward
         self.student_dtype: Dtype = student_dtype
@@ -303,6 +308,7 @@ class ExplanationScorer:
         self.head = HeadOptions()
         self.trust_remote_code = trust_remote_code
         self.student_models: list[FrozenModel] = []
+        self.checked = False
 
     def build_problem(self, number: int, row: dict[str, Any]) -> Problem:
         """Tokenise a row: question and solution, or a Bespoke-Stratos row.
@@ -344,7 +350,9 @@ class ExplanationScorer:
         """Attach a completion to its problem, as every student reads it."""
         return self.student_views.build_rollout(problem, completion)
 
-    def score(self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device) -> RewardTerms:
+    def score(
+        self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device, group_size: int = 1
+    ) -> RewardTerms:
         """Return the reward of N explanations and its terms, each (N,).
 
         Args:
@@ -352,29 +360,42 @@ class ExplanationScorer:
                 computation.
             teacher: Calls the teacher: teacher(function, *arguments) is function(model, *arguments).
             device: The teacher's device; the students move there.
+            group_size: Completions of a group, in adjacent rows; only a reward that compares them needs it.
 
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite.
         """
-        models = self._ready_students(teacher, device)
+        models = self._ready_models(teacher, device)
         options = teacher, self._plan, device, self.head, self.student_views
         scorer = Scorer(self.reward, self.students, models, *options)
-        return scorer(list(rollouts), self.reward.teacher_temperature).terms
+        return scorer(list(rollouts), self.temperature, group_size).terms
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature at which completions were sampled."""
+        assert isinstance(self.reward, RLTReward)
+        return self.reward.teacher_temperature
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Return the names of the students that have weights of their own."""
+        return self.students.names
 
     def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(extents, self.micro_batch_tokens, self.layout)]
 
-    def _ready_students(self, teacher: RunModel, device: torch.device) -> list[FrozenModel]:
-        """Return the students on a device; the first time, load them, and check all models."""
-        if not self.student_models:
+    def _ready_models(self, teacher: RunModel, device: torch.device) -> Sequence[ReadModel]:
+        """Return the models that score, on a device; the first time, load them, and check all models."""
+        if not self.checked:
             options = None, self.trust_remote_code, "the frozen student"
-            for name in self.students.names:
+            for name in self.frozen_names:
                 student = FrozenModel(Entry(load_model(name, self.student_dtype, *options)).to(device))
                 self.head = prepare_model(student.run, name, Kernels(), self.head, device)
                 self.layout = verify_layout(student.run, name, self.layout)
                 self.student_models.append(student)
             # A teacher whose attention is not ours has it by its architecture: nothing to warn of.
             self.layout = verify_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
+            self.checked = True
         for student in self.student_models:
             student.model.to(device)
-        return self.student_models
+        return self.student_models or [ReadModel(teacher)]

@@ -1,4 +1,4 @@
-"""RLT's reward for TRL's GRPOTrainer: an entry of `reward_funcs`, which is also one of its callbacks.
+"""RLT's and likelihood rewards for TRL's GRPOTrainer: entries of `reward_funcs`, which are also callbacks.
 
 TRL hands a reward function prompts, token ids and the columns of the data set, but no model. transformers
 hands its callbacks the model that is trained. So one object is both:
@@ -6,8 +6,8 @@ hands its callbacks the model that is trained. So one object is both:
     GRPOTrainer(...)  ── on_init_end, on_train_begin ──▶ keep the trained model and its tokenizer
     trainer.train()
       sample N completions
-      reward_funcs    ── prompts, token ids, columns ──▶ N rewards: the frozen student and the trained model
-      loss, step                                         read all completions of this process, packed
+      reward_funcs    ── prompts, token ids, columns ──▶ N rewards: the frozen student, if there is one, and
+      loss, step                                         the trained model read this process's completions
 
 Written for TRL 1.16 (`GRPOTrainer._calculate_rewards`). TRL itself is not imported.
 """
@@ -15,7 +15,8 @@ Written for TRL 1.16 (`GRPOTrainer._calculate_rewards`). TRL itself is not impor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,12 +26,16 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from rlt_lightning.datamodules.tokenize import StudentLikelihoodTask
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.pretrained import can_replace_attention
+from rlt_lightning.modules.likelihood import POLICY
+from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward
+from rlt_lightning.numerics.packing import Layout
+from rlt_lightning.pretrained import Dtype, can_replace_attention
 from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import Entry
-from rlt_lightning.tags import decode, find_eos_token_ids
-from rlt_lightning.types import Completion, InputError, Problem
+from rlt_lightning.tags import TagStyle, decode, find_eos_token_ids
+from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 HOW = (
     "Pass the reward twice: GRPOTrainer(reward_funcs=[reward], callbacks=[reward], ...). transformers then "
@@ -54,10 +59,11 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
     __name__ = "rlt"
     model: Any = None
     processing_class: Any = None
-    bf16 = False
+    # TRL's GRPOConfig.
+    args: Any = None
 
     def dataset(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return rows for `datasets.Dataset.from_list`: those given, with the teacher's `prompt` as text.
+        """Return rows for `datasets.Dataset.from_list`: those given, with the model's `prompt` as text.
 
         Args:
             rows: Rows with question and solution, or Bespoke-Stratos rows.
@@ -66,12 +72,14 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
             InputError: If a row cannot be used; it names the number, from 1, and the reason.
         """
         problems = [self.build_problem(number, row) for number, row in enumerate(rows, start=1)]
+        default = self.format.student_system_prompt
+        prompts = (p.student_system_prompt for p in problems)
+        self.task.chosen.check_rows(Counter(default if prompt is None else prompt for prompt in prompts))
         return [p.columns | {"question": p.question, "prompt": self.build_prompt(p)} for p in problems]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the model that is trained, and the tokenizer that made the prompts."""
-        self.model, self.processing_class = kwargs["model"], kwargs["processing_class"]
-        self.bf16 = args.bf16
+        """Keep the model that is trained, the tokenizer that made the prompts, and the settings."""
+        self.model, self.processing_class, self.args = kwargs["model"], kwargs["processing_class"], args
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the model again, which may have been wrapped since."""
@@ -88,7 +96,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         """Return the reward of each completion of this process; TRL calls this.
 
         Args:
-            prompts: N texts that end after the opening explanation tag, as `dataset` makes them.
+            prompts: N texts that end after the opening tag, as `dataset` makes them.
             completions: Their texts, not read: the token ids say more.
             completion_ids: N completions as they were sampled, end-of-sequence included.
             log_metric: Logs the mean of a term.
@@ -105,17 +113,22 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
             for problem, ids in zip(problems, completion_ids, strict=True)
         ]
         device = next(model.parameters()).device
-        with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-            terms = self.score(rollouts, Entry(model), device)
+        group_size = self.find_group_size(rollouts, model.training)
+        with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
+            terms = self.score(rollouts, Entry(model), device, group_size)
         if log_metric is not None:
             for name, values in terms.parts().items():
-                log_metric(f"rlt/{name}", values.mean().item())
+                log_metric(f"{self.__name__}/{name}", values.mean().item())
         return terms.reward.tolist()
+
+    def find_group_size(self, rollouts: Sequence[Rollout], training: bool) -> int:
+        """Return how many completions in adjacent places are compared; 1 where none are."""
+        return 1
 
     def _trained_model(self) -> Any:
         """Return the model that is trained, without the wrapper of an adapter."""
         if self.model is None:
-            raise InputError(f"r_KL needs the model that is trained, but the reward was not shown one. {HOW}")
+            raise InputError(f"The reward needs the model that is trained, but was not shown one. {HOW}")
         model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         parts = [
             p for p in model.parameters() if isinstance(p, DTensor) or hasattr(p, "ds_id") or not p.numel()
@@ -140,8 +153,8 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         return [found[key] for key in keys]
 
     def _replace_prompt(self, problem: Problem, prompt: Any) -> Problem:
-        """Return the problem with the teacher's prompt as TRL has tokenised it."""
-        opening = self.format.tags.explanation_open + self.format.tags.separator
+        """Return the problem with the prompt as TRL has tokenised it."""
+        opening = self.format.opening_tag + self.format.tags.separator
         if not isinstance(prompt, str) or not prompt.endswith(opening):
             found = repr(prompt[-40:]) if isinstance(prompt, str) else type(prompt).__name__
             raise InputError(
@@ -167,6 +180,103 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
             length = bisect_left(range(len(ids)), True, key=holds_tag)
             return Completion(ids[:length], None, "stop")
         return Completion(ids, None, "eos" if ids and ids[-1] in ends else "length")
+
+
+class LikelihoodRewardFunction(RLTRewardFunction):
+    """A likelihood reward of TRL's completions: how probable the reference solution becomes after a thought.
+
+    The thought ends at the first closing tag. TRL has no answer term: it trains what was sampled only.
+
+    Args:
+        pretrained: The model that is trained, as it is when training starts: its tokenizer and its format.
+        scorer: Who reads the solution: "policy", the model that is trained, as it is at this step; or the
+            name of a frozen model, with any tokenizer.
+        reward: LogProbReward, RLPRReward, VeriFreeReward, NOVERReward, or another LikelihoodReward.
+        tags: See `ExplanationScorer`.
+        student_system_prompt: See `ExplanationScorer`.
+        force_format: See `ExplanationScorer`.
+        scorer_dtype: Type of the weights of a scorer by name.
+        micro_batch_tokens: See `ExplanationScorer`.
+        layout: How sequences share a forward; see `RLTModule`.
+        trust_remote_code: Run code that comes with a model.
+
+    Example:
+        `reward = LikelihoodRewardFunction(model, reward=RLPRReward())`, then as `RLTRewardFunction`.
+
+    Raises:
+        InputError: See `ExplanationScorer`.
+    """
+
+    __name__ = "likelihood"
+    reward_type = LikelihoodReward
+    task_type = StudentLikelihoodTask
+    reward: LikelihoodReward
+
+    def __init__(
+        self,
+        pretrained: str,
+        scorer: str = POLICY,
+        reward: LikelihoodReward = LogProbReward(),
+        tags: str | TagStyle | None = None,
+        student_system_prompt: str | None = None,
+        force_format: bool = False,
+        scorer_dtype: Dtype = "float32",
+        micro_batch_tokens: int = 16384,
+        layout: Layout = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.scored_by = scorer
+        super().__init__(
+            student=pretrained if scorer == POLICY else scorer,
+            teacher=pretrained,
+            reward=reward,
+            tags=tags,
+            student_system_prompt=student_system_prompt,
+            force_format=force_format,
+            student_dtype=scorer_dtype,
+            micro_batch_tokens=micro_batch_tokens,
+            layout=layout,
+            trust_remote_code=trust_remote_code,
+        )
+
+    @property
+    def temperature(self) -> float:
+        """See `ExplanationScorer.temperature`."""
+        return self.args.temperature
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """See `ExplanationScorer.frozen_names`."""
+        return () if self.scored_by == POLICY else super().frozen_names
+
+    def find_group_size(self, rollouts: Sequence[Rollout], training: bool) -> int:
+        """See `RLTRewardFunction.find_group_size`.
+
+        Raises:
+            InputError: If a group is divided over processes.
+        """
+        if not self.reward.compares:
+            return 1
+        size = self.args.num_generations
+        if not training:
+            size = self.args.num_generations_eval or size
+        rows = [rollout.problem.row for rollout in rollouts]
+        if len(rows) % size or any(len(set(rows[i : i + size])) > 1 for i in range(0, len(rows), size)):
+            raise InputError(
+                f"{type(self.reward).__name__} compares the {size} completions of a prompt, so a process "
+                f"must sample whole groups at once, but it has {len(rows)} completions that are not. Make "
+                "per_device_train_batch_size a multiple of num_generations, and the one of evaluation too."
+            )
+        return size
+
+    def _replace_prompt(self, problem: Problem, prompt: Any) -> Problem:
+        """See `RLTRewardFunction._replace_prompt`; the scorer reads the prompt too: it must be the row's."""
+        if isinstance(prompt, str) and prompt != self.build_prompt(problem):
+            raise InputError(
+                f"A prompt must be that of its row, which the scorer reads, but is {prompt[-40:]!r}. "
+                "Make the data set with reward.dataset(rows)."
+            )
+        return super()._replace_prompt(problem, prompt)
 
 
 @contextmanager
