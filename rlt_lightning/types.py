@@ -27,6 +27,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -42,6 +43,25 @@ FinishReason = Literal["stop", "eos", "length"]
 
 class InputError(ValueError):
     """Something the user controls is wrong. `rlt` prints its message on one line, without a traceback."""
+
+
+def require_limits(settings: Any, limits: dict[str, bool], must: str, remedy: str) -> None:
+    """Check the fields of a dataclass of settings.
+
+    Args:
+        settings: The dataclass.
+        limits: Whether each limit holds, by its text, which names the fields.
+        must: The beginning of the message, to which the limits that do not hold are added.
+        remedy: The end of the message.
+
+    Raises:
+        InputError: Naming the limits that do not hold, and the values.
+    """
+    if broken := [limit for limit, holds in limits.items() if not holds]:
+        words = re.findall(r"\w+", " ".join(broken))
+        names = [part.name for part in fields(settings) if part.name in words]
+        values = ", ".join(f"{name} is {getattr(settings, name)!r}" for name in names)
+        raise InputError(f"{must} {' and '.join(broken)}, but {values}. {remedy}.")
 
 
 def first_line(error: BaseException, length: int = 150) -> str:

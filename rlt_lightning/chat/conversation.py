@@ -86,9 +86,9 @@ def chat(
         EngineError: If the server cannot be reached, or fails.
     """
     sampling = Sampling(temperature, top_p, max_completion_length=max_tokens)
-    question = read_piped_question()
     options = FormatOptions(tags, None, student_system_prompt, format_from, force_format, group="--")
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+    question = read_piped_question()
     chosen = choose_format(options, None, model.path)
     chat_format = chosen.build_format(tokenizer)
     conversation = Conversation(chat_format, choose_speaker(model, chat_format.tokenizer), sampling, seed)

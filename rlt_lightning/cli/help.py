@@ -212,6 +212,7 @@ STAGES = """The stages, in their order (`rlt configs` lists all experiments and 
 
   rlt fit --config quickstart                   a tiny teacher, a tiny student and GRPO, in half a minute
   rlt fit --config student_grpo                 traditional RL, by correct answers
+  rlt fit --config student_likelihood           thinking without a checker, by likelihood rewards
   rlt predict --config rank                     score your own explanations, and group them by reward
 
 Options of every stage:
@@ -427,6 +428,7 @@ def suggest_verb(name: str) -> str:
     """Return what to say of a verb that there is not."""
     near = ["fit"] if name in ("train", "run") else get_close_matches(name, VERBS, n=1, cutoff=0.6)
     hint = f" Did you mean rlt {near[0]}?" if near else ""
+    hint = " For help type rlt --help, or rlt VERB --help." if name == "help" else hint
     return f"A verb must be one of {', '.join(VERBS)}, but got '{name}'.{hint}"
 
 

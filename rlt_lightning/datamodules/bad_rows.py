@@ -12,6 +12,7 @@ from typing import Any, Self
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
+TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
 
 
 class FilterReason(StrEnum):
@@ -130,15 +131,15 @@ class BadRowReport:
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
         where = f" All of them are listed in {report_path}." if report_path else ""
-        if len(self.bad) == self.num_rows:
-            raise InputError(
-                f"At least one row must be usable, but {self.summary()}.{where} Correct these rows, or raise "
-                "the length limits."
-            )
-        raise InputError(
-            f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable, but {self.summary()}."
-            f"{where} Correct these rows, or raise data.max_bad_frac or the length limits."
-        )
+        remedies = ["Correct these rows"]
+        if len(self.bad) < self.num_rows:
+            must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
+            remedies.append("raise data.max_bad_frac")
+        else:
+            must = "At least one row must be usable"
+        if any(error.reason in TOO_LONG for _, error in self.bad):
+            remedies.append("raise the length limits")
+        raise InputError(f"{must}, but {self.summary()}.{where} {', or '.join(remedies)}.")
 
 
 def group_rows(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

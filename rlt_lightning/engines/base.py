@@ -49,7 +49,7 @@ import torch
 
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.models.weights import NamedTensor
-from rlt_lightning.types import Completion, InputError
+from rlt_lightning.types import Completion, InputError, require_limits
 
 # Workers are verified by the first tokens of a prompt: this many.
 PROBE_TOKENS = 64
@@ -111,10 +111,7 @@ class Sampling:
             "repetition_penalty > 0": self.repetition_penalty > 0,
             "max_completion_length >= 1": self.max_completion_length >= 1,
         }
-        if broken := [limit for limit, holds in limits.items() if not holds]:
-            raise InputError(
-                f"Sampling must satisfy {' and '.join(broken)}, but got {self}. Correct the sampling section."
-            )
+        require_limits(self, limits, "Sampling must satisfy", "Correct the sampling section")
 
 
 @dataclass(frozen=True)

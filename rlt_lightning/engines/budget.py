@@ -16,7 +16,7 @@ from typing import Any
 
 from rlt_lightning.engines.base import SEED_MASK, Engine, SampleRequest, Sampling, sample_all
 from rlt_lightning.tags import start_of_tag
-from rlt_lightning.types import Completion, FinishReason, InputError
+from rlt_lightning.types import Completion, FinishReason, InputError, require_limits
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,7 @@ class BudgetForcing:
             "max_waits >= 0": self.max_waits >= 0,
             "min_answer_tokens >= 1": self.min_answer_tokens >= 1,
         }
-        if broken := [limit for limit, holds in limits.items() if not holds]:
-            raise InputError(
-                f"Budget forcing must satisfy {' and '.join(broken)}, but got {self}. Correct the budget."
-            )
+        require_limits(self, limits, "Budget forcing must satisfy", "Correct the budget")
 
     def require_room(self, sampling: Sampling, num_opening: int) -> None:
         """Check that a thought, the `num_opening` tokens that cut it and its answer fit.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlt_lightning.models.quantised import dequantised_weights, quantise
 from rlt_lightning.models.weights import Deferred, NamedTensor, Read, full_shape, whole_tensors
-from rlt_lightning.types import InputError, first_line
+from rlt_lightning.types import InputError, first_line, require_limits
 
 # peft's name for an adapter that is the only one.
 ADAPTER = "default"
@@ -49,10 +49,12 @@ class LoRA:
     base: Literal["full", "4bit"] = "full"
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0 or not self.targets:
-            raise InputError(
-                f"model.lora needs rank >= 1, alpha > 0 and targets, but got {self}. Correct it."
-            )
+        limits = {
+            "rank >= 1": self.rank >= 1,
+            "alpha > 0": self.alpha > 0,
+            "targets that name a layer": bool(self.targets),
+        }
+        require_limits(self, limits, "model.lora needs", "Correct it")
 
 
 def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> Read:

@@ -472,7 +472,13 @@ def count_steps(
         raise InputError(
             "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs."
         )
-    return min(by_epochs + by_steps)
+    steps = min(by_epochs + by_steps)
+    if steps < 1:
+        raise InputError(
+            f"A run must have at least one step, but trainer.max_steps is {max_steps}, max_epochs {max_epochs} "
+            f"and limit_train_batches {limit}. Raise the one that is 0."
+        )
+    return steps
 
 
 def require_precision(precision: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rlt_lightning.checkpoints.io import keep_implementation
 from rlt_lightning.models.weights import full_shape
-from rlt_lightning.types import InputError
+from rlt_lightning.types import require_limits
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,12 @@ class OptimizerConfig:
     states: Literal["full", "8bit"] = "full"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup_frac < 1:
-            raise InputError(
-                f"optimizer.warmup_frac must be in [0, 1), but got {self.warmup_frac}. Give the fraction of "
-                "the run."
-            )
-        if self.lr <= 0 or self.max_grad_norm < 0:
-            raise InputError(
-                f"optimizer.lr must be > 0 and max_grad_norm >= 0, but got {self}. Correct model.optimizer."
-            )
+        limits = {
+            "lr > 0": self.lr > 0,
+            "max_grad_norm >= 0": self.max_grad_norm >= 0,
+            "0 <= warmup_frac < 1, a fraction of the run": 0 <= self.warmup_frac < 1,
+        }
+        require_limits(self, limits, "The optimizer must have", "Correct model.optimizer")
 
 
 def optimizer_and_schedule(

@@ -106,11 +106,20 @@ def name_arguments(text: str) -> str:
 
 @contextmanager
 def naming_arguments() -> Iterator[None]:
-    """Let a user's mistake inside the block name the arguments of a script."""
+    """Let a user's mistake inside the block, and our warnings, name the arguments of a script."""
+    show = warnings.showwarning
+
+    def show_arguments(message: Warning | str, *where: Any) -> None:
+        is_ours = type(message) is UserWarning
+        show(UserWarning(name_arguments(str(message))) if is_ours else message, *where)
+
+    warnings.showwarning = show_arguments
     try:
         yield
     except InputError as error:
         raise type(error)(name_arguments(str(error))) from error.__cause__
+    finally:
+        warnings.showwarning = show
 
 
 def require_parts(module: Any, data: Any) -> None:
