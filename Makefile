@@ -56,7 +56,7 @@ PYTEST = $(RUN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder
 test: setup
 	$(PYTEST) $(if $(MARKS),-m "$(MARKS)")
 
-# Commands, figures and links of the pages, the layout of the package, set-up scripts, the wheel.
+# Commands, figures and links of the pages, every benchmark at tiny size, the package's layout, set-up scripts, the wheel.
 test-docs: setup
 	$(PYTEST) -m docs
 
@@ -64,13 +64,9 @@ test-docs: setup
 test-failed: setup
 	$(RUN)/python -m pytest --last-failed --last-failed-no-failures none -m ""
 
-# Further cases, and a real vLLM worker.
+# Further cases, and a real vLLM worker: before a release, and after a change of strategies, engines or GPU code.
 test-all: setup setup-vllm
 	$(PYTEST) -m "full and not docs"
-
-# The part of it that runs every benchmark and the steps of the GPU ladder, at tiny size.
-test-benchmarks: setup
-	$(PYTEST) -m full tests/test_benchmarks.py tests/test_ladder.py
 
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm
@@ -102,4 +98,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-failed test-all test-docs test-benchmarks test-oldest prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest prove check

@@ -3,9 +3,11 @@
 Four sets of tests, each with its own command:
 
     make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-docs  docs: commands, figures and links of the pages, the layout of the package, set-up scripts
+    make test-docs  docs: commands, figures and links of the pages, benchmarks, layout of the package, set-up
     make test-all   full: further cases, what needs a real vLLM worker (mark vllm)
     make prove      slow: learning, kills at random moments, two nodes
+
+`.ci/run` runs the first two, and of the third what needs vLLM.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be
 SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
 # Files about what people read, and about the project itself: their tests get the mark docs.
 ABOUT_DOCS = ("test_docs", "test_docs_metrics", "test_figures", "test_habits", "test_install", "test_layout")
-ABOUT_DOCS += ("test_setup_gpu", "test_site")
+ABOUT_DOCS += ("test_setup_gpu", "test_site", "test_elsewhere", "test_benchmarks", "test_ladder")
 
 
 # What is run, and what is left

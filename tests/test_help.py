@@ -146,3 +146,7 @@ def test_a_misspelled_verb_is_found(typed: str, meant: str) -> None:
     line = suggest_verb(typed)
     assert f"Did you mean rlt {meant}?" in line
     assert all(verb in line for verb in VERBS)
+
+
+def test_help_as_a_verb_names_the_option() -> None:
+    assert "type rlt --help" in suggest_verb("help")

@@ -321,6 +321,16 @@ def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> N
         assert rows.tokenizer_name == name
 
 
+def test_a_warning_names_arguments(tmp_path: Path, tiny_model: str) -> None:
+    module = RLTModule(tiny_model, tiny_model, group_size=2)
+    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=4))
+    options: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "enable_checkpointing": False}
+    with pytest.warns(UserWarning, match="set tags and teacher_system_prompt and student_system_prompt"):
+        Trainer(tmp_path, callbacks=[rollouts], **options).fit(
+            module, StratosDataModule(own_rows(), prompts_per_step=4)
+        )
+
+
 def test_score_equals_predict(tmp_path: Path) -> None:
     rows = own_rows()
     path = tmp_path / "rows.jsonl"

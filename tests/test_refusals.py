@@ -16,8 +16,11 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_trainable
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
+from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule, SFTModule
+from rlt_lightning.modules.base import count_steps
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.run.folder import choose_run_folder
 from rlt_lightning.types import InputError
@@ -72,6 +75,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "overlap with workers that take turns": (
         lambda: RolloutCallback(VLLMEngine(["http://127.0.0.1:9"], sleep=True), asynchronous=True),
         "the engine's sleep has them do one or the other",
+    ),
+    "a negative temperature": (
+        lambda: Sampling(temperature=-0.5),
+        "Sampling must satisfy temperature >= 0, but temperature is -0.5. Correct the sampling section",
+    ),
+    "two settings of the optimizer": (
+        lambda: OptimizerConfig(lr=-1, max_grad_norm=-2),
+        "have lr > 0 and max_grad_norm >= 0, but lr is -1, max_grad_norm is -2. Correct model.optimizer",
+    ),
+    "an adapter of no rank": (lambda: LoRA(rank=0), "model.lora needs rank >= 1, but rank is 0. Correct it"),
+    "a run of no step": (
+        lambda: count_steps(4, 0, None, 1.0),
+        "at least one step, but trainer.max_steps is 0, max_epochs None",
     ),
     "no trace": (lambda: RolloutCallback(num_traces=0), "rollouts.num_traces must be at least 1"),
     "greedy traces": (

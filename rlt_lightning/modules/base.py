@@ -475,8 +475,8 @@ def count_steps(
     steps = min(by_epochs + by_steps)
     if steps < 1:
         raise InputError(
-            f"A run must have at least one step, but trainer.max_steps is {max_steps}, max_epochs {max_epochs} "
-            f"and limit_train_batches {limit}. Raise the one that is 0."
+            f"A run must have at least one step, but trainer.max_steps is {max_steps}, max_epochs "
+            f"{max_epochs} and limit_train_batches {limit}. Raise the one that is 0."
         )
     return steps
 
