@@ -109,9 +109,9 @@ def naming_arguments() -> Iterator[None]:
     """Let a user's mistake inside the block, and our warnings, name the arguments of a script."""
     show = warnings.showwarning
 
-    def show_arguments(message: Warning | str, *where: Any) -> None:
+    def show_arguments(message: Warning | str, *where: Any, **more: Any) -> None:
         is_ours = type(message) is UserWarning
-        show(UserWarning(name_arguments(str(message))) if is_ours else message, *where)
+        show(UserWarning(name_arguments(str(message))) if is_ours else message, *where, **more)
 
     warnings.showwarning = show_arguments
     try:
